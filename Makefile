@@ -1,0 +1,37 @@
+# Each target sets up what it needs in .venv; nothing has to be done first.
+PYTHON ?= python3
+BIN := .venv/bin
+SEED ?= 0
+
+.PHONY: demo test check format clean
+
+demo: .venv/installed  ## watch a small agent learn, a few minutes
+	$(BIN)/arpo demo --seed $(SEED)
+
+test: .venv/installed-dev  ## all tests
+	$(BIN)/python -m pytest
+
+check: .venv/installed-dev  ## lint, format, types, import direction
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/test_architecture.py
+
+format: .venv/installed-dev  ## let ruff format the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## remove the environment and caches
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
+
+# torch first: its pinned build keeps pip from choosing another one for the packages that need it.
+.venv/installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version) if sys.version_info < (3, 11) else None'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	touch $@
+
+.venv/installed-dev: .venv/installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@

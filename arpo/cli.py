@@ -1,0 +1,143 @@
+"""The command line. A mistake of the user's ends with one clear message and exit code 2, Ctrl-C with 130."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+
+from arpo.config import load_config
+from arpo.display import console, print_tree
+from arpo.settings import Config
+from arpo.types import ArpoError, Task, derive_seed
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+    from arpo.evaluate import Evaluation
+
+T = TypeVar("T")
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+ConfigFile = Annotated[Path, typer.Argument(help="a TOML file with settings")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="settings as key=value, like train.steps=50")]
+
+
+def main() -> None:
+    """Run the command line."""
+    try:
+        app()
+    except ArpoError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        print("stopped; go on with --resume", file=sys.stderr)
+        sys.exit(130)
+
+
+@app.command()
+def train(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option(help="go on from the run's last checkpoint")] = False,
+) -> None:
+    """Train a model as CONFIG says; everything goes to run.dir."""
+    from arpo.train import open_run
+    from arpo.train import train as train_loop
+
+    with open_run(load_config(config, overrides or ()), resume) as run:
+        last = _run(train_loop(run))
+        console.print(f"done: {last} steps; the run is in {run.log.directory}")
+
+
+@app.command(name="eval")
+def evaluate(
+    target: Annotated[Path, typer.Argument(help="a run's directory (its last checkpoint is used) or a TOML file")],
+    overrides: Overrides = None,
+) -> None:
+    """Accuracy on held-out questions."""
+    from arpo.train import open_session, test
+
+    _show_evaluation(_run(test(open_session(_config_of(target, overrides or [])))))
+
+
+@app.command()
+def rollout(
+    target: Annotated[Path, typer.Argument(help="a run's directory (its last checkpoint is used) or a TOML file")],
+    overrides: Overrides = None,
+    number: Annotated[int, typer.Option(min=0, help="which held-out question")] = 0,
+    ask: Annotated[
+        str | None, typer.Option(help="ask this instead (the answer is not known, so nothing is right)")
+    ] = None,
+) -> None:
+    """Grow the tree of one question and show it."""
+    from arpo.rollout import rollout as grow
+    from arpo.train import open_session
+
+    session = open_session(_config_of(target, overrides or []))
+    if number >= len(session.bench.test):
+        raise ArpoError(f"--number {number}: there are {len(session.bench.test)} held-out questions, counted from 0")
+    task = session.bench.test[number] if ask is None else Task("asked", ask, ("unknown",))
+    config = session.config
+    seed = derive_seed(config.seed, "show", number)
+    tree = _run(grow(session.agent, task, config.rollout, config.branching, seed))
+    print_tree(tree, [session.reward(task, tree, leaf) for leaf in tree.leaves])
+    shared = 1 - tree.unique_tokens / tree.total_tokens
+    console.print(
+        f"{len(tree.leaves)} paths, {tree.tool_calls} tool calls, {tree.branch_points} branch points, "
+        f"{shared:.0%} of tokens shared"
+    )
+
+
+@app.command()
+def doctor() -> None:
+    """What is here: versions, devices, memory, which engines and tools can run, and why not."""
+    from arpo.doctor import report
+
+    for what, usable, details in report():
+        console.print("[green]ok[/] " if usable else "[yellow]no[/] ", end="")
+        console.print(f" {what:<18} {details}", markup=False)
+
+
+@app.command()
+def demo(seed: Annotated[int, typer.Option(min=0, help="decides all randomness of the run")] = 0) -> None:
+    """Watch a small agent learn to use tools: a few minutes on a laptop."""
+    from arpo.demo import run_demo
+
+    run_demo(seed, _run)
+
+
+def _config_of(target: Path, overrides: list[str]) -> Config:
+    """The settings in a TOML file, or those of a run with its last checkpoint as the model."""
+    from arpo.runlog import open_run
+
+    if not target.is_dir():
+        return load_config(target, overrides)
+    log = open_run(target)
+    checkpoint = log.latest_checkpoint()
+    if checkpoint is None:
+        raise ArpoError(f"{target} has no checkpoint yet")
+    return load_config(target / "config.json", [f"model.path={checkpoint[1] / 'model'}", *overrides])
+
+
+def _show_evaluation(result: Evaluation) -> None:
+    console.print(f"accuracy {result.accuracy:.1%} over {len(result.trees)} questions")
+    for kind, accuracy in result.by_kind().items():
+        console.print(f"  {kind:<12} {accuracy:.1%}")
+    console.print(f"right format {result.format_rate:.1%}, {result.tool_calls:.2f} tool calls per path")
+
+
+def _run(work: Coroutine[None, None, T]) -> T:
+    """Run to the end; Ctrl-C and a polite kill cancel the work, which then saves what it has."""
+
+    async def with_signals() -> T:
+        task = asyncio.ensure_future(work)
+        with contextlib.suppress(NotImplementedError):
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        return await task
+
+    return asyncio.run(with_signals())

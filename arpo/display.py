@@ -1,0 +1,85 @@
+"""What a person sees while things run: bars and one line a step on a terminal, plain lines everywhere else.
+
+Model and tool text is hostile: it is shown through `printable`, never as markup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
+from rich.tree import Tree
+
+from arpo.types import Kind, Node, Reward, RolloutTree
+
+console = Console(highlight=False, soft_wrap=True)
+HEADER = "step  reward  right  format  calls  branches  entropy: start>tool  unique  seconds: sample train"
+COLOURS = {Kind.PROMPT: "bold", Kind.MODEL: "cyan", Kind.TOOL: "yellow"}
+
+
+@contextmanager
+def progress_bar(what: str, total: int) -> Iterator[Progress]:
+    """A bar for `total` units of `what`; its one task is the first of `task_ids`."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        bar.add_task(what, total=total, note="")
+        yield bar
+
+
+def step_line(step: int, m: Mapping[str, float]) -> str:
+    """One step's numbers under `HEADER`."""
+    return (
+        f"{step:>4} {m['reward']:>7.2f} {m['accuracy']:>6.0%} {m['format']:>7.0%} {m['tool_calls']:>6.0f}"
+        f" {m['branches']:>9.0f} {m['entropy_start']:>14.2f} > {m['entropy_after_tool']:.2f}"
+        f" {m['unique_tokens'] / max(1, m['total_tokens']):>7.0%}"
+        f" {m['rollout_seconds']:>15.1f} {m['train_seconds']:>5.1f}"
+    )
+
+
+def printable(text: str) -> str:
+    """The text with everything that could steer a terminal or hide (control, bidi, surrogate) written as an escape."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
+def print_tree(tree: RolloutTree, rewards: Sequence[Reward]) -> None:
+    """Show a rollout tree: who wrote what, what was decided at each tool result, and how each path ended."""
+    children: dict[int, list[int]] = {}
+    for index, node in enumerate(tree.nodes):
+        if node.parent is not None:
+            children.setdefault(node.parent, []).append(index)
+    ends: dict[int, list[str]] = {}
+    for number, (leaf, reward) in enumerate(zip(tree.leaves, rewards, strict=True)):
+        ends.setdefault(leaf.node, []).append(f"path {number + 1}: {leaf.end}, reward {reward.total:.2f}")
+    root = Tree(_label(tree.nodes[0]))
+    waiting = [(0, root)]
+    while waiting:
+        index, branch = waiting.pop()
+        for end in ends.get(index, []):
+            branch.add(Text(end, style="green"))
+        for child in children.get(index, []):
+            waiting.append((child, branch.add(_label(tree.nodes[child]))))
+    console.print(root)
+    console.print(f"right answer: {printable(' or '.join(tree.task.answers))}")
+
+
+def _label(node: Node) -> Text:
+    label = Text(printable(node.text.strip()), style=COLOURS[node.kind])
+    decision = node.decision
+    if decision is not None:
+        label.append(
+            f"\n[H {decision.entropy:.3f}, at the start {decision.initial_entropy:.3f}, dH {decision.delta:+.4f}, "
+            f"P {decision.probability:.4f}: {decision.reason}]",
+            style="magenta",
+        )
+    return label

@@ -1,0 +1,52 @@
+"""The numbers of one training step, from its trees and rewards. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+
+from arpo.types import Fault, Kind, Node, Reward, RolloutTree
+
+
+def rollout_metrics(trees: Sequence[RolloutTree], rewards: Sequence[Sequence[Reward]]) -> dict[str, float]:
+    """What happened in a step's rollouts; calls and tokens on shared prefixes count once, except in `total_tokens`."""
+    nodes = [node for tree in trees for node in tree.nodes]
+    every = [reward for group in rewards for reward in group]
+    tools = [node for node in nodes if node.kind is Kind.TOOL]
+    decisions = [node.decision for node in nodes if node.decision is not None]
+    paths = sum(len(tree.leaves) for tree in trees)
+    totals = [[reward.total for reward in group] for group in rewards]
+    return {
+        "reward": fmean(reward.total for reward in every),
+        "accuracy": fmean(reward.parts["correct"] for reward in every),
+        "format": fmean(reward.parts["format"] for reward in every),
+        "mixed_groups": fmean(len(set(group)) > 1 for group in totals),
+        "paths": paths,
+        "tool_calls": len(tools),
+        "calls_per_path": sum(_path_calls(tree) for tree in trees) / paths,
+        "tool_faults": sum(_fault(node) not in (None, Fault.INFRA) for node in tools),
+        "infra_faults": sum(_fault(node) is Fault.INFRA for node in tools),
+        "branches": sum(decision.branches for decision in decisions),
+        "entropy_start": _mean(_first_turn_entropies(trees)),
+        "entropy_after_tool": _mean([decision.entropy for decision in decisions]),
+        "unique_tokens": sum(tree.unique_tokens for tree in trees),
+        "total_tokens": sum(tree.total_tokens for tree in trees),
+        "tool_seconds": sum(node.seconds for node in tools),
+    }
+
+
+def _path_calls(tree: RolloutTree) -> int:
+    return sum(tree.nodes[i].kind is Kind.TOOL for leaf in tree.leaves for i in tree.path(leaf.node))
+
+
+def _fault(node: Node) -> Fault | None:
+    return node.result.fault if node.result else None
+
+
+def _first_turn_entropies(trees: Sequence[RolloutTree]) -> list[float]:
+    """Mean entropy of each turn that starts at the prompt."""
+    return [fmean(node.entropies) for tree in trees for node in tree.nodes if node.parent == 0 and node.entropies]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return fmean(values) if values else 0.0

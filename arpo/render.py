@@ -1,0 +1,288 @@
+"""Messages to tokens, a model's turn to a tool call, a tool's text to tokens.
+
+Promises: `find_call` never raises and reads only what the model wrote; text from outside (a question, a tool's output)
+cannot become a control token of the tokenizer, and a tool's output cannot look like one of our own tags; the wrapper
+around a result is always complete. Nothing sampled is ever tokenised again.
+
+    fmt = make_format("tags", [spec])                            # or "json"
+    ids = encode_prompt(tokenizer, task.question, fmt.instructions)
+    call = fmt.find_call("<think>..</think><search>Mira Tolven", "</search>")
+    ids, text = encode_result(tokenizer, fmt, "Mira Tolven was born in Upper Kelso.", max_tokens=200)
+
+Does not cover: templates that rewrite their content, and look-alike letters that a tokenizer's own normaliser turns
+into ours. Text is encoded piece by piece, so ids at the seams may differ from those of the whole encoded at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, ClassVar
+
+from arpo.types import ArpoError, ToolCall, ToolSpec
+
+PROTOCOL_TAGS = ("think", "answer", "result", "tool_call", "tool_response")
+"""Tags with a meaning of their own; every tool's name is one more."""
+
+ANSWER_STOP = "</answer>"
+CUT_NOTE = " [cut]"
+_SLOT_1, _SLOT_2 = "@@slot-1@@", "@@slot-2@@"  # stand for content while a chat template is rendered; never encoded
+
+
+@dataclass(frozen=True, slots=True)
+class CallFormat(ABC):
+    """How a model calls these tools and reads what they give back."""
+
+    specs: tuple[ToolSpec, ...]
+    name: ClassVar[str]
+
+    @property
+    @abstractmethod
+    def stops(self) -> tuple[str, ...]:
+        """Strings at which a model's turn ends: the end of a call, or of the answer."""
+
+    @property
+    @abstractmethod
+    def instructions(self) -> str:
+        """The system prompt that explains all this to a model."""
+
+    @abstractmethod
+    def find_call(self, text: str, stop: str | None) -> ToolCall | None:
+        """The call that the turn `text` ends with, given the stop string it ended at; None if it ended otherwise."""
+
+    @abstractmethod
+    def wrapper(self, tokenizer: Any) -> tuple[str, str]:
+        """What stands before and after a tool's text."""
+
+
+@dataclass(frozen=True, slots=True)
+class TagFormat(CallFormat):
+    """`<search>query</search>`, answered by `<result>...</result>` within the same turn."""
+
+    name: ClassVar[str] = "tags"
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (*(f"</{spec.name}>" for spec in self.specs), ANSWER_STOP)
+
+    @property
+    def instructions(self) -> str:
+        tools = (f"<{s.name}>{s.main_argument}</{s.name}>: {s.description}" for s in self.specs)
+        return _instructions(tools, "A tool is called with its tags. What it finds comes back in <result>...</result>.")
+
+    def find_call(self, text: str, stop: str | None) -> ToolCall | None:
+        spec = next((spec for spec in self.specs if stop == f"</{spec.name}>"), None)
+        if spec is None:
+            return None
+        body, error = _call_body(text, spec.name, [spec.name for spec in self.specs])
+        return ToolCall(spec.name, {} if error else {spec.main_argument: body}, error)
+
+    def wrapper(self, tokenizer: Any) -> tuple[str, str]:
+        return "<result>", "</result>\n"
+
+
+@dataclass(frozen=True, slots=True)
+class JsonFormat(CallFormat):
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, answered by a turn of its own."""
+
+    name: ClassVar[str] = "json"
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return ("</tool_call>", ANSWER_STOP)
+
+    @property
+    def instructions(self) -> str:
+        tools = (
+            json.dumps({"name": s.name, "description": s.description, "parameters": s.schema}, ensure_ascii=False)
+            for s in self.specs
+        )
+        how = 'Call a tool with <tool_call>{"name": "...", "arguments": {...}}</tool_call>, one call at a time.'
+        return _instructions(tools, f"{how} What it finds comes back in the next turn.")
+
+    def find_call(self, text: str, stop: str | None) -> ToolCall | None:
+        if stop != "</tool_call>":
+            return None
+        body, error = _call_body(text, "tool_call", ["tool_call"])
+        return ToolCall("", {}, error) if error else _json_call(body, [spec.name for spec in self.specs])
+
+    def wrapper(self, tokenizer: Any) -> tuple[str, str]:
+        return _turn_wrapper(tokenizer, repr(getattr(tokenizer, "chat_template", None)))
+
+
+def make_format(name: str, specs: Sequence[ToolSpec]) -> CallFormat:
+    """The call format `name` ("tags" or "json") for these tools."""
+    taken = set(PROTOCOL_TAGS)
+    for spec in specs:
+        if not re.fullmatch(r"[A-Za-z_][\w.-]*", spec.name) or spec.name.lower() in taken:
+            raise ArpoError(f"a tool cannot be named {spec.name!r}: it must work as a tag, and the tag must be free")
+        taken.add(spec.name.lower())
+    if name == "json":
+        return JsonFormat(tuple(specs))
+    if name != "tags":
+        raise ArpoError(f"there is no call format {name!r}; use tags or json")
+    for spec in specs:
+        properties = spec.schema.get("properties") or {}
+        main = next(iter(properties), None)
+        others = {*spec.schema.get("required", ())} - {main}
+        if main is None or others or properties[main].get("type", "string") != "string":
+            raise ArpoError(f"tool {spec.name!r} needs more than one text; the tags format cannot call it, use json")
+    return TagFormat(tuple(specs))
+
+
+def encode_prompt(tokenizer: Any, question: str, system: str) -> tuple[int, ...]:
+    """Token ids of the whole prompt, up to where the model starts to write.
+
+    A chat template that names the system role and writes nothing for it wants no instructions: they are left out.
+    """
+    system = "" if _wants_no_system(tokenizer) else system
+    gap = "\n\n" if system else ""
+    if getattr(tokenizer, "chat_template", None):
+        apart = [{"role": "system", "content": _SLOT_1}, {"role": "user", "content": _SLOT_2}]
+        folded = [{"role": "user", "content": f"{_SLOT_1}{gap}{_SLOT_2}"}]
+        pieces = (_pieces(tokenizer, apart) if system else None) or _pieces(tokenizer, folded)
+        if pieces is None:
+            raise ArpoError("the tokenizer's chat template cannot render a user message; give it another template")
+        before, between, after = pieces
+        start = _ids(tokenizer, before)
+    else:
+        between, after = f"{gap}Question: ", "\nAnswer:"
+        start = [i for i in tokenizer("")["input_ids"][:1] if i == tokenizer.bos_token_id]
+    middle = _plain_ids(tokenizer, system, tags=True) + _ids(tokenizer, between)
+    return (*start, *middle, *_plain_ids(tokenizer, question.strip()), *_ids(tokenizer, after))
+
+
+def encode_result(tokenizer: Any, fmt: CallFormat, text: str, max_tokens: int) -> tuple[tuple[int, ...], str]:
+    """Token ids and text of a tool result in its wrapper; the tool's part is cut to `max_tokens`, note included."""
+    body = neutralise(text, fmt.specs)
+    ids = _plain_ids(tokenizer, body)
+    if len(ids) > max_tokens:
+        note = _ids(tokenizer, CUT_NOTE)
+        note = note if len(note) <= max_tokens else []
+        kept = ids[: max(0, max_tokens - len(note))]
+        for _ in range(3):  # a character may be spread over up to four tokens: do not end inside one
+            if kept and _text(tokenizer, kept).endswith("\ufffd"):
+                kept.pop()
+        ids, body = kept + note, _text(tokenizer, kept) + (CUT_NOTE if note else "")
+    before, after = fmt.wrapper(tokenizer)
+    return (*_ids(tokenizer, before), *ids, *_ids(tokenizer, after)), f"{before}{body}{after}"
+
+
+def neutralise(text: str, specs: Sequence[ToolSpec]) -> str:
+    """The text with the `<` of every tag of ours, however it is spelt, replaced by the harmless `‹`."""  # noqa: RUF002
+    names = "|".join(re.escape(name) for name in (*PROTOCOL_TAGS, *(spec.name for spec in specs)))
+    return re.sub(rf"<(?=[\s/]*(?:{names})\b)", "\u2039", text, flags=re.IGNORECASE)
+
+
+def _call_body(text: str, tag: str, tags: Sequence[str]) -> tuple[str, str | None]:
+    """What stands in the call that `tag` ends, and what is wrong with it. Tags in a closed <think> are only talk."""
+    turn = text.partition(f"</{tag}>")[0].rpartition("</think>")[2]
+    if f"<{tag}>" not in turn:
+        return "", f"Error: </{tag}> closes a call that was not opened; write <{tag}>...</{tag}>."
+    position, first = min((turn.find(f"<{other}>"), other) for other in tags if f"<{other}>" in turn)
+    body = turn[position + len(f"<{first}>") :].rstrip()
+    if any(f"<{other}>" in body for other in tags):
+        return "", f"Error: one call was opened inside another; close <{first}> with </{first}> before the next call."
+    blank = len(body) - len(body.lstrip())
+    body = body[body.rfind("\n", 0, blank) + 1 :]  # blank lines go, the indentation of the first line of code stays
+    body = body if "\n" in body else body.strip()
+    return body, None if body else f"Error: the call is empty; write what you want between <{tag}> and </{tag}>."
+
+
+def _json_call(body: str, names: Sequence[str]) -> ToolCall:
+    shape = 'write {"name": "...", "arguments": {...}}'
+    try:
+        value = json.loads(body, strict=False)
+        args = value.get("arguments", {}) if isinstance(value, dict) else {}
+        args = json.loads(args, strict=False) if isinstance(args, str) else args
+        json.dumps([value, args], ensure_ascii=False, allow_nan=False).encode()  # no NaN and no half characters
+    except (ValueError, RecursionError) as error:
+        return ToolCall("", {}, f"Error: the call is not valid JSON ({error}); {shape}.")
+    name = value.get("name") if isinstance(value, dict) else None
+    if not isinstance(name, str):
+        return ToolCall("", {}, f"Error: the call is not a JSON object with a name; {shape}.")
+    if name not in names:
+        near = difflib.get_close_matches(name[:100], names, n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        return ToolCall(name, {}, f"Error: there is no tool {name[:100]!r}.{hint} Available: {', '.join(names)}.")
+    if not isinstance(args, dict):
+        return ToolCall(name, {}, f"Error: the arguments of {name} are not a JSON object; {shape}.")
+    return ToolCall(name, args)
+
+
+def _instructions(tools: Iterable[str], how: str) -> str:
+    listed = "\n".join(f"- {line}" for line in tools)
+    use = f" You can use these tools:\n{listed}\n{how}\n" if listed else " "
+    end = r"End with exactly one <answer>\boxed{...}</answer> that holds only the final answer."
+    return f"Answer the question. Reason step by step in <think>...</think>.{use}{end}"
+
+
+def _wants_no_system(tokenizer: Any) -> bool:
+    user = {"role": "user", "content": _SLOT_2}
+    told = [{"role": "system", "content": _SLOT_1}, user]
+    try:
+        texts = [tokenizer.apply_chat_template(talk, tokenize=False) for talk in (told, [user])]
+    except Exception:  # no template, or one that refuses the role
+        return False
+    return "system" in tokenizer.chat_template and texts[0] == texts[1]
+
+
+def _pieces(tokenizer: Any, messages: list[dict[str, str]]) -> tuple[str, str, str] | None:
+    """What the chat template writes before, between and after the two slots; None if it refuses or loses one."""
+    try:
+        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception:  # whatever a template raises, it cannot render this
+        return None
+    before, _, rest = text.partition(_SLOT_1)
+    between, found, after = rest.partition(_SLOT_2)
+    return (before, between, after) if found and text.count(_SLOT_1) == text.count(_SLOT_2) == 1 else None
+
+
+@lru_cache(maxsize=8)
+def _turn_wrapper(tokenizer: Any, template: str) -> tuple[str, str]:
+    """All that stands around a tool's turn, from the end of the model's to its next; `template` only keys the cache."""
+    tagged = f"<tool_response>\n{_SLOT_2}\n</tool_response>"
+    if getattr(tokenizer, "chat_template", None):
+        talk = [{"role": "user", "content": "..."}, {"role": "assistant", "content": _SLOT_1}]
+        for role, content in (("tool", _SLOT_2), ("user", tagged)):
+            pieces = _pieces(tokenizer, [*talk, {"role": role, "content": content}])
+            if pieces is not None:
+                return pieces[1:]
+    before, _, after = f"\n{tagged}\n".partition(_SLOT_2)
+    return before, after
+
+
+@lru_cache(maxsize=8)
+def _control_tokens(tokenizer: Any, size: int, tags: bool) -> tuple[tuple[str, ...], frozenset[int]]:
+    """Tokens that text must not become: the special ones and, unless `tags`, added ones that look like mark-up."""
+    special = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+    for index, token in tokenizer.added_tokens_decoder.items():
+        if token.special or (not tags and token.content.startswith(("<", "["))):
+            special[token.content] = index
+    return tuple(special), frozenset(special.values()) - {tokenizer.unk_token_id}
+
+
+def _plain_ids(tokenizer: Any, text: str, *, tags: bool = False) -> list[int]:
+    """Ids of text from outside. Every control token in it is cut in two before encoding: no state, and no way round."""
+    control, banned = _control_tokens(tokenizer, len(tokenizer), tags)
+    present = tuple(token for token in control if token in text)
+    inside = [i + 1 for i in range(len(text)) if text.startswith(present, i)] if present else []
+    parts = [text[start:end] for start, end in pairwise((0, *inside, len(text)))]
+    encoded: list[list[int]] = tokenizer(parts, add_special_tokens=False, verbose=False)["input_ids"]
+    return [i for ids in encoded for i in ids if i not in banned]
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return ids
+
+
+def _text(tokenizer: Any, ids: list[int]) -> str:
+    text: str = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return text

@@ -1,0 +1,114 @@
+r"""Whether a trajectory keeps to the output format; the first rule it breaks is named.
+
+The rules: think blocks are paired, not nested, and at least one is there; exactly one `<answer>..</answer>`, which ends
+the trajectory and holds a `\boxed{..}`; every tool call is well-formed and followed by its result; no result is
+written by the model itself. Time is linear in the text.
+
+Promises: `tree_format`, the one a reward uses, reads who wrote what from the nodes, so nothing that a tool returns can
+count for or against the model. `format_ok` has only the plain text to go by, where a result can close its own block:
+it is for looking at traces, not for rewards.
+Does not cover: a think block opened by the prompt template (the prompt is not read), and whether the calls make sense.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import groupby
+
+from arpo.rewards.text import answer_text, boxed
+from arpo.types import End, Kind, Leaf, RolloutTree
+
+_CALL_NAMES = ("search", "python", "browse", "calculator", "tool_call")
+_CALL_TAG = re.compile(rf"<(/?)({'|'.join(_CALL_NAMES)})>")
+_RESULT_TAG = re.compile(r"<(/?)(result|tool_response)>")
+_THINK_TAG = re.compile(r"</?think>")
+_ANSWER_TAG = re.compile(r"</?answer>")
+_AFTER_ANSWER = re.compile(r"(?:\s|<\|\w+\|>|</s>|<eos>|<end_of_turn>)*")  # what an engine may leave after its stop
+
+
+def format_ok(text: str) -> tuple[bool, str]:
+    """Whether the plain text of a trajectory (without its prompt) keeps to the format, and the rule broken if not."""
+    turns = _split_at_results(text)
+    if turns is None:
+        return _verdict("result: tags not paired")
+    reason = _check_text(turns)
+    if not reason and any(_calls(turn) != [len(turn.rstrip())] for turn in turns[:-1]):
+        reason = "call: a result does not follow exactly one call"
+    return _verdict(reason)
+
+
+def tree_format(tree: RolloutTree, leaf: Leaf) -> tuple[bool, str]:
+    """Whether the path to `leaf` keeps to the format, judged on its nodes, and the rule broken if not."""
+    turns = model_turns(tree, leaf)
+    if any(_RESULT_TAG.search(turn) for turn in turns):
+        return _verdict("result: written by the model")
+    reason = _check_text(turns)
+    nodes = [tree.nodes[index] for index in tree.path(leaf.node)]
+    if not reason and (leaf.end is not End.ANSWER or nodes[-1].kind is not Kind.MODEL):
+        reason = "answer: does not end the trajectory"
+    if not reason and any(n.kind is Kind.TOOL and (n.call is None or n.call.error is not None) for n in nodes):
+        reason = "call: malformed"
+    return _verdict(reason)
+
+
+def model_turns(tree: RolloutTree, leaf: Leaf) -> list[str]:
+    """The model's own text on the path, one string per stretch without a tool result in between."""
+    nodes = (tree.nodes[index] for index in tree.path(leaf.node))
+    runs = groupby(nodes, key=lambda node: node.kind)
+    return ["".join(node.text for node in run) for kind, run in runs if kind is Kind.MODEL]
+
+
+def _verdict(reason: str) -> tuple[bool, str]:
+    return not reason, reason
+
+
+def _split_at_results(text: str) -> list[str] | None:
+    """The stretches of text outside result blocks; None if these are not paired. Tags inside a block are just text."""
+    turns: list[str] = []
+    start, inside = 0, ""
+    for tag in _RESULT_TAG.finditer(text):
+        closing, name = bool(tag[1]), tag[2]
+        if not inside and not closing:
+            turns.append(text[start : tag.start()])
+            inside = name
+        elif inside == name and closing:
+            start, inside = tag.end(), ""
+        elif not inside:
+            return None
+    return None if inside else [*turns, text[start:]]
+
+
+def _check_text(turns: Sequence[str]) -> str:
+    """The rules on the model's own text. A tag is never read across two turns."""
+    text = "\n".join(turns)
+    think_tags = _THINK_TAG.findall(text)
+    if not think_tags:
+        return "think: none"
+    if think_tags != ["<think>", "</think>"] * (len(think_tags) // 2):
+        return "think: tags not paired"
+    answer_tags = _ANSWER_TAG.findall(text)
+    if not answer_tags:
+        return "answer: none"
+    if answer_tags != ["<answer>", "</answer>"]:
+        return "answer: not exactly one"
+    answer = answer_text(turns[-1])
+    if answer is None or not _AFTER_ANSWER.fullmatch(text, text.rindex("</answer>") + len("</answer>")):
+        return "answer: does not end the trajectory"
+    if boxed(answer) is None:
+        return "answer: no \\boxed{..}"
+    if _calls(turns[-1]):
+        return "call: without a result"
+    return ""
+
+
+def _calls(turn: str) -> list[int]:
+    """Where each call in the text ends: a closing tag whose opening tag stands before it."""
+    ends: list[int] = []
+    opened: set[str] = set()
+    for tag in _CALL_TAG.finditer(turn):
+        if not tag[1]:
+            opened.add(tag[2])
+        elif tag[2] in opened:
+            ends.append(tag.end())
+    return ends

@@ -1,0 +1,136 @@
+r"""Comparing an answer with the gold answers, and finding the answer in a text.
+
+Promises: every function is total (any string in, no exception, no evaluation of what the model wrote), takes time
+linear in its input, and scores lie in [0, 1]. Normalisation is SQuAD's, so it drops signs and decimal points
+("-1.5" reads as "15"): use `numbers_equal` where the answers are numbers.
+Does not cover: algebra ("x+1" against "1+x"), units, LaTeX beyond `\frac`, numbers written as words.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Sequence
+from fractions import Fraction
+
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+_VERDICTS = frozenset({"yes", "no", "noanswer"})
+
+_BRACES = re.compile(r"\\boxed\s*\{|\\[{}]|[{}]")
+
+_LONGEST_NUMBER = 64  # characters; also bounds the size of what is parsed
+_NUMBER = re.compile(
+    r"[+-]?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,2})?",
+)
+_LATEX_FRACTION = re.compile(r"([+-]?)\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")
+_SPELLINGS = (("\u2212", "-"), ("\\!", ""), ("{,}", ","), ("\\%", "%"), ("\\$", "$"))
+
+
+def normalise_answer(text: str) -> str:
+    """Lower case, without punctuation, articles and superfluous space: `"The  Upper Kelso!"` -> `"upper kelso"`."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def token_f1(prediction: str, golds: Sequence[str]) -> float:
+    """Harmonic mean of word precision and recall, against the gold answer that fits best."""
+    return max((_f1(_comparable(prediction), _comparable(gold)) for gold in golds), default=0.0)
+
+
+def exact_match(prediction: str, golds: Sequence[str]) -> float:
+    """1.0 if the prediction reads the same as one of the gold answers after normalisation, else 0.0."""
+    read = _comparable(prediction)
+    return float(bool(read) and any(read == _comparable(gold) for gold in golds))
+
+
+def numbers_equal(prediction: str, golds: Sequence[str], tolerance: float = 1e-6) -> float:
+    """1.0 if the prediction has the value of a gold number; a gold answer that is no number needs an exact match.
+
+    Two integers must be the same; otherwise they may differ by `tolerance` times the larger one. "50%" is 0.5.
+    """
+    value = _number(prediction)
+    slack = Fraction(str(tolerance))
+    for gold in golds:
+        target = _number(gold)
+        if target is None:
+            if exact_match(prediction, (gold,)):
+                return 1.0
+        elif value is not None and _close(value, target, slack):
+            return 1.0
+    return 0.0
+
+
+def boxed(text: str) -> str | None:
+    r"""Content of the last `\boxed{..}` whose braces balance (of nested ones the innermost), or None."""
+    open_braces: list[int | None] = []  # where the content of a box starts; None for any other brace
+    best: tuple[int, int] | None = None
+    for match in _BRACES.finditer(text):
+        token = match[0]
+        if token == "}":
+            start = open_braces.pop() if open_braces else None
+            if start is not None and (best is None or start > best[0]):
+                best = (start, match.start())
+        elif token == "{":
+            open_braces.append(None)
+        elif token.startswith("\\boxed"):
+            open_braces.append(match.end())
+    return None if best is None else text[best[0] : best[1]].strip()
+
+
+def answer_text(text: str) -> str | None:
+    """Content of the last `<answer>..</answer>`, or None."""
+    end = text.rfind("</answer>")
+    start = text.rfind("<answer>", 0, max(end, 0))
+    return None if start < 0 else text[start + len("<answer>") : end].strip()
+
+
+def _comparable(text: str) -> str:
+    # An answer that is nothing but an article or a sign ("A", "+") must not become equal to an empty one.
+    lowered = text.lower()
+    return normalise_answer(text) or " ".join(lowered.translate(_PUNCTUATION).split()) or " ".join(lowered.split())
+
+
+def _f1(prediction: str, gold: str) -> float:
+    if prediction != gold and (prediction in _VERDICTS or gold in _VERDICTS):
+        return 0.0
+    words, gold_words = prediction.split(), gold.split()
+    num_common = (Counter(words) & Counter(gold_words)).total()
+    return 2 * num_common / (len(words) + len(gold_words)) if num_common else 0.0
+
+
+def _close(value: Fraction, target: Fraction, slack: Fraction) -> bool:
+    if value.denominator == target.denominator == 1:
+        return value == target
+    return abs(value - target) <= slack * max(abs(value), abs(target))
+
+
+def _number(text: str) -> Fraction | None:
+    if len(text) > _LONGEST_NUMBER:
+        return None
+    for spelling, plain in _SPELLINGS:
+        text = text.replace(spelling, plain)
+    text = text.strip().strip("$").strip()
+    if text.endswith("%"):
+        value = _ratio(text[:-1].rstrip())
+        return None if value is None else value / 100
+    return _ratio(text)
+
+
+def _ratio(text: str) -> Fraction | None:
+    latex = _LATEX_FRACTION.fullmatch(text)
+    if latex:
+        sign, top, bottom = latex.groups()
+    else:
+        sign = ""
+        top, slash, bottom = text.partition("/")
+        if not slash:
+            return _decimal(text)
+    numerator, denominator = _decimal(top.strip()), _decimal(bottom.strip())
+    if numerator is None or not denominator:
+        return None
+    return numerator / denominator * (-1 if sign == "-" else 1)
+
+
+def _decimal(text: str) -> Fraction | None:
+    return Fraction(text.replace(",", "")) if _NUMBER.fullmatch(text) else None

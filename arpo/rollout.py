@@ -1,0 +1,246 @@
+"""Growing the tree of one task: entropy-driven adaptive rollout.
+
+N paths start at the prompt. Right after each tool result the first k sampled tokens are looked at (`branching.decide`);
+where it says so, fresh paths start from that same result while the probed path goes on. When every path has ended and
+leaves are missing, the rest is filled with fresh samples from the root. There is no barrier: each path is a task of its
+own that waits for nothing but its own turn and its own tool. What the model samples is never tokenised again, and no
+model output, however broken, raises: it becomes a tool result that says what was wrong, or the end of the path.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from arpo.branching import decide
+from arpo.engine.base import Engine
+from arpo.render import CallFormat, encode_prompt, encode_result
+from arpo.settings import Branching, Rollout
+from arpo.tools.base import Tool, call_tool
+from arpo.types import (
+    ArpoError,
+    Completion,
+    End,
+    Kind,
+    Leaf,
+    Node,
+    RolloutTree,
+    SamplingParams,
+    Task,
+    ToolCall,
+    derive_seed,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Agent:
+    """What plays: the engine and its tokenizer, the tools, and how calls are written."""
+
+    engine: Engine
+    tokenizer: Any
+    tools: Mapping[str, Tool]
+    format: CallFormat
+    result_tokens: int = 512
+
+    def prompt(self, task: Task) -> tuple[int, ...]:
+        """The prompt's token ids; refused when no answer would fit into the context."""
+        tokens = encode_prompt(self.tokenizer, task.question, self.format.instructions)
+        limit = self.engine.capabilities.max_context
+        if len(tokens) >= limit:
+            raise ArpoError(
+                f"the prompt of task {task.id!r} has {len(tokens)} tokens, but the model's context holds {limit}: "
+                "shorten the question or use a model with a longer context"
+            )
+        return tokens
+
+
+async def rollout(agent: Agent, task: Task, settings: Rollout, branching: Branching, seed: int) -> RolloutTree:
+    """Sample the whole tree of `task`. The seed decides everything that the engine and the tools leave open."""
+    grower = _Grower(agent, task, settings, branching, seed)
+    async with asyncio.TaskGroup() as group:
+        grower.group = group
+        grower.start_from_root(settings.initial)
+    if len(grower.leaves) < settings.leaves:
+        async with asyncio.TaskGroup() as group:
+            grower.group = group
+            grower.start_from_root(settings.leaves - len(grower.leaves))
+    return grower.tree()
+
+
+@dataclass(slots=True)
+class _Path:
+    """Where one path is: its last node, what it may still do, and the entropies of its very first tokens."""
+
+    at: int
+    number: int
+    deadline: float
+    calls: int = 0
+    tokens: int = 0  # after the prompt
+    first_entropies: tuple[float, ...] = ()
+    fresh_branch: bool = False  # starts right after a result that has been decided upon already
+
+
+@dataclass(slots=True)
+class _Turn:
+    """The tokens of the turn being sampled, as they arrive: kept even if the path is cut off in the middle."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    entropies: list[float] = field(default_factory=list)
+
+
+class _Grower:
+    """Owns the growing tree of one task: nodes are only ever added, leaves counted, budget spent in one place."""
+
+    def __init__(self, agent: Agent, task: Task, settings: Rollout, branching: Branching, seed: int) -> None:
+        self.agent, self.task, self.settings, self.branching, self.seed = agent, task, settings, branching, seed
+        prompt = agent.prompt(task)
+        self.nodes = [Node(None, Kind.PROMPT, prompt, agent.tokenizer.decode(list(prompt)))]
+        self.room = min(settings.max_tokens, agent.engine.capabilities.max_context - len(prompt))
+        self.leaves: list[Leaf] = []
+        self.budget = settings.leaves - settings.initial
+        self.started = 0
+        self.group: asyncio.TaskGroup
+
+    def start_from_root(self, count: int) -> None:
+        """Start `count` fresh paths at the prompt."""
+        for _ in range(count):
+            self._start(_Path(0, self._next_number(), time.monotonic() + self.settings.max_seconds))
+
+    def tree(self) -> RolloutTree:
+        """All that was sampled, frozen."""
+        return RolloutTree(self.task, tuple(self.nodes), tuple(self.leaves))
+
+    def _next_number(self) -> int:
+        self.started += 1
+        return self.started - 1
+
+    def _start(self, path: _Path) -> None:
+        self.group.create_task(self._walk(path))
+
+    async def _walk(self, path: _Path) -> None:
+        """Follow one path to its end."""
+        end: End | None = None
+        while end is None:
+            end = await self._turn(path)
+            if end is None:
+                end = await self._use_tool(path)
+        self.leaves.append(Leaf(path.at, end))
+
+    async def _turn(self, path: _Path) -> End | None:
+        """Sample one model turn; None means that it ended in a tool call."""
+        room = self.room - path.tokens
+        if room < 1:
+            return End.LENGTH
+        started = time.monotonic()
+        params = SamplingParams(
+            max_tokens=room,
+            temperature=self.settings.temperature,
+            top_p=self.settings.top_p,
+            stop=self.agent.format.stops,
+            seed=self._seed(path),
+        )
+        turn = _Turn()
+        source = path.at
+        decided = path.fresh_branch or self.nodes[source].kind is not Kind.TOOL
+
+        def on_token(token: int, logprob: float, entropy: float) -> None:
+            nonlocal decided
+            turn.tokens.append(token)
+            turn.logprobs.append(logprob)
+            turn.entropies.append(entropy)
+            if not decided and len(turn.tokens) == self.branching.probe_tokens:
+                decided = True
+                self._decide(path, source, turn.entropies)
+
+        completion = await self._sample(path, params, turn, on_token)
+        if not decided:  # the turn was shorter than the probe
+            self._decide(path, source, completion.entropies)
+        path.fresh_branch = False
+        self._add_turn(path, completion, time.monotonic() - started)
+        if completion.finish == "stop":
+            return End.ANSWER if completion.stop == "</answer>" else None
+        return {"eos": End.EOS, "length": End.LENGTH, "time": End.TIME}[completion.finish]
+
+    async def _sample(self, path: _Path, params: SamplingParams, turn: _Turn, on_token: Any) -> Completion:
+        """One turn from the engine, or what there is of it when the path's time is up."""
+        prefix = [token for node in self._ancestors(path.at) for token in node.tokens]
+        try:
+            async with asyncio.timeout(path.deadline - time.monotonic()):
+                return await self.agent.engine.generate(prefix, params, on_token=on_token)
+        except TimeoutError:
+            return Completion(tuple(turn.tokens), tuple(turn.logprobs), tuple(turn.entropies), "time")
+
+    def _add_turn(self, path: _Path, completion: Completion, seconds: float) -> None:
+        if not completion.tokens:  # cut off before its first token: there is nothing to add
+            return
+        path.at = self._add(
+            Node(
+                path.at,
+                Kind.MODEL,
+                completion.tokens,
+                self.agent.tokenizer.decode(list(completion.tokens)),
+                completion.logprobs,
+                completion.entropies,
+                completion.stop,
+                completion.policy_version,
+                seconds=seconds,
+            )
+        )
+        path.tokens += len(completion.tokens)
+        path.first_entropies = path.first_entropies or completion.entropies[: self.branching.probe_tokens]
+
+    async def _use_tool(self, path: _Path) -> End | None:
+        """Make the call that the path's last turn ended with, and append its result."""
+        node = self.nodes[path.at]
+        call = self.agent.format.find_call(node.text, node.stop) or ToolCall("", {}, "no tool call was found")
+        if path.calls == self.settings.max_calls:
+            return End.CALLS
+        path.calls += 1
+        started = time.monotonic()
+        try:
+            async with asyncio.timeout(path.deadline - started):
+                result = await call_tool(self.agent.tools, call)
+        except TimeoutError:
+            return End.TIME
+        room = self.room - path.tokens
+        tokens, text = encode_result(self.agent.tokenizer, self.agent.format, result.text, self.agent.result_tokens)
+        if len(tokens) >= room:
+            return End.LENGTH
+        path.at = self._add(
+            Node(path.at, Kind.TOOL, tokens, text, call=call, result=result, seconds=time.monotonic() - started)
+        )
+        path.tokens += len(tokens)
+        return None
+
+    def _decide(self, path: _Path, source: int, entropies: Any) -> None:
+        """Record what is decided at tool node `source`, and start the branches."""
+        uniform = random.Random(derive_seed(self.seed, "branch", path.number, path.tokens)).random()
+        vocab_size = self.agent.engine.capabilities.vocab_size
+        decision = decide(self.branching, path.first_entropies, entropies, vocab_size, self.budget, uniform)
+        self.nodes[source] = replace(self.nodes[source], decision=decision)
+        self.budget -= decision.branches
+        for _ in range(decision.branches):
+            deadline = time.monotonic() + self.settings.max_seconds
+            branch = replace(path, at=source, number=self._next_number(), deadline=deadline, fresh_branch=True)
+            self._start(branch)
+
+    def _seed(self, path: _Path) -> int:
+        return derive_seed(self.seed, path.number, path.tokens)
+
+    def _add(self, node: Node) -> int:
+        self.nodes.append(node)
+        return len(self.nodes) - 1
+
+    def _ancestors(self, index: int) -> list[Node]:
+        """From the root to this node."""
+        path: list[Node] = []
+        at: int | None = index
+        while at is not None:
+            path.append(self.nodes[at])
+            at = self.nodes[at].parent
+        return path[::-1]

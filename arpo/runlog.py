@@ -1,0 +1,299 @@
+"""A run's directory: the only code that writes or reads it.
+
+    config.json                      the resolved configuration; its presence makes the directory a run
+    metrics.jsonl                    one line per record, appended
+    trees/step_000001.jsonl.zst      one zstd frame, holding one JSON line, per rollout tree (`zstd -dc` shows them)
+    trees/step_000001.index.json     where each frame lies and what is in it; written last
+    checkpoints/step_000001/         complete as soon as it has this name
+    run.lock                         held by the process that writes
+
+Promises: one writer at a time; a crash of process or machine leaves every file whole but for the last line of
+metrics.jsonl, which readers leave out; readers need no lock and may look on while a run is being written.
+Does not cover: network file systems without flock, damage by other programs, what is inside a checkpoint.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any
+
+from arpo.treejson import ScoredTree, TreeEntry, pack_trees, unpack_tree
+from arpo.types import ArpoError, Credit, Reward, RolloutTree
+
+CONFIG, METRICS, LOCK = "config.json", "metrics.jsonl", "run.lock"
+
+
+class RunLog:
+    """One run directory; made by `create` and `open_run`. Only a log that holds the lock may write."""
+
+    def __init__(self, directory: Path, lock: IO[str] | None) -> None:
+        self.directory = directory
+        self._lock = lock
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the lock back; the end of the process does so too."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def config(self) -> dict[str, Any]:
+        """The resolved configuration the run was started with."""
+        return _object(self.directory / CONFIG)
+
+    # --- metrics
+
+    def append(self, step: int, values: Mapping[str, float | int | str]) -> None:
+        """Add one record; NaN and infinity, which JSON lacks, become null."""
+        self._must_hold_lock()
+        record = {"step": step, **values}
+        if record["step"] != step:
+            raise ValueError("`step` is not a metric")
+        line = json.dumps({key: _finite(value) for key, value in record.items()}, allow_nan=False)
+        with (self.directory / METRICS).open("a", encoding="ascii") as file:
+            file.write(line + "\n")
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """All records; a last line that was cut off while being written is left out, any other damage is an error."""
+        path = self.directory / METRICS
+        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+        return [_parse_line(path, number, line) for number, line in enumerate(lines, 1)]
+
+    # --- trees
+
+    def write_trees(
+        self,
+        step: int,
+        trees: Sequence[RolloutTree],
+        rewards: Sequence[Sequence[Reward]],
+        credits: Sequence[Sequence[Credit]],
+    ) -> None:
+        """Write a step's trees with one reward and one credit per leaf; replaces older ones."""
+        self._must_hold_lock()
+        scored = [ScoredTree(t, tuple(r), tuple(c)) for t, r, c in zip(trees, rewards, credits, strict=True)]
+        content, entries = pack_trees(scored)
+        data, index = self._tree_files(step)
+        data.parent.mkdir(exist_ok=True)
+        index.unlink(missing_ok=True)  # an index never stands beside data it does not describe
+        _write_atomically(data, content)
+        _write_atomically(index, _dump({"trees": [asdict(entry) for entry in entries]}))
+
+    def tree_steps(self) -> list[int]:
+        """Steps whose trees are there, in order."""
+        return _steps(self.directory / "trees", r"step_(\d{6,})\.index\.json")
+
+    def tree_index(self, step: int) -> list[TreeEntry]:
+        """What is in a step's tree file, without reading it."""
+        path = self._tree_files(step)[1]
+        if not path.exists():
+            raise ArpoError(f"{self.directory}: holds no trees of step {step}")
+        return [TreeEntry(**entry) for entry in _object(path)["trees"]]
+
+    def read_tree(self, step: int, number: int) -> ScoredTree:
+        """One tree of a step, counted from 0; only its own frame is read."""
+        entries = self.tree_index(step)
+        if not 0 <= number < len(entries):
+            raise ArpoError(f"{self.directory}: no tree {number} in step {step}, which has {len(entries)} trees")
+        return self._read_frames(step, [entries[number]])[0]
+
+    def read_trees(self, step: int) -> list[ScoredTree]:
+        """All trees of a step."""
+        return self._read_frames(step, self.tree_index(step))
+
+    def _read_frames(self, step: int, entries: Sequence[TreeEntry]) -> list[ScoredTree]:
+        path, found = self._tree_files(step)[0], []
+        try:
+            with path.open("rb") as file:
+                for entry in entries:
+                    file.seek(entry.offset)
+                    found.append(unpack_tree(file.read(entry.length)))
+        except (OSError, ValueError) as error:
+            raise ArpoError(f"{path}: damaged, cannot be read: {error}") from error
+        return found
+
+    def _tree_files(self, step: int) -> tuple[Path, Path]:
+        stem = self.directory / "trees" / _step_name(step)
+        return stem.with_suffix(".jsonl.zst"), stem.with_suffix(".index.json")
+
+    # --- checkpoints
+
+    def checkpoint_path(self, step: int) -> Path:
+        """Where the checkpoint of a step is, or would be."""
+        return self.directory / "checkpoints" / _step_name(step)
+
+    def checkpoint_steps(self) -> list[int]:
+        """Steps with a complete checkpoint, in order."""
+        return _steps(self.directory / "checkpoints", r"step_(\d{6,})")
+
+    def latest_checkpoint(self) -> tuple[int, Path] | None:
+        """The newest complete checkpoint."""
+        steps = self.checkpoint_steps()
+        return (steps[-1], self.checkpoint_path(steps[-1])) if steps else None
+
+    def commit_checkpoint(self, step: int, write: Callable[[Path], None], keep: int) -> None:
+        """Have `write` fill an empty folder, make it the step's checkpoint, then drop all but the `keep` newest."""
+        self._must_hold_lock()
+        if keep < 1:
+            raise ValueError(f"keep is {keep}: the checkpoint just written would be dropped")
+        final = self.checkpoint_path(step)
+        if final.exists():
+            raise ValueError(f"{final} exists; a complete checkpoint is never replaced")
+        final.parent.mkdir(exist_ok=True)
+        for leftover in final.parent.glob("*.tmp"):
+            shutil.rmtree(leftover)
+        temporary = final.with_name(final.name + ".tmp")
+        temporary.mkdir()
+        write(temporary)
+        for folder, _, names in os.walk(temporary, topdown=False):
+            for path in [*(Path(folder, name) for name in names), Path(folder)]:
+                _sync(path)
+        if (self.directory / METRICS).exists():
+            _sync(self.directory / METRICS)  # the records of a checkpointed step outlive a power cut as it does
+        temporary.rename(final)
+        _sync(final.parent)
+        _sync(self.directory)
+        older = [other for other in self.checkpoint_steps() if other < step]
+        for other in older[: max(0, len(older) + 1 - keep)]:
+            self._drop_checkpoint(other)
+
+    def _drop_checkpoint(self, step: int) -> None:
+        path = self.checkpoint_path(step)
+        shutil.rmtree(path.rename(path.with_name(path.name + ".tmp")))  # half-deleted must not look complete
+
+    # --- resuming
+
+    def rewind(self, step: int) -> None:
+        """Drop records, trees and checkpoints of later steps: what stays is what a run stopped at `step` has."""
+        self._must_hold_lock()
+        for later in reversed([other for other in self.checkpoint_steps() if other > step]):
+            self._drop_checkpoint(later)  # first, so that a crash below cannot leave a checkpoint without its records
+        kept = [json.dumps(record) + "\n" for record in self.read_metrics() if record["step"] <= step]
+        _write_atomically(self.directory / METRICS, "".join(kept).encode("ascii"))
+        for path in sorted((self.directory / "trees").glob("step_*")):  # sorted: an index goes before its data
+            if int(path.name.removeprefix("step_").partition(".")[0]) > step:
+                path.unlink()
+
+    def _must_hold_lock(self) -> None:
+        if self._lock is None:
+            raise RuntimeError(f"{self.directory} was opened for reading")
+
+
+def create(directory: Path, config: Mapping[str, Any]) -> RunLog:
+    """Start a run in a new or empty directory and lock it."""
+    _refuse_used(directory)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ArpoError(f"{directory}: cannot be made: {error.strerror}") from error
+    log = RunLog(directory, _take_lock(directory))
+    try:
+        _refuse_used(directory)  # another process may have been faster
+        _write_atomically(directory / CONFIG, _dump(config))
+    except BaseException:
+        log.close()
+        raise
+    return log
+
+
+def open_run(directory: Path, write: bool = False) -> RunLog:
+    """An existing run, to read or, with `write`, to go on with (takes the lock)."""
+    if not (directory / CONFIG).is_file():
+        raise ArpoError(f"{directory}: not a run (it has no {CONFIG})")
+    if not write:
+        return RunLog(directory, None)
+    lock = _take_lock(directory)
+    metrics = directory / METRICS
+    if metrics.exists():  # what is appended must not join a line that was cut off
+        os.truncate(metrics, metrics.read_bytes().rfind(b"\n") + 1)
+    return RunLog(directory, lock)
+
+
+def _refuse_used(directory: Path) -> None:
+    if not directory.exists():
+        return
+    if not directory.is_dir():
+        raise ArpoError(f"{directory}: is a file, expected a directory for the run")
+    names = {path.name for path in directory.iterdir()}
+    if CONFIG in names:
+        raise ArpoError(f"{directory}: already holds a run; go on with it (--resume) or choose another run.dir")
+    if names - {LOCK, CONFIG + ".tmp"}:  # these two are all that a crash in `create` can leave
+        raise ArpoError(f"{directory}: is not empty and holds no run; choose another run.dir")
+
+
+def _take_lock(directory: Path) -> IO[str]:
+    path = directory / LOCK
+    try:
+        file = path.open("a+", encoding="ascii")
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = path.read_text(encoding="ascii").strip() or "unknown"
+        raise ArpoError(
+            f"{path}: another process (pid {holder}) is writing this run; stop it or choose another run.dir"
+        ) from None
+    except OSError as error:
+        raise ArpoError(f"{path}: cannot be locked: {error.strerror}") from error
+    file.truncate(0)
+    file.write(f"{os.getpid()}\n")
+    file.flush()
+    return file
+
+
+def _write_atomically(path: Path, content: bytes) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _dump(value: Any) -> bytes:
+    return (json.dumps(value, indent=2, allow_nan=False) + "\n").encode("ascii")
+
+
+def _object(path: Path) -> dict[str, Any]:
+    return _parse_line(path, 1, path.read_bytes())
+
+
+def _parse_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise ArpoError(f"{path}: line {number} is damaged: {line[:60]!r}")
+    return value
+
+
+def _finite(value: float | int | str) -> float | int | str | None:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _step_name(step: int) -> str:
+    return f"step_{step:06d}"
+
+
+def _steps(folder: Path, pattern: str) -> list[int]:
+    return sorted(int(found[1]) for path in folder.glob("step_*") if (found := re.fullmatch(pattern, path.name)))

@@ -1,0 +1,212 @@
+"""Every setting there is: its type, range, default and one-line meaning. Frozen values; how they are read is in
+`config`.
+
+The functions that do the work take the section that concerns them (`decide(settings.Branching, ...)`), so a setting is
+described once.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+Text = Annotated[str, Field(min_length=1)]
+Names = Annotated[tuple[Text, ...], Field(strict=False)]  # TOML and JSON have lists, no tuples
+_NoneWord = BeforeValidator(lambda value: None if value == "none" else value)  # TOML has no null
+MAX_SEED = 2**32 - 1  # what every random generator in use accepts
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    @staticmethod
+    def _at_most(value: int, info: ValidationInfo, section: str, other: str) -> int:
+        limit = info.data.get(other, value)  # absent if it is wrong itself
+        if value > limit:
+            text = f"at most {section}.{other}, which is {limit}"
+            raise PydanticCustomError("conflict", "{text}", {"text": text, "other": (section, other)})
+        return value
+
+
+class Model(_Section):
+    """The model that is trained."""
+
+    path: Text = Field(default="tiny", description='"tiny" (built in), a Hugging Face directory, or a hub name')
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="where to compute; auto: CUDA if any")
+    dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="number format of the weights")
+
+
+class Data(_Section):
+    """The questions."""
+
+    train: Text = Field(default="world", description='training questions: "world" or a JSON-lines file')
+    test: Text = Field(default="world", description='test questions: "world" or a JSON-lines file')
+    question: Text = Field(default="question", description="column that holds the question")
+    answer: Text = Field(default="answer", description="column that holds the answer or the list of right answers")
+
+
+class World(_Section):
+    """The built-in generated world."""
+
+    seed: int = Field(default=0, ge=0, le=MAX_SEED, description="decides the whole world")
+    entities: int = Field(default=1000, ge=60, description="people, places and things in it")
+    train_questions: int = Field(default=2000, ge=1, description="questions to train on")
+    test_questions: int = Field(default=300, ge=1, description="questions held out for evaluation")
+    difficulty: float = Field(default=0.5, ge=0, le=1, description="how flawed the traces are, how many hops are asked")
+
+
+class Tools(_Section):
+    """What the model may call."""
+
+    enabled: Names = Field(default=("search", "calculator"), description="tools the model is told of")
+    corpus: Annotated[Text | None, _NoneWord] = Field(
+        default=None, description="JSON-lines documents for search; none: the world's"
+    )
+    search_results: int = Field(default=2, ge=1, description="documents in one search result")
+    timeout: float = Field(default=10.0, gt=0, description="seconds one call may take")
+    result_tokens: int = Field(default=512, ge=1, description="longer results are cut to this many tokens")
+
+
+class Rollout(_Section):
+    """How paths are sampled."""
+
+    format: Literal["tags", "json"] = Field(default="tags", description="how calls are written: <search> tags or JSON")
+    leaves: int = Field(default=16, ge=1, description="M: paths per question")
+    initial: int = Field(
+        default_factory=lambda data: max(1, data.get("leaves", 1) // 2),
+        ge=1,
+        description="N: paths started at the prompt; unset: half of the leaves, or all when the policy never branches",
+    )
+    max_calls: int = Field(default=3, ge=0, description="tool calls on one path")
+    max_tokens: int = Field(default=4096, ge=1, description="tokens of one path after the prompt")
+    max_seconds: float = Field(default=600.0, gt=0, description="wall-clock limit of one path")
+    temperature: float = Field(default=1.0, gt=0, description="sampling temperature")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="keep the likeliest tokens of this total probability")
+    concurrency: int = Field(default=128, ge=1, description="paths sampled at the same time, over all questions")
+
+    @field_validator("initial")
+    @classmethod
+    def _initial_fits(cls, value: int, info: ValidationInfo) -> int:
+        return cls._at_most(value, info, "rollout", "leaves")
+
+
+class Branching(_Section):
+    """When a tool result gets more than one continuation."""
+
+    policy: Literal["entropy", "never"] = Field(default="entropy", description="what decides about branching")
+    rule: Literal["threshold", "stochastic"] = Field(default="threshold", description="if P > tau, or with chance P")
+    alpha: float = Field(default=0.5, ge=0, le=1, description="base probability in P = alpha + beta * dH")
+    beta: float = Field(default=0.2, ge=0, description="weight of the entropy change dH")
+    tau: float = Field(default=0.5, ge=0, le=1, description="threshold on P")
+    probe_tokens: int = Field(default=20, ge=1, description="k: tokens whose mean entropy is looked at")
+    width: int = Field(default=1, ge=1, description="Z: extra paths opened at one point")
+
+
+class Rewards(_Section):
+    """What a path earns."""
+
+    accuracy: Literal["f1", "em", "number"] = Field(default="f1", description="how an answer is compared")
+    bonus: float = Field(default=0.1, ge=0, description="added to a right answer that used all of bonus_tools")
+    bonus_tools: Names = Field(default=("search", "calculator"), description="tools that earn it only together")
+
+
+class Advantage(_Section):
+    """Who gets the credit."""
+
+    attribution: Literal["soft", "hard"] = Field(default="soft", description="how tokens that paths share are credited")
+
+
+class Loss(_Section):
+    """The clipped policy-gradient objective."""
+
+    clip_low: float = Field(default=0.2, gt=0, le=1, description="ratios below 1 - clip_low are clipped")
+    clip_high: float = Field(default=0.2, gt=0, description="ratios above 1 + clip_high are clipped")
+    dual_clip: Annotated[Annotated[float, Field(gt=1)] | None, _NoneWord] = Field(
+        default=3.0, description="cap on the ratio where the advantage is negative"
+    )
+    aggregation: Literal["token-mean", "sequence-mean"] = Field(
+        default="sequence-mean", description="every token weighs the same, or every path does"
+    )
+
+
+class Train(_Section):
+    """The optimiser and the training loop."""
+
+    steps: int = Field(default=100, ge=1, description="batches of questions to train on")
+    prompts: int = Field(default=16, ge=1, description="questions per step")
+    minibatches: int = Field(default=1, ge=1, description="optimiser steps per batch")
+    lr: float = Field(default=1e-6, gt=0, description="learning rate")
+    warmup: int = Field(default=0, ge=0, description="optimiser steps until the full learning rate")
+    weight_decay: float = Field(default=0.0, ge=0, description="weight decay")
+    max_grad_norm: float = Field(default=1.0, gt=0, description="longer gradients are scaled down to this norm")
+    micro_tokens: int = Field(default=16384, ge=1, description="padded tokens in one forward pass")
+    drop_infra: bool = Field(default=True, description="leave paths spoiled by a broken tool out of training")
+
+    @field_validator("minibatches")
+    @classmethod
+    def _minibatches_fit(cls, value: int, info: ValidationInfo) -> int:
+        return cls._at_most(value, info, "train", "prompts")
+
+
+class Eval(_Section):
+    """Evaluation."""
+
+    every: int = Field(default=0, ge=0, description="steps between evaluations; 0: only at the end")
+    questions: int = Field(default=200, ge=1, description="test questions used")
+    samples: int = Field(default=1, ge=1, description="paths per question")
+    temperature: float = Field(default=0.6, ge=0, description="sampling temperature; 0: always the likeliest token")
+    top_p: float = Field(default=0.95, gt=0, le=1, description="keep the likeliest tokens of this total probability")
+
+
+class Run(_Section):
+    """Where results go."""
+
+    dir: Text = Field(default="runs/arpo", description="the run's directory")
+    checkpoint_every: int = Field(default=10, ge=1, description="steps between checkpoints")
+    keep_checkpoints: int = Field(default=2, ge=1, description="newest checkpoints that are kept")
+    save_trees: bool = Field(default=True, description="write every rollout tree")
+
+
+class Coldstart(_Section):
+    """How the built-in model is made."""
+
+    seed: int = Field(default=0, ge=0, le=MAX_SEED, description="decides the model that comes out")
+    traces: int = Field(default=6000, ge=1, description="example paths to imitate")
+    steps: int = Field(default=500, ge=1, description="optimiser steps, the first fifth of them reciting")
+    batch_tokens: int = Field(default=2048, ge=1, description="tokens per optimiser step")
+    lr: float = Field(default=4e-3, gt=0, description="learning rate")
+    hidden: int = Field(default=128, ge=32, multiple_of=32, description="width of the model")
+    layers: int = Field(default=3, ge=1, description="depth of the model")
+
+
+class Config(_Section):
+    """Everything a run is decided by."""
+
+    seed: int = Field(default=0, ge=0, le=MAX_SEED, description="decides all randomness of the run")
+    preset: Text = Field(default="arpo", description="named settings that lie below your own")
+    model: Model = Model()
+    data: Data = Data()
+    world: World = World()
+    tools: Tools = Tools()
+    rollout: Rollout = Rollout()
+    branching: Branching = Branching()
+    reward: Rewards = Rewards()
+    advantage: Advantage = Advantage()
+    loss: Loss = Loss()
+    train: Train = Train()
+    eval: Eval = Eval()
+    run: Run = Run()
+    coldstart: Coldstart = Coldstart()
+
+    @model_validator(mode="after")
+    def _all_initial_when_never_branching(self) -> Config:
+        if self.branching.policy == "never" and "initial" not in self.rollout.model_fields_set:
+            rollout = self.rollout.model_copy(update={"initial": self.rollout.leaves})
+            object.__setattr__(self, "rollout", rollout)  # the one step of construction that looks at two sections
+        return self
+
+    def resolved(self) -> dict[str, Any]:
+        """Every setting with its value, ready for JSON."""
+        return self.model_dump(mode="json")

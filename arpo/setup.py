@@ -1,0 +1,73 @@
+"""From a config to the things it names: questions, tools, model, agent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from arpo.coldstart import coldstart
+from arpo.data.files import load_tasks
+from arpo.data.world import World, make_world
+from arpo.engine.local import LocalEngine
+from arpo.render import make_format
+from arpo.rollout import Agent
+from arpo.settings import Config, Model
+from arpo.tools.base import Tool
+from arpo.tools.calculator import calculator
+from arpo.tools.search import build_search, load_documents
+from arpo.trainer.model import load_model
+from arpo.types import ArpoError, Task
+
+Progress = Callable[[int, int, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """Questions, tools and the world they may come from."""
+
+    train: tuple[Task, ...]
+    test: tuple[Task, ...]
+    tools: Mapping[str, Tool]
+    world: World
+
+
+def make_bench(config: Config) -> Bench:
+    """Load the questions and build the tools; every mistake in them is found here, before any model is loaded."""
+    world = make_world(config.world)
+    columns = config.data.question, config.data.answer
+    train = world.train if config.data.train == "world" else load_tasks(config.data.train, *columns)
+    test = world.test if config.data.test == "world" else load_tasks(config.data.test, *columns)
+    return Bench(train, test, make_tools(config, world), world)
+
+
+def make_tools(config: Config, world: World) -> dict[str, Tool]:
+    """The tools that the config enables, by name."""
+    settings = config.tools
+    documents = world.documents if settings.corpus is None else load_documents(settings.corpus)
+    known: dict[str, Callable[[], Tool]] = {
+        "search": lambda: build_search(documents, settings.search_results),
+        "calculator": lambda: calculator,
+    }
+    wrong = [name for name in (*settings.enabled, *config.reward.bonus_tools) if name not in known]
+    if wrong:
+        raise ArpoError(f"tools.enabled: there is no tool {wrong[0]!r}; there are: {', '.join(known)}")
+    return {name: replace(known[name](), timeout=settings.timeout) for name in settings.enabled}
+
+
+def make_model(config: Config, bench: Bench, progress: Progress) -> tuple[Any, Any]:
+    """The model and its tokenizer; the built-in model is made first if need be."""
+    if config.model.path != "tiny":
+        return load_model(config.model)
+    path = coldstart(config.coldstart, bench.world, bench.tools, progress)
+    return load_model(Model(path=str(path), device=config.model.device, dtype=config.model.dtype))
+
+
+def make_agent(config: Config, bench: Bench, model: Any, tokenizer: Any) -> Agent:
+    """The agent that plays rollouts, over the local engine."""
+    engine = LocalEngine(model, tokenizer, rows=config.rollout.concurrency)
+    fmt = make_format(config.rollout.format, [tool.spec for tool in bench.tools.values()])
+    agent = Agent(engine, tokenizer, bench.tools, fmt, config.tools.result_tokens)
+    for task in (*bench.train[:64], *bench.test[:64]):
+        agent.prompt(task)  # a prompt that does not fit is refused now, not in the middle of a run
+    return agent

@@ -1,0 +1,179 @@
+"""The training loop: sample trees, reward, credit, update, log; again.
+
+A step depends on nothing but the config, the step's number, the weights and the optimiser: which questions it takes and
+every random number are derived from the seed. So a run that was stopped and resumed equals one that was not (to the
+last bit on a CPU with deterministic tools).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from arpo import runlog
+from arpo.advantage import credit
+from arpo.config import differences
+from arpo.display import HEADER, console, progress_bar, step_line
+from arpo.evaluate import Evaluation, evaluate
+from arpo.metrics import rollout_metrics
+from arpo.rewards import RewardFn, make_reward
+from arpo.rollout import Agent, rollout
+from arpo.runlog import RunLog
+from arpo.settings import Config
+from arpo.setup import Bench, make_agent, make_bench, make_model
+from arpo.trainer.checkpoint import load_checkpoint, save_checkpoint
+from arpo.trainer.update import Trainer
+from arpo.types import ArpoError, Credit, Reward, RolloutTree, Task, derive_seed
+
+MAY_CHANGE = ("train.steps:", "run.", "eval.")  # settings that a resumed run may have other than it began with
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What plays and what judges: questions, agent, reward."""
+
+    config: Config
+    bench: Bench
+    model: Any
+    agent: Agent
+    reward: RewardFn
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A session that is being trained and logged; `step` steps were done when it was opened."""
+
+    session: Session
+    trainer: Trainer
+    log: RunLog
+    step: int
+
+
+def open_session(config: Config, bench: Bench | None = None) -> Session:
+    """Load (or make) the model that the config names and all that goes with it."""
+    bench = bench or make_bench(config)
+    with progress_bar("cold start", config.coldstart.steps) as bar:
+        bar.update(bar.task_ids[0], visible=False)  # nothing to see unless the built-in model must be made
+
+        def show(step: int, steps: int, loss: float) -> None:
+            bar.update(bar.task_ids[0], completed=step, total=steps, note=f"loss {loss:.3f}", visible=True)
+
+        model, tokenizer = make_model(config, bench, show)
+    reward = make_reward(config.reward.accuracy, config.reward.bonus, config.reward.bonus_tools)
+    return Session(config, bench, model, make_agent(config, bench, model, tokenizer), reward)
+
+
+@contextmanager
+def open_run(config: Config, resume: bool = False) -> Iterator[Run]:
+    """A new run in `run.dir`, or one that goes on there from its last checkpoint. Holds the directory until left."""
+    bench = make_bench(config)  # mistakes in the data are found before a directory is made
+    directory = Path(config.run.dir)
+    with _resume_log(directory, config) if resume else runlog.create(directory, config.resolved()) as log:
+        checkpoint = log.latest_checkpoint()
+        path = str(checkpoint[1] / "model") if checkpoint else config.model.path
+        model = config.model.model_copy(update={"path": path})
+        session = open_session(config.model_copy(update={"model": model}), bench)
+        trainer = Trainer(session.model, session.agent.tokenizer, config)
+        step = load_checkpoint(trainer, checkpoint[1]) if checkpoint else 0
+        log.rewind(step)
+        yield Run(session, trainer, log, step)
+
+
+def _resume_log(directory: Path, config: Config) -> RunLog:
+    log = runlog.open_run(directory, write=True)
+    changed = [line for line in differences(log.config(), config.resolved()) if not line.startswith(MAY_CHANGE)]
+    if changed:
+        log.close()
+        raise ArpoError(f"{directory} was begun with other settings, so it can't be resumed:\n" + "\n".join(changed))
+    return log
+
+
+async def train(run: Run) -> int:
+    """Train to the configured number of steps; returns the last step done. Saves a checkpoint even when stopped."""
+    config, step, saved = run.session.config, run.step, run.step
+    console.print(HEADER)
+    try:
+        with progress_bar("training", config.train.steps) as bar:
+            while step < config.train.steps:
+                bar.update(bar.task_ids[0], completed=step)
+                metrics = await train_step(run, step + 1)
+                step += 1
+                run.log.append(step, metrics)
+                console.print(step_line(step, metrics))
+                if step % config.run.checkpoint_every == 0 or step == config.train.steps:
+                    _save(run, step)
+                    saved = step
+                if config.eval.every and step % config.eval.every == 0:
+                    result = await test(run.session)
+                    console.print(f"     held-out accuracy after step {step}: {result.accuracy:.1%}")
+    finally:
+        if saved != step:  # stopped half-way: nothing that was trained is lost
+            _save(run, step)
+    return step
+
+
+async def train_step(run: Run, step: int) -> dict[str, float]:
+    """Sample, reward, credit and train on one batch of questions."""
+    session, config = run.session, run.session.config
+    tasks = batch_of(session.bench.train, config.train.prompts, step, config.seed)
+    started = time.monotonic()
+    trees = await asyncio.gather(
+        *(
+            rollout(
+                session.agent, task, config.rollout, config.branching, derive_seed(config.seed, "rollout", step, number)
+            )
+            for number, task in enumerate(tasks)
+        )
+    )
+    rewards = [[session.reward(tree.task, tree, leaf) for leaf in tree.leaves] for tree in trees]
+    sampled = time.monotonic()
+    credits = [_credit(config, tree, group) for tree, group in zip(trees, rewards, strict=True)]
+    learnt = run.trainer.update(trees, credits)
+    await session.agent.engine.update_weights(step)
+    trained = time.monotonic()
+    if config.run.save_trees:
+        run.log.write_trees(step, trees, rewards, credits)
+    seconds = {"rollout_seconds": sampled - started, "train_seconds": trained - sampled}
+    return {**rollout_metrics(trees, rewards), **learnt, **seconds}
+
+
+def _credit(config: Config, tree: RolloutTree, rewards: Sequence[Reward]) -> tuple[Credit, ...]:
+    keep = [not (config.train.drop_infra and tree.infra_fault(leaf)) for leaf in tree.leaves]
+    return credit(tree, rewards, config.advantage.attribution, keep)
+
+
+async def test(session: Session) -> Evaluation:
+    """Evaluate the current weights on held-out questions."""
+    config = session.config
+    with progress_bar("evaluating", min(config.eval.questions, len(session.bench.test))) as bar:
+
+        def done() -> None:
+            bar.advance(bar.task_ids[0])
+
+        return await evaluate(
+            session.agent, session.bench.test, config.eval, config.rollout, session.reward, config.seed, done
+        )
+
+
+def batch_of(tasks: Sequence[Task], count: int, step: int, seed: int) -> list[Task]:
+    """The questions of a step (from 1): one pass over a fresh shuffle after another, cut into batches."""
+    chosen: list[Task] = []
+    orders: dict[int, list[int]] = {}
+    for position in range((step - 1) * count, step * count):
+        epoch, index = divmod(position, len(tasks))
+        if epoch not in orders:
+            orders[epoch] = list(range(len(tasks)))
+            random.Random(derive_seed(seed, "epoch", epoch)).shuffle(orders[epoch])
+        chosen.append(tasks[orders[epoch][index]])
+    return chosen
+
+
+def _save(run: Run, step: int) -> None:
+    keep = run.session.config.run.keep_checkpoints
+    run.log.commit_checkpoint(step, lambda directory: save_checkpoint(run.trainer, step, directory), keep)

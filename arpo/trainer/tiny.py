@@ -1,0 +1,67 @@
+"""The built-in model: a Llama of a few million parameters and a small byte-level tokenizer, both made on the spot.
+
+The tokenizer covers any text (bytes) and has every name word of the built-in world (with its leading space) and every
+number below 100 as one token, so that copying a name is copying two tokens and copying a number is copying one. Both
+are ordinary Hugging Face objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+TAGS = tuple(
+    f"<{slash}{tag}>" for tag in ("think", "search", "calculator", "python", "result", "answer") for slash in ("", "/")
+)
+SPECIALS = ("<|pad|>", "<|end|>", "<|user|>", "<|assistant|>")
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'user' %}<|user|> {{ m.content }}"
+    "{% elif m.role == 'assistant' %}<|assistant|>{{ m.content }}"
+    "{% elif m.role == 'system' %}{# the tools are learnt, not told #}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def build_tokenizer(texts: Iterable[str], max_vocab: int = 2048) -> Any:
+    """Train the small tokenizer on `texts`. Its chat template shows the model nothing but the question."""
+    core = Tokenizer(models.BPE())
+    numbers = pre_tokenizers.Split(Regex(r"\p{N}{1,2}"), "isolated")
+    core.pre_tokenizer = pre_tokenizers.Sequence([numbers, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    core.decoder = decoders.ByteLevel()
+    core.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=max_vocab,
+            special_tokens=list(SPECIALS),
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    core.add_tokens([AddedToken(tag, normalized=False) for tag in TAGS])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<|pad|>", eos_token="<|end|>")
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def build_model(tokenizer: Any, hidden: int, layers: int, max_context: int, seed: int) -> Any:
+    """A freshly initialised Llama for `tokenizer`; the same seed gives the same weights."""
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        intermediate_size=hidden * 8 // 3 // 16 * 16,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 32,
+        num_key_value_heads=hidden // 32,
+        max_position_embeddings=max_context,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(config)

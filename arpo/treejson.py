@@ -1,0 +1,143 @@
+"""A rollout tree with its rewards and credits, to JSON and back; many of them as concatenated zstd frames.
+
+Promises: `tree_from_json(json.loads(json.dumps(tree_to_json(x)))) == x`: token ids, floats to the last bit, any text
+that a tokenizer can decode, lone surrogates too.
+Does not cover: what JSON has no words for. NaN and infinity are refused when dumped with `allow_nan=False`; tuples
+inside `Task.meta` or a call's arguments come back as lists; a surrogate pair held as two characters comes back as one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import zstandard
+
+from arpo.types import (
+    Credit,
+    Decision,
+    End,
+    Fault,
+    Kind,
+    Leaf,
+    Node,
+    Reward,
+    RolloutTree,
+    Task,
+    ToolCall,
+    ToolResult,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredTree:
+    """A tree with one reward and one credit per leaf, in the order of its leaves."""
+
+    tree: RolloutTree
+    rewards: tuple[Reward, ...]
+    credits: tuple[Credit, ...]
+
+    def __post_init__(self) -> None:
+        if not len(self.tree.leaves) == len(self.rewards) == len(self.credits):
+            raise ValueError(
+                f"{len(self.tree.leaves)} leaves, {len(self.rewards)} rewards, {len(self.credits)} credits"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class TreeEntry:
+    """One tree in a step's file: where its frame lies and what is worth knowing before reading it."""
+
+    offset: int
+    length: int
+    task: str
+    mean_reward: float | None
+    leaves: int
+    branch_points: int
+
+
+def pack_trees(trees: Sequence[ScoredTree]) -> tuple[bytes, list[TreeEntry]]:
+    """A file's content, one zstd frame with one JSON line per tree, and where each frame lies in it."""
+    frames: list[bytes] = []
+    entries: list[TreeEntry] = []
+    offset = 0
+    for scored in trees:
+        line = json.dumps(tree_to_json(scored), allow_nan=False) + "\n"
+        frame = zstandard.compress(line.encode("ascii"))
+        tree, totals = scored.tree, [reward.total for reward in scored.rewards]
+        mean = sum(totals) / len(totals) if totals else None
+        entries.append(TreeEntry(offset, len(frame), tree.task.id, mean, len(tree.leaves), tree.branch_points))
+        frames.append(frame)
+        offset += len(frame)
+    return b"".join(frames), entries
+
+
+def unpack_tree(frame: bytes) -> ScoredTree:
+    """The tree in one frame; ValueError if it is damaged."""
+    try:
+        return tree_from_json(json.loads(zstandard.decompress(frame)))
+    except zstandard.ZstdError as error:
+        raise ValueError(str(error)) from error
+
+
+def tree_to_json(scored: ScoredTree) -> dict[str, Any]:
+    """A value that `json.dumps` takes."""
+    tree = scored.tree
+    return {
+        "task": {**_shallow(tree.task), "meta": dict(tree.task.meta)},
+        "nodes": [_node_to_json(node) for node in tree.nodes],
+        "leaves": [_shallow(leaf) for leaf in tree.leaves],
+        "rewards": [{"total": reward.total, "parts": dict(reward.parts)} for reward in scored.rewards],
+        "credits": [_credit_to_json(credit) for credit in scored.credits],
+    }
+
+
+def tree_from_json(data: Mapping[str, Any]) -> ScoredTree:
+    """The inverse of `tree_to_json`."""
+    task = Task(**{**data["task"], "answers": tuple(data["task"]["answers"])})
+    nodes = tuple(_node_from_json(node) for node in data["nodes"])
+    leaves = tuple(Leaf(leaf["node"], End(leaf["end"])) for leaf in data["leaves"])
+    return ScoredTree(
+        RolloutTree(task, nodes, leaves),
+        tuple(Reward(**reward) for reward in data["rewards"]),
+        tuple(_credit_from_json(credit) for credit in data["credits"]),
+    )
+
+
+def _shallow(value: Any) -> dict[str, Any]:
+    return {field.name: getattr(value, field.name) for field in fields(value)}
+
+
+def _node_to_json(node: Node) -> dict[str, Any]:
+    nested = {
+        "call": node.call and {**_shallow(node.call), "args": dict(node.call.args)},
+        "result": node.result and _shallow(node.result),
+        "decision": node.decision and _shallow(node.decision),
+    }
+    return _shallow(node) | nested
+
+
+def _node_from_json(data: Mapping[str, Any]) -> Node:
+    call, result, decision = data["call"], data["result"], data["decision"]
+    exact = {
+        "kind": Kind(data["kind"]),
+        "tokens": tuple(data["tokens"]),
+        "logprobs": tuple(data["logprobs"]),
+        "entropies": tuple(data["entropies"]),
+        "call": call and ToolCall(**call),
+        "result": result and ToolResult(**{**result, "fault": result["fault"] and Fault(result["fault"])}),
+        "decision": decision and Decision(**decision),
+    }
+    return Node(**{**data, **exact})
+
+
+def _credit_to_json(credit: Credit) -> dict[str, Any]:
+    by_node = {str(node): advantage for node, advantage in credit.by_node.items()}
+    return {"advantage": credit.advantage, "by_node": by_node, "kept": credit.kept}
+
+
+def _credit_from_json(data: Mapping[str, Any]) -> Credit:
+    by_node = {int(node): advantage for node, advantage in data["by_node"].items()}
+    return Credit(data["advantage"], by_node, data["kept"])

@@ -1,0 +1,110 @@
+"""Advantages: values a person can check, and properties of the normalisation and the attribution."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from trees import model, nested_branches, prompt, tree, two_branches
+
+from arpo.advantage import attribute, credit, group_advantages
+from arpo.types import Credit, Kind, Reward
+
+SCORES = st.lists(st.sampled_from([-1.0, 0.0, 0.3, 1.0, 1.1]), min_size=5, max_size=5)
+
+
+def test_group_advantages_by_hand() -> None:
+    assert group_advantages([1.0, 0.0, -1.0, 0.0]) == pytest.approx((math.sqrt(2), 0.0, -math.sqrt(2), 0.0))
+    assert group_advantages([3.0, 1.0]) == (1.0, -1.0)
+
+
+def test_no_difference_no_advantage() -> None:
+    assert group_advantages([0.1] * 3) == (0.0, 0.0, 0.0)
+    assert group_advantages([0.5, 0.5 + 1e-9]) == (0.0, 0.0)
+    assert group_advantages([2.0]) == (0.0,)
+    assert group_advantages([]) == ()
+
+
+@given(st.lists(st.floats(-10, 10), min_size=2, max_size=20), st.floats(-5, 5), st.floats(0.1, 5))
+def test_group_advantages_have_mean_0_and_std_1_and_ignore_shift_and_scale(
+    rewards: list[float], shift: float, scale: float
+) -> None:
+    rewards = [round(reward, 3) for reward in rewards]
+    values = group_advantages(rewards)
+    if len(set(rewards)) == 1:
+        assert values == (0.0,) * len(rewards)
+        return
+    assert sum(values) == pytest.approx(0, abs=1e-6)
+    assert sum(value**2 for value in values) / len(values) == pytest.approx(1)
+    assert group_advantages([shift + scale * reward for reward in rewards]) == pytest.approx(values, abs=1e-6)
+
+
+def test_soft_and_hard_on_two_branches() -> None:
+    rollout, advantages = two_branches(), [2.0, -1.0, -1.0]
+    assert attribute(rollout, advantages, "soft") == (
+        Credit(2.0, {1: 2.0, 3: 2.0}),
+        Credit(-1.0, {1: -1.0, 4: -1.0}),
+        Credit(-1.0, {5: -1.0}),
+    )
+    assert attribute(rollout, advantages, "hard") == (
+        Credit(2.0, {1: 0.5, 3: 2.0}),
+        Credit(-1.0, {1: 0.5, 4: -1.0}),
+        Credit(-1.0, {5: -1.0}),
+    )
+
+
+def test_hard_on_two_levels() -> None:
+    credits = attribute(nested_branches(), [4.0, 2.0, 0.0, -2.0, -4.0], "hard")
+    assert [dict(one.by_node) for one in credits] == [
+        {1: 1.0, 3: 2.0, 5: 4.0},
+        {1: 1.0, 3: 2.0, 6: 2.0},
+        {1: 1.0, 3: 2.0, 7: 0.0},
+        {1: 1.0, 8: -2.0},
+        {9: -4.0},
+    ]
+
+
+def test_leaves_left_out_take_no_part() -> None:
+    rollout, keep = two_branches(), [True, False, True]
+    rewards = [Reward(1.0), Reward(-100.0), Reward(0.0)]
+    assert credit(rollout, rewards, "hard", keep) == (
+        Credit(1.0, {1: 1.0, 3: 1.0}),
+        Credit(0.0, {}, kept=False),
+        Credit(-1.0, {5: -1.0}),
+    )
+    assert attribute(rollout, [1.0, math.nan, -1.0], "hard", keep) == credit(rollout, rewards, "hard", keep)
+    assert credit(rollout, rewards, "soft", [False] * 3) == (Credit(0.0, {}, kept=False),) * 3
+
+
+def test_two_leaves_at_one_node_both_count() -> None:
+    rollout = tree([prompt(), model(0, [3])], [1, 1])
+    assert attribute(rollout, [3.0, 1.0], "hard") == (Credit(3.0, {1: 2.0}), Credit(1.0, {1: 2.0}))
+
+
+def test_mistakes_are_named() -> None:
+    rollout = two_branches()
+    with pytest.raises(ValueError, match="unknown attribution"):
+        attribute(rollout, [0.0] * 3, "medium")
+    with pytest.raises(ValueError, match="2 values for 3 leaves"):
+        attribute(rollout, [0.0] * 2, "soft")
+    with pytest.raises(ValueError, match="4 values for 3 leaves"):
+        credit(rollout, [Reward(0.0)] * 3, "soft", [True] * 4)
+    with pytest.raises(ValueError, match="1 values for 3 leaves"):
+        credit(rollout, [Reward(0.0)], "soft")
+
+
+@given(SCORES, st.lists(st.booleans(), min_size=5, max_size=5))
+def test_hard_is_the_mean_of_soft_over_the_paths_through_a_node(scores: list[float], keep: list[bool]) -> None:
+    rollout, rewards = nested_branches(), [Reward(score) for score in scores]
+    soft, hard = credit(rollout, rewards, "soft", keep), credit(rollout, rewards, "hard", keep)
+    for index, node in enumerate(rollout.nodes):
+        through = [i for i, leaf in enumerate(rollout.leaves) if keep[i] and index in rollout.path(leaf.node)]
+        if node.kind is not Kind.MODEL:
+            assert all(index not in one.by_node for one in (*soft, *hard))
+            continue
+        for leaf in through:
+            assert soft[leaf].by_node[index] == soft[leaf].advantage
+            mean = sum(soft[other].advantage for other in through) / len(through)
+            assert hard[leaf].by_node[index] == pytest.approx(mean, abs=1e-12)

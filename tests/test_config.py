@@ -1,0 +1,213 @@
+"""Settings: precedence, resolution, and messages a person can act on."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from arpo.config import Config, config_from_resolved, differences, load_config, presets, settings_table
+from arpo.types import ArpoError
+
+
+def _file(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def _error(path: Path | None, overrides: list[str] | None = None) -> str:
+    with pytest.raises(ArpoError) as caught:
+        load_config(path, overrides or [])
+    return str(caught.value)
+
+
+def test_without_anything_the_defaults_of_the_paper_hold() -> None:
+    config = load_config(None)
+    assert config == Config()
+    assert (config.rollout.leaves, config.rollout.initial) == (16, 8)
+    assert (config.branching.alpha, config.branching.beta, config.branching.tau) == (0.5, 0.2, 0.5)
+    assert config.tools.enabled == ("search", "calculator")
+
+
+def test_precedence_is_defaults_preset_file_command_line(tmp_path: Path) -> None:
+    path = _file(tmp_path, 'preset = "arpo-hard"\n[rollout]\nleaves = 4\nmax_calls = 5\n')
+    config = load_config(path, ["rollout.leaves=6"])
+    assert config.advantage.attribution == "hard"  # preset
+    assert (config.rollout.leaves, config.rollout.max_calls, config.rollout.max_tokens) == (6, 5, 4096)
+    assert load_config(path, ["advantage.attribution=soft"]).advantage.attribution == "soft"
+    assert load_config(path, ["preset=arpo"]).advantage.attribution == "soft"
+
+
+def test_presets_load_and_differ_from_the_defaults_only_as_they_say() -> None:
+    found = {
+        name: differences(Config().resolved(), load_config(None, [f"preset={name}"]).resolved()) for name in presets()
+    }
+    assert found == {
+        "arpo": [],
+        "arpo-hard": ['preset: "arpo" -> "arpo-hard"', 'advantage.attribution: "soft" -> "hard"'],
+        "grpo": ['preset: "arpo" -> "grpo"', "rollout.initial: 8 -> 16", 'branching.policy: "entropy" -> "never"'],
+    }
+
+
+@pytest.mark.parametrize(
+    ("overrides", "initial"),
+    [
+        (["rollout.leaves=1"], 1),
+        (["rollout.leaves=5"], 2),
+        (["rollout.leaves=5", "rollout.initial=5"], 5),
+        (["rollout.leaves=5", "branching.policy=never"], 5),
+        (["rollout.leaves=5", "branching.policy=never", "rollout.initial=3"], 3),
+    ],
+)
+def test_initial_is_resolved_to_a_number(overrides: list[str], initial: int) -> None:
+    assert load_config(None, overrides).rollout.initial == initial
+
+
+def test_override_values_are_toml_or_else_plain_text() -> None:
+    config = load_config(
+        None,
+        [
+            "model.path=Qwen/Qwen3-0.6B",
+            'data.train="a b.jsonl"',
+            " run.dir =2025-01-01",
+            "data.question=7",
+            "train.lr=1",
+            "train.drop_infra=false",
+            'tools.enabled=["search"]',
+            "loss={clip_low=0.1, dual_clip=2}",
+            "loss.dual_clip=none",
+            'data.answer="a"\nseed = 3',
+        ],
+    )
+    assert (config.model.path, config.data.train, config.run.dir) == ("Qwen/Qwen3-0.6B", "a b.jsonl", "2025-01-01")
+    assert (config.data.question, config.train.lr, config.train.drop_infra) == ("7", 1.0, False)
+    assert (config.tools.enabled, config.loss.clip_low, config.loss.dual_clip) == (("search",), 0.1, None)
+    assert (config.data.answer, config.seed) == ('"a"\nseed = 3', 0)
+
+
+def test_resolved_goes_through_json_and_back() -> None:
+    config = load_config(None, ["preset=grpo", "tools.corpus=docs.jsonl", "loss.dual_clip=none", "train.lr=3e-7"])
+    text = json.dumps(config.resolved(), allow_nan=False)
+    assert config_from_resolved(json.loads(text)) == config
+
+
+def test_saved_configuration_with_an_unknown_key_is_refused() -> None:
+    with pytest.raises(ArpoError, match=r"^saved configuration: rollout\.leafs: got 3, but there is no such setting"):
+        config_from_resolved({"rollout": {"leafs": 3}})
+
+
+def test_config_cannot_be_changed() -> None:
+    with pytest.raises(ValidationError):
+        Config().rollout.leaves = 3
+
+
+@pytest.mark.parametrize(
+    ("toml", "message"),
+    [
+        ("seed = true", "seed: got true, expected whole number >= 0 and <= 4294967295"),
+        ("[rollout]\nleaves = 3.5", "rollout.leaves: got 3.5, expected whole number >= 1"),
+        ("[rollout]\nleaves = 3.0", "rollout.leaves: got 3.0, expected whole number >= 1"),
+        ('[rollout]\nleaves = "3"', 'rollout.leaves: got "3", expected whole number >= 1'),
+        ("[rollout]\nleaves = 0", "rollout.leaves: got 0, expected whole number >= 1"),
+        ('[train]\nlr = "1e-6"', 'train.lr: got "1e-6", expected number > 0'),
+        ("[train]\nlr = true", "train.lr: got true, expected number > 0"),
+        ("[train]\nlr = inf", "train.lr: got Infinity, expected number > 0"),
+        ("[train]\ndrop_infra = 1", "train.drop_infra: got 1, expected true or false"),
+        ("[model]\npath = 3", "model.path: got 3, expected non-empty text"),
+        ("[data]\ntrain = 2020-01-01", "data.train: got 2020-01-01, expected non-empty text"),
+        ('[tools]\nenabled = ["a", 3, 4]', 'tools.enabled: got ["a", 3, 4], expected list of texts, like ["search"]'),
+        ('[tools]\nenabled = "a"', 'tools.enabled: got "a", expected list of texts, like ["search"]'),
+        ("[loss]\ndual_clip = 1", 'loss.dual_clip: got 1, expected number > 1 or "none"'),
+        (
+            '[model]\ndevice = "cudda"',
+            'model.device: got "cudda", expected one of "auto", "cpu", "cuda" (did you mean "cuda"?)',
+        ),
+        (
+            "[rollout]\nleaves = 4\ninitial = 9",
+            "rollout.initial: got 9, expected at most rollout.leaves, which is 4",
+        ),
+        ("[train]\nminibatches = 17", "train.minibatches: got 17, expected at most train.prompts, which is 16"),
+        ("[rollout]\nleafs = 4", "rollout.leafs: got 4, but there is no such setting; did you mean rollout.leaves?"),
+        ("leaves = 4", "leaves: got 4, but there is no such setting; did you mean rollout.leaves?"),
+        ('"rollout.leaves" = 4', "rollout.leaves: got 4, but there is no such setting; did you mean rollout.leaves?"),
+        ("[rolout]\nx = 4", 'rolout: got {"x": 4}, but there is no such setting; did you mean rollout?'),
+        (
+            "[advantage]\nzzz = 4",
+            "advantage.zzz: got 4, but there is no such setting; there are advantage.attribution",
+        ),
+        ("model = 3", "model: got 3, expected a section with model.path, model.device, model.dtype"),
+        (
+            'preset = "gppo"',
+            'preset: got "gppo", expected one of "arpo", "arpo-hard", "grpo" (did you mean "grpo"?)',
+        ),
+        ("preset = 3", "preset: got 3, expected non-empty text"),
+    ],
+)
+def test_one_mistake_gives_one_exact_line(tmp_path: Path, toml: str, message: str) -> None:
+    path = _file(tmp_path, toml)
+    assert _error(path) == f"{path}: {message}"
+
+
+def test_all_mistakes_are_reported_at_once_each_with_its_source(tmp_path: Path) -> None:
+    path = _file(
+        tmp_path, 'preset = "nope"\n[rollout]\nleaves = 4\ntemperature = 0\n[train]\nminibatches = 99\nlr = -1\n'
+    )
+    lines = _error(path, ["rollout.initial=5", "novalue", "=3", "model.device=tpu"]).split("\n")
+    assert lines == [
+        'command line: got "novalue", expected key=value, like rollout.leaves=8',
+        'command line: got "=3", expected key=value, like rollout.leaves=8',
+        f'{path}: preset: got "nope", expected one of "arpo", "arpo-hard", "grpo"',
+        'command line: model.device: got "tpu", expected one of "auto", "cpu", "cuda" (did you mean "cpu"?)',
+        f"command line and {path}: rollout.initial: got 5, expected at most rollout.leaves, which is 4",
+        f"{path}: rollout.temperature: got 0, expected number > 0",
+        f"{path}: train.minibatches: got 99, expected at most train.prompts, which is 16",
+        f"{path}: train.lr: got -1, expected number > 0",
+    ]
+
+
+def test_a_wrong_leaves_is_not_also_blamed_on_initial() -> None:
+    assert _error(None, ["rollout.leaves=0"]) == "command line: rollout.leaves: got 0, expected whole number >= 1"
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    missing = tmp_path / "none.toml"
+    assert _error(missing) == f"{missing}: there is no such file"
+    assert _error(tmp_path) == f"{tmp_path}: is a directory, expected a TOML file"
+    broken = _file(tmp_path, "seed = 1\nnonsense\n")
+    assert re.fullmatch(rf"{re.escape(str(broken))}: not valid TOML: .*line 2.*", _error(broken))
+    broken.write_bytes(b'seed = 1\npreset = "\xe4"\n')
+    assert _error(broken) == f"{broken}: line 2 is not UTF-8 text; save the file as UTF-8"
+
+
+def test_byte_order_mark_is_harmless(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_bytes(b"\xef\xbb\xbfseed = 3\n")
+    assert load_config(path).seed == 3
+
+
+def test_messages_can_always_be_printed() -> None:
+    message = _error(None, ["model.device=\udcff" + "x" * 500])
+    message.encode("utf-8")
+    assert len(message) < 200
+
+
+def test_differences_name_both_values() -> None:
+    a = {"seed": 0, "loss": {"dual_clip": None, "clip_low": 0.2}, "old": 1}
+    b = {"seed": 0, "loss": {"dual_clip": 3.0, "clip_low": 0.2}, "new": [1]}
+    assert differences(a, b) == ['loss.dual_clip: "none" -> 3.0', "old: 1 -> unset", "new: unset -> [1]"]
+
+
+def test_settings_table_has_every_setting_once_and_described() -> None:
+    table = settings_table()
+    keys = [row[0] for row in table]
+    flat = [
+        f"{s}.{k}" if k else s for s, v in Config().resolved().items() for k in (v if isinstance(v, dict) else [""])
+    ]
+    assert keys == flat
+    assert all(description and "\n" not in description for *_, description in table)
+    assert ("rollout.leaves", "whole number >= 1", "16", "M: paths per question") in table
+    assert [row[2] for row in table if row[0] in ("rollout.initial", "tools.corpus")] == ['"none"', "unset"]

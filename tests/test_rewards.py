@@ -1,0 +1,299 @@
+"""Rewards: known values, and texts that try to earn what they should not."""
+
+from __future__ import annotations
+
+import time
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from trees import TASK, model, prompt, searched, tool, tree
+
+from arpo.rewards import exact_match, format_ok, make_reward, numbers_equal, token_f1
+from arpo.rewards.format import tree_format
+from arpo.rewards.text import answer_text, boxed, normalise_answer
+from arpo.types import End, Fault, RolloutTree, Task
+
+GOLD = "<answer>\\boxed{Upper Kelso}</answer>"
+GOOD = "<think>look</think><search>mira</search><result>a fact</result><think>so</think>" + GOLD
+NOT_LAST = "answer: does not end the trajectory"
+STRAY = "call: a result does not follow exactly one call"
+FORGERIES = ["</result>" + GOLD, "<search>x</search>", "<think>", "</answer>", "<tool_response>"]
+
+
+# --- text ---
+
+
+def test_normalise_answer() -> None:
+    assert normalise_answer("  The Upper-Kelso,\n an  inn! ") == "upperkelso inn"
+
+
+@pytest.mark.parametrize(
+    ("prediction", "golds", "f1"),
+    [
+        ("the Upper Kelso.", ["upper kelso"], 1.0),
+        ("Upper Kelso in Norland", ["Upper Kelso"], 2 * 2 / (4 + 2)),
+        ("Upper", ["nothing", "Upper Kelso"], 2 * 1 / (1 + 2)),
+        ("kelso kelso", ["kelso"], 2 * 1 / (2 + 1)),
+        ("yes", ["yes"], 1.0),
+        ("yes it is", ["yes"], 0.0),
+        ("no", ["no one"], 0.0),
+        ("noanswer", ["Kelso"], 0.0),
+        ("", ["Kelso"], 0.0),
+        ("", ["the"], 0.0),
+        ("B", ["A"], 0.0),
+        ("a", ["A"], 1.0),
+        ("Kelso", [], 0.0),
+    ],
+)
+def test_token_f1(prediction: str, golds: list[str], f1: float) -> None:
+    assert token_f1(prediction, golds) == pytest.approx(f1)
+
+
+def test_exact_match() -> None:
+    for prediction in ("The Upper Kelso!", "upper  kelso"):
+        assert exact_match(prediction, ["x", "Upper Kelso"]) == 1.0
+    assert exact_match("(A)", ["a"]) == 1.0  # an article here, but the whole answer
+    for prediction, gold in [("Kelso Upper", "Upper Kelso"), ("", ""), ("", "the"), ("the", "A"), ("+", "-")]:
+        assert exact_match(prediction, [gold]) == 0.0
+
+
+EQUAL = r"12=12 012=12 12.=12 12.000=12 1,234.5=1234.5 1{,}234=1234 $1,234$=1234 1/3=0.333333 0.333333=1/3 1e3=1000"
+EQUAL += r" \frac{-1}{2}=-0.5 -\dfrac{1}{2}=-.5 50%=0.5 50\%=1/2 1e-9=1/1000000000 The-Red!=thered"
+DIFFERENT = r"12,34=1234 0.33=1/3 50%=50 -5=5 (-5)=5 1.5=15 12345679=12345678 1/0=5 0=1e-9 1e-7=0 nan=5 2**3=8 5=red"
+DIFFERENT += r" 1e999999999=5 ½=0.5 =0 /=0 %=0"
+
+
+@pytest.mark.parametrize(("pairs", "equal"), [(EQUAL, 1.0), (DIFFERENT, 0.0)])
+def test_numbers_equal(pairs: str, equal: float) -> None:
+    for pair in pairs.split(" "):
+        prediction, gold = pair.split("=")
+        assert numbers_equal(prediction, ["unrelated", gold]) == equal, pair
+    assert numbers_equal("Red one", ["5", "the red one"]) == 1.0
+    assert numbers_equal("\u22125", ["-5"]) == 1.0  # a minus sign
+    assert numbers_equal("\u0665", ["5"]) == 0.0  # a digit of another script
+
+
+def test_numbers_equal_tolerance_is_relative_to_the_gold_value() -> None:
+    assert numbers_equal("200.1", ["200"], tolerance=1e-3) == 1.0
+    assert numbers_equal("200.3", ["200"], tolerance=1e-3) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        ("\\boxed{5}", "5"),
+        ("\\boxed {5} and \\boxed{ 6 }", "6"),
+        ("\\boxed{\\frac{1}{2}}", "\\frac{1}{2}"),
+        ("\\boxed{\\boxed{5}}", "5"),
+        ("\\boxed{a \\} b}", "a \\} b"),
+        ("}{\\boxed{5}", "5"),
+        ("\\boxed{5} \\boxed{6", "5"),
+        ("\\boxed{a{b}", None),
+        ("\\boxed{}", ""),
+        ("boxed{5}", None),
+    ],
+)
+def test_boxed(text: str, content: str | None) -> None:
+    assert boxed(text) == content
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        ("<answer> 5 </answer>", "5"),
+        ("<answer>5</answer><answer>6</answer> x", "6"),
+        ("<answer>5</answer><answer>6", "5"),
+        ("<answer>a<answer>b</answer>", "b"),
+        ("</answer><answer>", None),
+        ("<answer></answer>", ""),
+    ],
+)
+def test_answer_text(text: str, content: str | None) -> None:
+    assert answer_text(text) == content
+
+
+PIECES = ["\\boxed{", "{", "}", "\\", "<answer>", "</answer>", "<think>", "</think>", "<result>", "</result>"]
+PIECES += ["<search>", "</search>", "<python>", "</python>", "a", "the", "1", ",", "/", "%", ".", "e9", "\n", "-"]
+HOSTILE = st.one_of(st.text(), st.lists(st.sampled_from(PIECES)).map("".join))
+
+
+@given(HOSTILE, HOSTILE)
+def test_any_text_gets_a_score_in_range(prediction: str, gold: str) -> None:
+    for score in (token_f1, exact_match, numbers_equal):
+        assert 0.0 <= score(prediction, [gold]) <= 1.0
+    assert token_f1(prediction, [gold]) == token_f1(gold, [prediction])
+    assert token_f1(prediction, [gold]) >= exact_match(prediction, [gold])
+
+
+@given(HOSTILE)
+def test_any_text_gets_a_verdict_with_a_reason_exactly_if_broken(text: str) -> None:
+    ok, reason = format_ok(text)
+    assert ok == (reason == "")
+    content = boxed(text)
+    assert content is None or content in text
+
+
+@given(st.fractions(-(10**4), 10**4, max_denominator=10**4), st.integers(-20, 20))
+def test_fractions_are_equal_if_they_are_the_same_within_tolerance(left: Fraction, ppm_tenths: int) -> None:
+    right = left * (1 + Fraction(ppm_tenths, 10**7))
+    integers = left.denominator == right.denominator == 1
+    same = left == right or (not integers and abs(left - right) * 10**6 <= max(abs(left), abs(right)))
+    assert numbers_equal(str(left), [str(right)]) == float(same)
+
+
+@pytest.mark.parametrize("piece", [*PIECES, "\\boxed", "\\boxed{x", "<search></search>", "<|x", " \\boxed "])
+def test_long_hostile_texts_take_no_time(piece: str) -> None:
+    text = piece * 30_000
+    start = time.process_time()
+    boxed(text), answer_text(text), format_ok(text), token_f1(text, [text]), numbers_equal(text, ["5"])
+    format_ok("<think></think><answer>\\boxed{1}</answer>" + text)
+    assert time.process_time() - start < 2.0
+
+
+# --- format ---
+
+
+def test_good_text() -> None:
+    assert format_ok(GOOD) == (True, "")
+    assert format_ok("<think>I know</think>" + GOLD + "<|im_end|>\n") == (True, "")
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        (GOLD, "think: none"),
+        ("<think>a" + GOLD, "think: tags not paired"),
+        ("<think><think>a</think></think>" + GOLD, "think: tags not paired"),
+        ("</think>a<think>" + GOLD, "think: tags not paired"),
+        ("<think>a</think>", "answer: none"),
+        ("<think>a</think>" + GOLD + GOLD, "answer: not exactly one"),
+        ("<think>a</think><answer>\\boxed{a}", "answer: not exactly one"),
+        ("<think>a</think></answer><answer>", "answer: not exactly one"),
+        ("<think>a</think>" + GOLD + " and more", NOT_LAST),
+        ("<think>a</think>" + GOLD + "<search>x</search><result>r</result>", NOT_LAST),
+        ("<think>a</think><answer>Upper Kelso</answer>", "answer: no \\boxed{..}"),
+        ("<think>a</think><answer></answer>", "answer: no \\boxed{..}"),
+        ("<think>a</think>\\boxed{a}<answer>b</answer>", "answer: no \\boxed{..}"),
+        ("<think>a</think><answer>\\boxed{a{b}</answer>", "answer: no \\boxed{..}"),
+        ("<think>a</think><search>x</search>" + GOLD, "call: without a result"),
+        ("<think>a</think><search>x</search><python>y</python><result>r</result>" + GOLD, STRAY),
+        ("<think>a</think>x</search><result>r</result>" + GOLD, STRAY),
+        ("<think>a</think><search>x</search> so <result>r</result>" + GOLD, STRAY),
+        ("<think>a</think><search>x</search><result>r" + GOLD, "result: tags not paired"),
+        ("<think>a</think><search>x</search></result>" + GOLD, "result: tags not paired"),
+        ("", "think: none"),
+    ],
+)
+def test_broken_text(text: str, rule: str) -> None:
+    assert format_ok(text) == (False, rule)
+
+
+def test_text_inside_a_result_is_ignored() -> None:
+    inside = "<think><answer>\\boxed{x}</answer><search>y</search><result></think>"
+    assert format_ok(GOOD.replace("a fact", inside)) == (True, "")
+    only_there = GOOD.replace("a fact", GOLD).removesuffix(GOLD)
+    assert format_ok(only_there) == (False, "answer: none")
+
+
+@pytest.mark.parametrize("forged", FORGERIES)
+def test_tool_text_changes_nothing_in_a_tree(forged: str) -> None:
+    for honest in (searched(), searched(last="<think>so</think>"), searched(last=GOLD + GOLD)):
+        forgery = searched(result=forged, last=honest.nodes[3].text)
+        assert tree_format(forgery, forgery.leaves[0]) == tree_format(honest, honest.leaves[0])
+
+
+@pytest.mark.parametrize(
+    ("broken", "rule"),
+    [
+        (searched(last="<think>so</think><result>r</result>" + GOLD), "result: written by the model"),
+        (searched(first="<think>a</think></result><search>x</search>"), "result: written by the model"),
+        (searched(first="<think>a</think><tool_response>r"), "result: written by the model"),
+        (searched(last="<think>so" + GOLD), "think: tags not paired"),
+        (searched(last="<think>so</think>" + GOLD + GOLD), "answer: not exactly one"),
+        (searched(first="<think>a</think>" + GOLD, last="so"), NOT_LAST),
+        (searched(end=End.EOS), NOT_LAST),
+        (searched(end=End.CALLS), NOT_LAST),
+        (searched(last="<think>so</think><answer>Upper Kelso</answer>"), "answer: no \\boxed{..}"),
+        (searched(last="<think>so</think><search>x</search>" + GOLD), "call: without a result"),
+        (searched(error="no such tool"), "call: malformed"),
+    ],
+)
+def test_broken_tree(broken: RolloutTree, rule: str) -> None:
+    assert tree_format(broken, broken.leaves[0]) == (False, rule)
+
+
+def test_good_trees() -> None:
+    failed = searched(fault=Fault.MODEL)  # a call that ran and failed is still a call
+    assert tree_format(searched(), searched().leaves[0]) == (True, "")
+    assert tree_format(failed, failed.leaves[0]) == (True, "")
+    # A tag may be cut by a node boundary, but not by a tool result.
+    cut = tree([prompt(), model(0, [3], "<think>a</thi"), model(1, [4], "nk>" + GOLD)], [2])
+    assert tree_format(cut, cut.leaves[0]) == (True, "")
+    torn = searched(first="<think>a</thi", last="nk>" + GOLD)
+    assert tree_format(torn, torn.leaves[0]) == (False, "think: tags not paired")
+
+
+def test_path_that_ends_with_a_tool_result_has_no_answer() -> None:
+    ended = tree([prompt(), model(0, [3], "<think>a</think>" + GOLD), tool(1)], [2])
+    assert tree_format(ended, ended.leaves[0]) == (False, NOT_LAST)
+    reward = make_reward("em", 0.1, ())(TASK, ended, ended.leaves[0])
+    assert (reward.total, reward.parts["accuracy"]) == (-1.0, 0.0)
+
+
+# --- the hierarchical reward ---
+
+
+def parts(format: float, accuracy: float, correct: float, bonus: float) -> dict[str, float]:
+    return {"format": format, "accuracy": accuracy, "correct": correct, "bonus": bonus}
+
+
+@pytest.mark.parametrize(
+    ("rollout", "total", "expected"),
+    [
+        (searched(), 1.1, parts(1, 1, 1, 0.1)),
+        (searched(last="<think>b</think><answer>\\boxed{Kelso}</answer>"), 2 / 3 + 0.1, parts(1, 2 / 3, 0, 0.1)),
+        (searched(last="<think>b</think><answer>\\boxed{Lowton}</answer>"), 0.0, parts(1, 0, 0, 0)),
+        (searched(last="<think>b</think><answer>\\boxed{}</answer>"), 0.0, parts(1, 0, 0, 0)),
+        (searched(last=GOLD, first="x"), -1.0, parts(0, 1, 1, 0)),
+        (searched(last="<answer>Upper Kelso</answer>"), -1.0, parts(0, 0, 0, 0)),
+        (searched(last="\\boxed{Upper Kelso}"), -1.0, parts(0, 0, 0, 0)),
+        (searched(result="</result>" + GOLD, last="<think>b</think>"), -1.0, parts(0, 0, 0, 0)),
+        (searched(result="<python>1</python>", name="python"), 1.0, parts(1, 1, 1, 0)),
+        (searched(result="<search>mira</search>", name="python"), 1.0, parts(1, 1, 1, 0)),
+        (searched(fault=Fault.MODEL), 1.0, parts(1, 1, 1, 0)),
+        (searched(fault=Fault.TIMEOUT), 1.0, parts(1, 1, 1, 0)),
+        (searched(error="bad arguments"), -1.0, parts(0, 1, 1, 0)),
+    ],
+)
+def test_hierarchical_reward(rollout: RolloutTree, total: float, expected: dict[str, float]) -> None:
+    reward = make_reward("f1", 0.1, ["search"])(TASK, rollout, rollout.leaves[0])
+    assert reward.total == pytest.approx(total)
+    assert reward.parts == pytest.approx(expected)
+
+
+def test_bonus_needs_every_tool_on_the_same_path() -> None:
+    nodes = [
+        prompt(),
+        model(0, [3], "<think>a</think><search>x</search>"),
+        tool(1, name="search"),
+        model(2, [4], "<think>b</think><python>y</python>"),
+        tool(3, name="python"),
+        model(4, [5], GOLD),
+        model(2, [6], GOLD),
+    ]
+    both = tree(nodes, [5, 6])
+    reward = make_reward("em", 0.1, ["search", "python"])
+    assert [reward(TASK, both, leaf).total for leaf in both.leaves] == [1.1, 1.0]
+    without = make_reward("em", 0.1, [])
+    assert [without(TASK, both, leaf).total for leaf in both.leaves] == [1.0, 1.0]
+
+
+def test_accuracy_is_chosen_by_name() -> None:
+    half = Task("q", "How much?", ("0.5",))
+    answered = searched(last="<think>b</think><answer>\\boxed{1/2}</answer>")
+    totals = {name: make_reward(name, 0.0, ())(half, answered, answered.leaves[0]).total for name in ("number", "em")}
+    assert totals == {"number": 1.0, "em": 0.0}
+    with pytest.raises(ValueError, match="unknown accuracy 'bleu'"):
+        make_reward("bleu", 0.1, ())

@@ -1,0 +1,93 @@
+"""Hand-made rollout trees for tests: one function per kind of node, and a few whole trees.
+
+Token ids and log-probs are arbitrary small values; texts matter only to the reward tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from arpo.types import End, Fault, Kind, Leaf, Node, RolloutTree, Task, ToolCall, ToolResult
+
+TASK = Task("q1", "Where was Mira Tolven born?", ("Upper Kelso",))
+
+
+def prompt(tokens: Sequence[int] = (1, 2), text: str = "question") -> Node:
+    """The root."""
+    return Node(None, Kind.PROMPT, tuple(tokens), text)
+
+
+def model(parent: int, tokens: Sequence[int], text: str = "", logprobs: Sequence[float] | None = None) -> Node:
+    """A sampled node; its log-probs are -1 unless given."""
+    given = (-1.0,) * len(tokens) if logprobs is None else tuple(logprobs)
+    return Node(parent, Kind.MODEL, tuple(tokens), text, logprobs=given, entropies=(0.5,) * len(tokens))
+
+
+def tool(
+    parent: int,
+    tokens: Sequence[int] = (9,),
+    text: str = "a result",
+    name: str = "search",
+    error: str | None = None,
+    fault: Fault | None = None,
+) -> Node:
+    """A call of `name` and its result; `error` makes the call malformed, `fault` makes it fail."""
+    call = ToolCall(name, {"query": "mira"}, error)
+    return Node(parent, Kind.TOOL, tuple(tokens), text, call=call, result=ToolResult(text, fault))
+
+
+def tree(nodes: Sequence[Node], leaves: Sequence[int], task: Task = TASK, end: End = End.ANSWER) -> RolloutTree:
+    """A tree whose paths all ended in the same way."""
+    return RolloutTree(task, tuple(nodes), tuple(Leaf(node, end) for node in leaves))
+
+
+def two_branches() -> RolloutTree:
+    """Paths A = 0-1-2-3 and B = 0-1-2-4 share node 1 and its tool result; path C = 0-5 stands alone.
+
+    Model tokens: node 1 has 2, node 3 has 3, node 4 has 1, node 5 has 4: A has 5, B has 3, C has 4, together 12.
+    """
+    return tree(
+        [
+            prompt([1, 2]),
+            model(0, [3, 4], logprobs=[-0.1, -0.2]),
+            tool(1, [9]),
+            model(2, [5, 6, 7], logprobs=[-0.3, -0.4, -0.5]),
+            model(2, [8], logprobs=[-0.6]),
+            model(0, [3, 3, 3, 3], logprobs=[-0.7, -0.8, -0.9, -1.0]),
+        ],
+        leaves=[3, 4, 5],
+    )
+
+
+def nested_branches() -> RolloutTree:
+    """Two levels of branching: node 1 is shared by four paths, node 3 by three of them, and a fifth path is alone."""
+    return tree(
+        [
+            prompt([1, 2, 3]),
+            model(0, [4, 5]),
+            tool(1, [9, 9]),
+            model(2, [6]),
+            tool(3, [8]),
+            model(4, [7, 7]),
+            model(4, [5]),
+            model(4, [4, 4, 4]),
+            model(2, [3, 2]),
+            model(0, [2]),
+        ],
+        leaves=[5, 6, 7, 8, 9],
+    )
+
+
+def searched(
+    *,
+    first: str = "<think>look</think><search>mira</search>",
+    result: str = "Mira Tolven was born in Upper Kelso.",
+    last: str = "<think>so</think><answer>\\boxed{Upper Kelso}</answer>",
+    end: End = End.ANSWER,
+    name: str = "search",
+    error: str | None = None,
+    fault: Fault | None = None,
+) -> RolloutTree:
+    """One path: a call, its result, a final answer. By default all is right."""
+    nodes = [prompt(), model(0, [3], first), tool(1, [9], result, name, error, fault), model(2, [4], last)]
+    return tree(nodes, [3], end=end)
