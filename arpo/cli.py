@@ -81,6 +81,8 @@ def rollout(
     session = open_session(_config_of(target, overrides or []))
     if number >= len(session.bench.test):
         raise ArpoError(f"--number {number}: there are {len(session.bench.test)} held-out questions, counted from 0")
+    if ask is not None and not ask.strip():
+        raise ArpoError("--ask: the question is empty")
     task = session.bench.test[number] if ask is None else Task("asked", ask, ("unknown",))
     config = session.config
     seed = derive_seed(config.seed, "show", number)
@@ -140,4 +142,7 @@ def _run(work: Coroutine[None, None, T]) -> T:
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
         return await task
 
-    return asyncio.run(with_signals())
+    try:
+        return asyncio.run(with_signals())
+    except KeyboardInterrupt:  # typer would swallow it, and with it the message of `main`
+        raise asyncio.CancelledError from None

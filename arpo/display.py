@@ -32,7 +32,7 @@ def progress_bar(what: str, total: int) -> Iterator[Progress]:
         TimeRemainingColumn(),
         TextColumn("{task.fields[note]}"),
     )
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         bar.add_task(what, total=total, note="")
         yield bar
 
@@ -70,7 +70,7 @@ def print_tree(tree: RolloutTree, rewards: Sequence[Reward]) -> None:
         for child in children.get(index, []):
             waiting.append((child, branch.add(_label(tree.nodes[child]))))
     console.print(root)
-    console.print(f"right answer: {printable(' or '.join(tree.task.answers))}")
+    console.print(Text(f"right answer: {printable(' or '.join(tree.task.answers))}"))
 
 
 def _label(node: Node) -> Text:

@@ -61,13 +61,9 @@ class Agent:
 async def rollout(agent: Agent, task: Task, settings: Rollout, branching: Branching, seed: int) -> RolloutTree:
     """Sample the whole tree of `task`. The seed decides everything that the engine and the tools leave open."""
     grower = _Grower(agent, task, settings, branching, seed)
-    async with asyncio.TaskGroup() as group:
-        grower.group = group
-        grower.start_from_root(settings.initial)
-    if len(grower.leaves) < settings.leaves:
-        async with asyncio.TaskGroup() as group:
-            grower.group = group
-            grower.start_from_root(settings.leaves - len(grower.leaves))
+    await grower.grow_from_root(settings.initial)
+    if grower.budget:  # every path ended and leaves are missing
+        await grower.grow_from_root(grower.budget)
     return grower.tree()
 
 
@@ -102,25 +98,25 @@ class _Grower:
         self.nodes = [Node(None, Kind.PROMPT, prompt, agent.tokenizer.decode(list(prompt)))]
         self.room = min(settings.max_tokens, agent.engine.capabilities.max_context - len(prompt))
         self.leaves: list[Leaf] = []
-        self.budget = settings.leaves - settings.initial
-        self.started = 0
+        self.budget = settings.leaves  # leaves that may still be started
         self.group: asyncio.TaskGroup
 
-    def start_from_root(self, count: int) -> None:
-        """Start `count` fresh paths at the prompt."""
-        for _ in range(count):
-            self._start(_Path(0, self._next_number(), time.monotonic() + self.settings.max_seconds))
+    async def grow_from_root(self, count: int) -> None:
+        """Start `count` fresh paths at the prompt and wait until they and all their branches have ended."""
+        async with asyncio.TaskGroup() as self.group:
+            for _ in range(count):
+                self._start(_Path(0, self.settings.leaves - self.budget, self._deadline()))
 
     def tree(self) -> RolloutTree:
         """All that was sampled, frozen."""
         return RolloutTree(self.task, tuple(self.nodes), tuple(self.leaves))
 
-    def _next_number(self) -> int:
-        self.started += 1
-        return self.started - 1
-
     def _start(self, path: _Path) -> None:
+        self.budget -= 1
         self.group.create_task(self._walk(path))
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self.settings.max_seconds
 
     async def _walk(self, path: _Path) -> None:
         """Follow one path to its end."""
@@ -223,11 +219,9 @@ class _Grower:
         vocab_size = self.agent.engine.capabilities.vocab_size
         decision = decide(self.branching, path.first_entropies, entropies, vocab_size, self.budget, uniform)
         self.nodes[source] = replace(self.nodes[source], decision=decision)
-        self.budget -= decision.branches
         for _ in range(decision.branches):
-            deadline = time.monotonic() + self.settings.max_seconds
-            branch = replace(path, at=source, number=self._next_number(), deadline=deadline, fresh_branch=True)
-            self._start(branch)
+            number = self.settings.leaves - self.budget
+            self._start(replace(path, at=source, number=number, deadline=self._deadline(), fresh_branch=True))
 
     def _seed(self, path: _Path) -> int:
         return derive_seed(self.seed, path.number, path.tokens)

@@ -174,11 +174,9 @@ class Coldstart(_Section):
 
     seed: int = Field(default=0, ge=0, le=MAX_SEED, description="decides the model that comes out")
     traces: int = Field(default=6000, ge=1, description="example paths to imitate")
-    steps: int = Field(default=500, ge=1, description="optimiser steps, the first fifth of them reciting")
+    steps: int = Field(default=200, ge=1, description="optimiser steps")
     batch_tokens: int = Field(default=2048, ge=1, description="tokens per optimiser step")
-    lr: float = Field(default=4e-3, gt=0, description="learning rate")
-    hidden: int = Field(default=128, ge=32, multiple_of=32, description="width of the model")
-    layers: int = Field(default=3, ge=1, description="depth of the model")
+    lr: float = Field(default=5e-4, gt=0, description="learning rate")
 
 
 class Config(_Section):

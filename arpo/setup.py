@@ -49,9 +49,10 @@ def make_tools(config: Config, world: World) -> dict[str, Tool]:
         "search": lambda: build_search(documents, settings.search_results),
         "calculator": lambda: calculator,
     }
-    wrong = [name for name in (*settings.enabled, *config.reward.bonus_tools) if name not in known]
-    if wrong:
-        raise ArpoError(f"tools.enabled: there is no tool {wrong[0]!r}; there are: {', '.join(known)}")
+    for key, names in (("tools.enabled", settings.enabled), ("reward.bonus_tools", config.reward.bonus_tools)):
+        wrong = [name for name in names if name not in known]
+        if wrong:
+            raise ArpoError(f"{key}: there is no tool {wrong[0]!r}; there are: {', '.join(known)}")
     return {name: replace(known[name](), timeout=settings.timeout) for name in settings.enabled}
 
 
@@ -59,7 +60,7 @@ def make_model(config: Config, bench: Bench, progress: Progress) -> tuple[Any, A
     """The model and its tokenizer; the built-in model is made first if need be."""
     if config.model.path != "tiny":
         return load_model(config.model)
-    path = coldstart(config.coldstart, bench.world, bench.tools, progress)
+    path = coldstart(config.coldstart, bench.world, lambda world: make_tools(config, world), progress)
     return load_model(Model(path=str(path), device=config.model.device, dtype=config.model.dtype))
 
 

@@ -13,9 +13,10 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from arpo.data.world import ENTITY_RELATIONS, NUMBER_RELATIONS, World, sample_task
-from arpo.types import Kind, Task
+from arpo.data.world import ENTITY_RELATIONS, NUMBER_RELATIONS, World, other_world, sample_task
+from arpo.types import Kind, Task, derive_seed
 
+PER_WORLD = 100
 CallFn = Callable[[str, str], str]
 """(tool name, argument) -> result text, by the real tool."""
 
@@ -73,7 +74,7 @@ class _Writer:
         self.segments.append((Kind.MODEL, f"<think> Done.</think><answer>{boxed}</answer>"))
 
 
-def write_trace(world: World, task: Task, call: CallFn, rng: random.Random, mistakes: Mistakes) -> Trace:
+def write_trace(task: Task, call: CallFn, rng: random.Random, mistakes: Mistakes) -> Trace:
     """Solve `task` by its plan, erring at the given rates."""
     writer = _Writer(call, rng)
     plan = task.meta["plan"]
@@ -114,8 +115,21 @@ def _other_relation(relation: str, rng: random.Random) -> str:
     return rng.choice([r for r, kind in kinds.items() if kind == kinds[relation] and r != relation])
 
 
-def write_traces(world: World, count: int, call: CallFn, seed: int) -> list[Trace]:
-    """`count` traces over fresh training questions, none of them about a test entity."""
-    rng = random.Random(f"{seed} traces")
-    mistakes = Mistakes.at(world.settings.difficulty)
-    return [write_trace(world, sample_task(world, rng), call, rng, mistakes) for _ in range(count)]
+def write_traces(
+    world: World, count: int, caller: Callable[[World], CallFn], seed: int, difficulty: float | None
+) -> list[Trace]:
+    """`count` traces, from many small worlds with facts of their own.
+
+    None shares an entity with the test questions, and no fact comes up often enough to be learnt by heart: a model that
+    imitates these traces has to read. `caller(world)` gives the tools over a world's documents. Without a difficulty,
+    every world has one of its own.
+    """
+    rng = random.Random(derive_seed(seed, "traces"))
+    traces: list[Trace] = []
+    for number in range(-(-count // PER_WORLD)):
+        other = other_world(world, number, entities=120)
+        call = caller(other)
+        mistakes = Mistakes.at(rng.random() if difficulty is None else difficulty)
+        wanted = min(PER_WORLD, count - len(traces))
+        traces += [write_trace(sample_task(other, rng), call, rng, mistakes) for _ in range(wanted)]
+    return traces

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from arpo.settings import World as WorldSection
-from arpo.types import Document, Task
+from arpo.types import Document, Task, derive_seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +107,12 @@ def world_vocabulary() -> tuple[str, ...]:
     return tuple(word for first, second in _POOLS.values() for word in (*first, *second))
 
 
-def make_world(settings: WorldSection) -> World:
-    """Build the world of these settings."""
+def make_world(settings: WorldSection, without: frozenset[str] = frozenset()) -> World:
+    """Build the world of these settings, using none of the names in `without`."""
     names: dict[str, list[str]] = {}
     for kind, share in SHARES.items():
         first, second = _POOLS[kind]
-        pool = [f"{a} {b}" for a in first for b in second]
+        pool = [name for a in first for b in second if (name := f"{a} {b}") not in without]
         count = min(len(pool), max(6, round(settings.entities * share)))
         names[kind] = _rng(settings, kind).sample(pool, count)
     cut = {kind: len(some) * 2 // 3 for kind, some in names.items()}
@@ -227,6 +227,15 @@ _MAKERS: dict[str, Callable[[Half, random.Random], tuple[str, str, Plan]]] = {
     "difference": _difference,
     "compare": _compare,
 }
+
+
+def other_world(world: World, number: int, entities: int) -> World:
+    """A small world with facts of its own, and none of the names that `world`'s test questions are about."""
+    taken = frozenset(name for names in world.halves[1].names.values() for name in names)
+    settings = world.settings.model_copy(
+        update={"seed": derive_seed(world.settings.seed, "other world", number), "entities": entities}
+    )
+    return make_world(settings.model_copy(update={"train_questions": 1, "test_questions": 1}), taken)
 
 
 def sample_task(world: World, rng: random.Random) -> Task:

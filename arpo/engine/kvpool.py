@@ -28,6 +28,7 @@ class KVPool:
         """Positions a row can hold now."""
         return self.data.shape[4]
 
+    @torch.inference_mode()
     def reserve(self, length: int) -> None:
         """Make every row hold at least `length` positions."""
         if length <= self.length:
@@ -37,11 +38,13 @@ class KVPool:
         grown[:, :, :, :, : self.length] = self.data
         self.data = grown
 
+    @torch.inference_mode()
     def swap(self, a: int, b: int) -> None:
         """Exchange two rows."""
         if a != b:
             self.data[:, :, [a, b]] = self.data[:, :, [b, a]]
 
+    @torch.inference_mode()
     def copy(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of one row to another: what a fork costs."""
         if source != target:

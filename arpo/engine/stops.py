@@ -18,7 +18,7 @@ class StopFinder:
         self._stops = tuple(stops)
         self._window = max((len(stop.encode()) for stop in stops), default=0) + 1
         last = {stop[-1] for stop in stops}
-        if any(not char.isascii() for char in last):  # may be spread over several byte tokens: check them all
+        if not all("!" <= char <= "~" for char in last):  # vocabularies write other characters in ways of their own
             self._candidates = set(range(len(tokenizer)))
         else:
             pieces = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))

@@ -7,17 +7,34 @@ Does not cover: stemming, synonyms, languages written without spaces, collection
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import bm25s
 import numpy as np
 
 from arpo.tools.base import Tool, ToolError, tool
 from arpo.types import ArpoError, Document
+
+
+def _without_jax(name: str) -> Any:
+    """Import a module that would use JAX if it could: merely importing that takes three quarters of a GPU's memory."""
+    before = sys.modules.get("jax")
+    sys.modules["jax"] = None  # type: ignore[assignment]
+    try:
+        return importlib.import_module(name)
+    finally:
+        if before is None:
+            del sys.modules["jax"]
+        else:
+            sys.modules["jax"] = before
+
+
+bm25s = _without_jax("bm25s")
 
 MAX_QUERY_CHARS = 1000
 MAX_QUERY_WORDS = 32  # distinct known words; a query is a model's text, and each word costs one pass over its documents

@@ -1,0 +1,29 @@
+"""Things that many tests share: a small tokenizer and a small random model, made on the spot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from arpo.trainer.tiny import build_model, build_tokenizer
+
+torch.set_num_threads(1)  # these models are too small for more to help
+TEXTS = [
+    "Where was Mira Tolven born? The birthplace of Mira Tolven is Upper Kelso.",
+    "<think> Find the birthplace.</think><search> birthplace of Mira Tolven</search>",
+    "<think> Done.</think><answer>\\boxed{ Upper Kelso}</answer>",
+]
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    """The built-in model's kind of tokenizer, over a handful of sentences."""
+    return build_tokenizer(TEXTS)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tokenizer: Any) -> Any:
+    """A random Llama with two layers; tests must not change it."""
+    return build_model(tokenizer, hidden=64, layers=2, max_context=256, seed=0).eval()
