@@ -35,7 +35,7 @@ def main() -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except (KeyboardInterrupt, asyncio.CancelledError):
-        print("stopped; go on with --resume", file=sys.stderr)
+        print("stopped", file=sys.stderr)
         sys.exit(130)
 
 
@@ -50,7 +50,11 @@ def train(
     from arpo.train import train as train_loop
 
     with open_run(load_config(config, overrides or ()), resume) as run:
-        last = _run(train_loop(run))
+        try:
+            last = _run(train_loop(run))
+        except asyncio.CancelledError:
+            print(f"stopped; what was trained is saved in {run.log.directory}, go on with --resume", file=sys.stderr)
+            raise
         console.print(f"done: {last} steps; the run is in {run.log.directory}")
 
 
@@ -81,9 +85,10 @@ def rollout(
     session = open_session(_config_of(target, overrides or []))
     if number >= len(session.bench.test):
         raise ArpoError(f"--number {number}: there are {len(session.bench.test)} held-out questions, counted from 0")
-    if ask is not None and not ask.strip():
-        raise ArpoError("--ask: the question is empty")
-    task = session.bench.test[number] if ask is None else Task("asked", ask, ("unknown",))
+    try:
+        task = session.bench.test[number] if ask is None else Task("asked", ask, ("unknown",))
+    except ValueError as error:
+        raise ArpoError(f"--ask: {error}") from None
     config = session.config
     seed = derive_seed(config.seed, "show", number)
     tree = _run(grow(session.agent, task, config.rollout, config.branching, seed))
@@ -101,8 +106,8 @@ def doctor() -> None:
     from arpo.doctor import report
 
     for what, usable, details in report():
-        console.print("[green]ok[/] " if usable else "[yellow]no[/] ", end="")
-        console.print(f" {what:<18} {details}", markup=False)
+        console.print("ok " if usable else "no ", style="green" if usable else "yellow", end="")
+        console.print(f" {what:<18} {details}")
 
 
 @app.command()

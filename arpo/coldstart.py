@@ -1,7 +1,7 @@
 """The built-in model: the base that comes with the package, after imitating traces of the world's difficulty.
 
-The cold start takes about half a minute on two cores. Its result is a Hugging Face directory in the cache, named by a hash of
-all that it depends on, and made once.
+The cold start takes about half a minute on two cores. Its result is a Hugging Face directory in the cache, named by a
+hash of all that it depends on, and made once.
 """
 
 from __future__ import annotations

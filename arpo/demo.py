@@ -43,7 +43,7 @@ def _conclude(run: Run, before: Evaluation, after: Evaluation) -> None:
     console.print(f"\n{'held-out questions':<20} {'before':>7} {'after':>7}")
     for kind, accuracy in before.by_kind().items():
         console.print(f"  {kind:<18} {accuracy:>7.0%} {after.by_kind()[kind]:>7.0%}")
-    console.print(f"[bold]{'all':<20} {before.accuracy:>7.1%} {after.accuracy:>7.1%}[/]")
+    console.print(f"{'all':<20} {before.accuracy:>7.1%} {after.accuracy:>7.1%}", style="bold")
     console.print(f"{'right format':<20} {before.format_rate:>7.0%} {after.format_rate:>7.0%}")
     console.print(f"{'tool calls a question':<20} {before.tool_calls:>6.2f} {after.tool_calls:>7.2f}")
     calls = sum(line["tool_calls"] for line in run.log.read_metrics())

@@ -15,7 +15,7 @@ from rich.tree import Tree
 
 from arpo.types import Kind, Node, Reward, RolloutTree
 
-console = Console(highlight=False, soft_wrap=True)
+console = Console(highlight=False, soft_wrap=True, markup=False)
 HEADER = "step  reward  right  format  calls  branches  entropy: start>tool  unique  seconds: sample train"
 COLOURS = {Kind.PROMPT: "bold", Kind.MODEL: "cyan", Kind.TOOL: "yellow"}
 

@@ -1,9 +1,9 @@
 """Making the base of the built-in model from nothing: `python -m arpo.pretrain arpo/models/base`.
 
-The base can read: it copies names and numbers out of what stands before, and has seen agents of every quality at work in
-many other worlds, none of whose facts hold in any world that is trained or tested on. It comes with the package, since
-learning to copy takes a small transformer far longer than all that follows; the cold start that gives it the habits to be
-unlearnt is done on the spot (`coldstart`). On a GPU this takes minutes, on a laptop hours.
+The base can read: it copies names and numbers out of what stands before, and has seen agents of every quality at work
+in many other worlds, none of whose facts hold in any world that is trained or tested on. It comes with the package,
+since learning to copy takes a small transformer far longer than all that follows; the cold start that gives it the
+habits to be unlearnt is done on the spot (`coldstart`). On a GPU this takes minutes, on a laptop hours.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from arpo.display import progress_bar
 from arpo.imitate import Progress, Row, batches_of, imitate, trace_rows
 from arpo.render import make_format
 from arpo.settings import Config
-from arpo.setup import make_bench, make_tools
+from arpo.setup import make_bench, world_tools
 from arpo.trainer.checkpoint import save_pretrained
 from arpo.trainer.model import pick_device
 from arpo.trainer.tiny import build_model, build_tokenizer
@@ -57,7 +57,7 @@ def pretrain(
     """The base and its tokenizer, from nothing."""
     bench = make_bench(config)
     written = write_traces(
-        bench.world, traces, lambda other: caller(make_tools(config, other)), seed=0, difficulty=None
+        bench.world, traces, lambda other: caller(world_tools(config, other)), seed=0, difficulty=None
     )
     tokenizer = build_tokenizer(_texts(written))
     model = build_model(tokenizer, hidden, layers, MAX_CONTEXT, seed=0).to(pick_device(config.model.device))

@@ -193,14 +193,14 @@ class RunLog:
 
 def create(directory: Path, config: Mapping[str, Any]) -> RunLog:
     """Start a run in a new or empty directory and lock it."""
-    _refuse_used(directory)
+    refuse_used(directory)
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ArpoError(f"{directory}: cannot be made: {error.strerror}") from error
     log = RunLog(directory, _take_lock(directory))
     try:
-        _refuse_used(directory)  # another process may have been faster
+        refuse_used(directory)  # another process may have been faster
         _write_atomically(directory / CONFIG, _dump(config))
     except BaseException:
         log.close()
@@ -221,7 +221,8 @@ def open_run(directory: Path, write: bool = False) -> RunLog:
     return RunLog(directory, lock)
 
 
-def _refuse_used(directory: Path) -> None:
+def refuse_used(directory: Path) -> None:
+    """Raise if a new run must not be made in `directory`."""
     if not directory.exists():
         return
     if not directory.is_dir():

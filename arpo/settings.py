@@ -51,7 +51,7 @@ class World(_Section):
     """The built-in generated world."""
 
     seed: int = Field(default=0, ge=0, le=MAX_SEED, description="decides the whole world")
-    entities: int = Field(default=1000, ge=60, description="people, places and things in it")
+    entities: int = Field(default=1000, ge=60, le=2000, description="people, places and things in it")
     train_questions: int = Field(default=2000, ge=1, description="questions to train on")
     test_questions: int = Field(default=300, ge=1, description="questions held out for evaluation")
     difficulty: float = Field(default=0.5, ge=0, le=1, description="how flawed the traces are, how many hops are asked")
@@ -174,7 +174,7 @@ class Coldstart(_Section):
 
     seed: int = Field(default=0, ge=0, le=MAX_SEED, description="decides the model that comes out")
     traces: int = Field(default=6000, ge=1, description="example paths to imitate")
-    steps: int = Field(default=200, ge=1, description="optimiser steps")
+    steps: int = Field(default=150, ge=1, description="optimiser steps")
     batch_tokens: int = Field(default=2048, ge=1, description="tokens per optimiser step")
     lr: float = Field(default=5e-4, gt=0, description="learning rate")
 

@@ -44,23 +44,26 @@ def make_bench(config: Config) -> Bench:
 def make_tools(config: Config, world: World) -> dict[str, Tool]:
     """The tools that the config enables, by name."""
     settings = config.tools
-    documents = world.documents if settings.corpus is None else load_documents(settings.corpus)
-    known: dict[str, Callable[[], Tool]] = {
-        "search": lambda: build_search(documents, settings.search_results),
-        "calculator": lambda: calculator,
-    }
+    known = world_tools(config, world)
     for key, names in (("tools.enabled", settings.enabled), ("reward.bonus_tools", config.reward.bonus_tools)):
         wrong = [name for name in names if name not in known]
         if wrong:
             raise ArpoError(f"{key}: there is no tool {wrong[0]!r}; there are: {', '.join(known)}")
-    return {name: replace(known[name](), timeout=settings.timeout) for name in settings.enabled}
+    if settings.corpus is not None:
+        known["search"] = build_search(load_documents(settings.corpus), settings.search_results)
+    return {name: replace(known[name], timeout=settings.timeout) for name in settings.enabled}
+
+
+def world_tools(config: Config, world: World) -> dict[str, Tool]:
+    """All that a world's questions need: search in its documents, and a calculator."""
+    return {"search": build_search(world.documents, config.tools.search_results), "calculator": calculator}
 
 
 def make_model(config: Config, bench: Bench, progress: Progress) -> tuple[Any, Any]:
     """The model and its tokenizer; the built-in model is made first if need be."""
     if config.model.path != "tiny":
         return load_model(config.model)
-    path = coldstart(config.coldstart, bench.world, lambda world: make_tools(config, world), progress)
+    path = coldstart(config.coldstart, bench.world, lambda world: world_tools(config, world), progress)
     return load_model(Model(path=str(path), device=config.model.device, dtype=config.model.dtype))
 
 
@@ -69,6 +72,6 @@ def make_agent(config: Config, bench: Bench, model: Any, tokenizer: Any) -> Agen
     engine = LocalEngine(model, tokenizer, rows=config.rollout.concurrency)
     fmt = make_format(config.rollout.format, [tool.spec for tool in bench.tools.values()])
     agent = Agent(engine, tokenizer, bench.tools, fmt, config.tools.result_tokens)
-    for task in (*bench.train[:64], *bench.test[:64]):
+    for task in (*bench.train, *bench.test):
         agent.prompt(task)  # a prompt that does not fit is refused now, not in the middle of a run
     return agent

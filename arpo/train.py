@@ -11,7 +11,7 @@ import asyncio
 import random
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,15 +72,20 @@ def open_session(config: Config, bench: Bench | None = None) -> Session:
 @contextmanager
 def open_run(config: Config, resume: bool = False) -> Iterator[Run]:
     """A new run in `run.dir`, or one that goes on there from its last checkpoint. Holds the directory until left."""
-    bench = make_bench(config)  # mistakes in the data are found before a directory is made
+    bench = make_bench(config)
     directory = Path(config.run.dir)
-    with _resume_log(directory, config) if resume else runlog.create(directory, config.resolved()) as log:
-        checkpoint = log.latest_checkpoint()
+    with ExitStack() as stack:
+        log = stack.enter_context(_resume_log(directory, config)) if resume else None
+        if log is None:
+            runlog.refuse_used(directory)
+        checkpoint = log.latest_checkpoint() if log else None
         path = str(checkpoint[1] / "model") if checkpoint else config.model.path
         model = config.model.model_copy(update={"path": path})
         session = open_session(config.model_copy(update={"model": model}), bench)
         trainer = Trainer(session.model, session.agent.tokenizer, config)
         step = load_checkpoint(trainer, checkpoint[1]) if checkpoint else 0
+        if log is None:  # only now: a mistake in data or model leaves no run behind
+            log = stack.enter_context(runlog.create(directory, config.resolved()))
         log.rewind(step)
         yield Run(session, trainer, log, step)
 

@@ -63,6 +63,10 @@ class Task:
     def __post_init__(self) -> None:
         if not self.question.strip():
             raise ValueError(f"task {self.id!r} has an empty question")
+        try:
+            self.question.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"the question of task {self.id!r} holds half a character (a lone surrogate)") from None
         if not self.answers:
             raise ValueError(f"task {self.id!r} has no answer")
 

@@ -37,10 +37,11 @@ ROWS = (
         "metrics",
     ),
     ("runlog", "config", "rollout", "display", "trainer"),
-    ("evaluate", "coldstart"),
+    ("evaluate", "imitate"),
+    ("coldstart",),
     ("setup",),
     ("train",),
-    ("demo", "doctor"),
+    ("demo", "doctor", "pretrain"),
     ("cli",),
 )
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}

@@ -1,4 +1,4 @@
-"""The local engine against plain forward passes: exact log-probs and entropies whatever is batched, forked or evicted."""
+"""The local engine against plain forward passes: exact numbers whatever is batched, forked or evicted."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_greedy_tokens_equal_generate(tiny_model: Any, tokenizer: Any) -> None:
 
 
 def test_forks_pauses_and_evictions_change_nothing(tiny_model: Any, tokenizer: Any) -> None:
-    """Conversations that go on after pauses and branch at random points, through a pool far too small for all of them."""
+    """Conversations that go on after pauses and branch at random points, through a pool far too small for them."""
     engine = LocalEngine(tiny_model, tokenizer, rows=4)
     rng = random.Random(7)
 

@@ -125,7 +125,7 @@ def test_width_opens_several_at_one_point(tokenizer: Any) -> None:
 def test_a_branch_branches_again_later_but_not_at_its_own_start(tokenizer: Any) -> None:
     how = Rollout(leaves=8, initial=1)
     tree = grow(agent(tokenizer, turns((SEARCH, LOW), (SEARCH, HIGH), (ANSWER, HIGH))), how)
-    # One root path branches after its first result; both then branch after their second: 4 leaves. The rest is refilled.
+    # One root path branches after its first result; both then branch after their second: 4 leaves. Then the refill.
     assert [node.parent for node in tree.nodes if node.kind is Kind.MODEL].count(0) == 1 + 4
     first = tree.nodes[2]
     assert first.decision is not None
@@ -333,7 +333,7 @@ def test_tool_text_cannot_close_its_result_or_answer(tokenizer: Any) -> None:
 
 PIECES = [
     "<search>", "</search>", "<calculator>", "</calculator>", "<result>", "</result>", "<answer>", "</answer>",
-    "<think>", "</think>", "\\boxed{", "}", "Mira", " ", "\n", "1 + 1", "9**9**9", "<|end|>", "<|user|>", "\x00", "é", "<",
+    "<think>", "</think>", "\\boxed{", "}", "Mira", " ", "\n", "1 + 1", "9**9**9", "<|end|>", "<|user|>", "\x00", "é",
 ]  # fmt: skip
 
 

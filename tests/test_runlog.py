@@ -103,7 +103,7 @@ def test_any_text_survives_lone_surrogates_too(text: str) -> None:
 def test_floats_survive_to_the_last_bit(values: list[float]) -> None:
     node = Node(0, Kind.MODEL, (1,) * len(values), "", tuple(values), tuple(values))
     tree = RolloutTree(_tree().task, (_tree().nodes[0], node), (Leaf(1, End.EOS),))
-    scored = ScoredTree(tree, (Reward(0.0),), (None,))
+    scored = ScoredTree(tree, (Reward(0.0),), (Credit(0.0, {}, kept=False),))
     assert repr(unpack_tree(pack_trees([scored])[0]).tree.nodes[1]) == repr(node)
 
 

@@ -70,7 +70,7 @@ def run_to_the_end(config: Config, resume: bool = False) -> None:
 def what_it_left(directory: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]], list[Any]]:
     """Weights, metrics and trees, without anything that a clock measured."""
     log = read_run(directory)
-    step, checkpoint = log.latest_checkpoint() or (0, directory)
+    _, checkpoint = log.latest_checkpoint() or (0, directory)
     metrics = [{k: v for k, v in row.items() if "seconds" not in k} for row in log.read_metrics()]
     trees = [
         [(n.kind, n.tokens, n.logprobs, n.entropies, n.decision) for n in scored.tree.nodes]

@@ -268,7 +268,7 @@ def test_without_mistakes_the_plan_is_followed() -> None:
 
 def hard_traces() -> tuple[World, list[Trace]]:
     world = make_world(SMALL.model_copy(update={"difficulty": 1.0}))
-    return world, write_traces(world, PER_WORLD + 20, real_tools, seed=5)
+    return world, write_traces(world, PER_WORLD + 20, real_tools, seed=5, difficulty=1.0)
 
 
 def test_flawed_traces_are_real_conversations_about_other_entities() -> None:
@@ -291,9 +291,9 @@ def test_flawed_traces_are_real_conversations_about_other_entities() -> None:
 
 def test_traces_are_decided_by_their_seed() -> None:
     world = small_world()
-    first = write_traces(world, 10, real_tools, seed=5)
-    assert write_traces(world, 10, real_tools, seed=5) == first
-    assert write_traces(world, 10, real_tools, seed=6) != first
+    first = write_traces(world, 10, real_tools, seed=5, difficulty=0.5)
+    assert write_traces(world, 10, real_tools, seed=5, difficulty=0.5) == first
+    assert write_traces(world, 10, real_tools, seed=6, difficulty=0.5) != first
 
 
 def one_mistake(name: str) -> Mistakes:

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from arpo.settings import World as WorldSection
-from arpo.types import Document, Task, derive_seed
+from arpo.types import ArpoError, Document, Task, derive_seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ def _half(names: dict[str, tuple[str, ...]], rng: random.Random) -> Half:
     facts: dict[tuple[str, str], Fact] = {}
     for relation, (kind, target) in ENTITY_RELATIONS.items():
         for entity in names[kind]:
-            facts[relation, entity] = Fact(relation, entity, rng.choice([n for n in names[target] if n != entity]))
+            facts[relation, entity] = Fact(relation, entity, rng.choice(names[target]))
     for relation, (kind, (low, high)) in NUMBER_RELATIONS.items():
         for entity in names[kind]:
             facts[relation, entity] = Fact(relation, entity, str(rng.randint(low, high)))
@@ -150,7 +150,7 @@ def _questions(half: Half, split: str, count: int, settings: WorldSection) -> tu
     d = settings.difficulty
     weights = (1 - d, 1.0, d, d, d, d)
     found: dict[str, Task] = {}
-    for _ in range(50 * count):
+    for _ in range(20 * count + 1000):
         if len(found) == count:
             break
         kind = rng.choices(KINDS, weights)[0]
@@ -158,6 +158,11 @@ def _questions(half: Half, split: str, count: int, settings: WorldSection) -> tu
         if text not in found:
             task_id = f"world-{settings.seed}-{split}-{len(found)}"
             found[text] = Task(task_id, text, (answer,), kind, {"plan": plan})
+    if len(found) < count:
+        raise ArpoError(
+            f"world.{split}_questions = {count}: a world of {settings.entities} entities has only about {len(found)} "
+            "different ones; ask for fewer or raise world.entities"
+        )
     return tuple(found.values())
 
 
