@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import os
 import random
 import shutil
@@ -54,7 +55,8 @@ def coldstart(settings: Coldstart, world: World, tools_for: ToolsFor, progress: 
 def start_from_base(settings: Coldstart, world: World, tools_for: ToolsFor, progress: Progress) -> tuple[Any, Any]:
     """The base after imitating traces of the world's difficulty."""
     with resources.as_file(resources.files("arpo").joinpath("models", "base")) as base:
-        model, tokenizer = load_model(Model(path=str(base)))
+        model, tokenizer = load_model(Model(path=str(base), device="cpu"))  # the same everywhere
+    progress(0, settings.steps, math.nan)
     traces = write_traces(
         world,
         settings.traces,

@@ -48,7 +48,7 @@ def _conclude(run: Run, before: Evaluation, after: Evaluation) -> None:
     console.print(f"{'tool calls a question':<20} {before.tool_calls:>6.2f} {after.tool_calls:>7.2f}")
     calls = sum(line["tool_calls"] for line in run.log.read_metrics())
     console.print(
-        f"\nARPO raised held-out accuracy by {100 * (after.accuracy - before.accuracy):.0f} points with {calls:,.0f}"
+        f"\nARPO changed held-out accuracy by {100 * (after.accuracy - before.accuracy):+.0f} points with {calls:,.0f}"
         f" tool calls.\nThe run, with every tree it sampled, is in {run.log.directory}; ask it something:"
         f"\n  arpo rollout {run.log.directory} --number 3"
     )

@@ -22,7 +22,7 @@ def rollout_metrics(trees: Sequence[RolloutTree], rewards: Sequence[Sequence[Rew
         "format": fmean(reward.parts["format"] for reward in every),
         "mixed_groups": fmean(len(set(group)) > 1 for group in totals),
         "paths": paths,
-        "tool_calls": len(tools),
+        "tool_calls": sum(tree.tool_calls for tree in trees),
         "calls_per_path": sum(_path_calls(tree) for tree in trees) / paths,
         "tool_faults": sum(_fault(node) not in (None, Fault.INFRA) for node in tools),
         "infra_faults": sum(_fault(node) is Fault.INFRA for node in tools),

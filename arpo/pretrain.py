@@ -1,9 +1,10 @@
 """Making the base of the built-in model from nothing: `python -m arpo.pretrain arpo/models/base`.
 
 The base can read: it copies names and numbers out of what stands before, and has seen agents of every quality at work
-in many other worlds, none of whose facts hold in any world that is trained or tested on. It comes with the package,
-since learning to copy takes a small transformer far longer than all that follows; the cold start that gives it the
-habits to be unlearnt is done on the spot (`coldstart`). On a GPU this takes minutes, on a laptop hours.
+in many other worlds. Of the default world it has seen facts of the training half (in recitals) and nothing of the
+test half. It comes with the package, since learning to copy takes a small transformer far longer than all that follows;
+the cold start that gives it the habits to be unlearnt is done on the spot (`coldstart`). On a GPU this takes minutes,
+on a laptop hours.
 """
 
 from __future__ import annotations

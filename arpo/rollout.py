@@ -25,6 +25,7 @@ from arpo.types import (
     ArpoError,
     Completion,
     End,
+    Fault,
     Kind,
     Leaf,
     Node,
@@ -32,6 +33,7 @@ from arpo.types import (
     SamplingParams,
     Task,
     ToolCall,
+    ToolResult,
     derive_seed,
 )
 
@@ -198,20 +200,21 @@ class _Grower:
             return End.CALLS
         path.calls += 1
         started = time.monotonic()
+        end: End | None = None
         try:
             async with asyncio.timeout(path.deadline - started):
                 result = await call_tool(self.agent.tools, call)
         except TimeoutError:
-            return End.TIME
-        room = self.room - path.tokens
+            end, result = End.TIME, ToolResult("The path's time was up.", Fault.TIMEOUT)
         tokens, text = encode_result(self.agent.tokenizer, self.agent.format, result.text, self.agent.result_tokens)
-        if len(tokens) >= room:
-            return End.LENGTH
-        path.at = self._add(
-            Node(path.at, Kind.TOOL, tokens, text, call=call, result=result, seconds=time.monotonic() - started)
-        )
+        if end is None and len(tokens) >= self.room - path.tokens:
+            end = End.LENGTH
+        if end is not None:  # the call was made and is accounted for, but the model never sees its result
+            tokens = ()
+        seconds = time.monotonic() - started
+        path.at = self._add(Node(path.at, Kind.TOOL, tokens, text, call=call, result=result, seconds=seconds))
         path.tokens += len(tokens)
-        return None
+        return end
 
     def _decide(self, path: _Path, source: int, entropies: Any) -> None:
         """Record what is decided at tool node `source`, and start the branches."""

@@ -35,14 +35,18 @@ class Model(_Section):
 
     path: Text = Field(default="tiny", description='"tiny" (built in), a Hugging Face directory, or a hub name')
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="where to compute; auto: CUDA if any")
-    dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="number format of the weights")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="number format; training needs float32"
+    )
 
 
 class Data(_Section):
     """The questions."""
 
     train: Text = Field(default="world", description='training questions: "world" or a JSON-lines file')
-    test: Text = Field(default="world", description='test questions: "world" or a JSON-lines file')
+    test: Annotated[Text | None, _NoneWord] = Field(
+        default=None, description='held-out questions: "world" or a JSON-lines file; none: the world\'s if train is'
+    )
     question: Text = Field(default="question", description="column that holds the question")
     answer: Text = Field(default="answer", description="column that holds the answer or the list of right answers")
 
@@ -62,7 +66,7 @@ class Tools(_Section):
 
     enabled: Names = Field(default=("search", "calculator"), description="tools the model is told of")
     corpus: Annotated[Text | None, _NoneWord] = Field(
-        default=None, description="JSON-lines documents for search; none: the world's"
+        default=None, description="JSON-lines documents for search; none: the world's if train is"
     )
     search_results: int = Field(default=2, ge=1, description="documents in one search result")
     timeout: float = Field(default=10.0, gt=0, description="seconds one call may take")
@@ -153,7 +157,7 @@ class Train(_Section):
 class Eval(_Section):
     """Evaluation."""
 
-    every: int = Field(default=0, ge=0, description="steps between evaluations; 0: only at the end")
+    every: int = Field(default=0, ge=0, description="training steps between evaluations; 0: none")
     questions: int = Field(default=200, ge=1, description="test questions used")
     samples: int = Field(default=1, ge=1, description="paths per question")
     temperature: float = Field(default=0.6, ge=0, description="sampling temperature; 0: always the likeliest token")
@@ -173,7 +177,7 @@ class Coldstart(_Section):
     """How the built-in model is made."""
 
     seed: int = Field(default=0, ge=0, le=MAX_SEED, description="decides the model that comes out")
-    traces: int = Field(default=6000, ge=1, description="example paths to imitate")
+    traces: int = Field(default=3000, ge=1, description="example paths to imitate")
     steps: int = Field(default=150, ge=1, description="optimiser steps")
     batch_tokens: int = Field(default=2048, ge=1, description="tokens per optimiser step")
     lr: float = Field(default=5e-4, gt=0, description="learning rate")

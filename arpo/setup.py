@@ -37,7 +37,8 @@ def make_bench(config: Config) -> Bench:
     world = make_world(config.world)
     columns = config.data.question, config.data.answer
     train = world.train if config.data.train == "world" else load_tasks(config.data.train, *columns)
-    test = world.test if config.data.test == "world" else load_tasks(config.data.test, *columns)
+    source = config.data.test or ("world" if config.data.train == "world" else None)
+    test = world.test if source == "world" else load_tasks(source, *columns) if source else ()
     return Bench(train, test, make_tools(config, world), world)
 
 
@@ -49,6 +50,8 @@ def make_tools(config: Config, world: World) -> dict[str, Tool]:
         wrong = [name for name in names if name not in known]
         if wrong:
             raise ArpoError(f"{key}: there is no tool {wrong[0]!r}; there are: {', '.join(known)}")
+    if "search" in settings.enabled and settings.corpus is None and config.data.train != "world":
+        raise ArpoError("tools.corpus: search needs documents (JSON lines) when data.train is a file")
     if settings.corpus is not None:
         known["search"] = build_search(load_documents(settings.corpus), settings.search_results)
     return {name: replace(known[name], timeout=settings.timeout) for name in settings.enabled}
@@ -63,6 +66,8 @@ def make_model(config: Config, bench: Bench, progress: Progress) -> tuple[Any, A
     """The model and its tokenizer; the built-in model is made first if need be."""
     if config.model.path != "tiny":
         return load_model(config.model)
+    if config.rollout.format != "tags":
+        raise ArpoError('rollout.format: the built-in model ("tiny") was taught tags; use "tags" or another model.path')
     path = coldstart(config.coldstart, bench.world, lambda world: world_tools(config, world), progress)
     return load_model(Model(path=str(path), device=config.model.device, dtype=config.model.dtype))
 

@@ -62,7 +62,8 @@ def open_session(config: Config, bench: Bench | None = None) -> Session:
         bar.update(bar.task_ids[0], visible=False)  # nothing to see unless the built-in model must be made
 
         def show(step: int, steps: int, loss: float) -> None:
-            bar.update(bar.task_ids[0], completed=step, total=steps, note=f"loss {loss:.3f}", visible=True)
+            note = f"loss {loss:.3f}" if step else "writing examples"
+            bar.update(bar.task_ids[0], completed=step, total=steps, note=note, visible=True)
 
         model, tokenizer = make_model(config, bench, show)
     reward = make_reward(config.reward.accuracy, config.reward.bonus, config.reward.bonus_tools)
@@ -73,6 +74,8 @@ def open_session(config: Config, bench: Bench | None = None) -> Session:
 def open_run(config: Config, resume: bool = False) -> Iterator[Run]:
     """A new run in `run.dir`, or one that goes on there from its last checkpoint. Holds the directory until left."""
     bench = make_bench(config)
+    if config.eval.every:
+        _need_test_questions(bench)
     directory = Path(config.run.dir)
     with ExitStack() as stack:
         log = stack.enter_context(_resume_log(directory, config)) if resume else None
@@ -100,52 +103,65 @@ def _resume_log(directory: Path, config: Config) -> RunLog:
 
 
 async def train(run: Run) -> int:
-    """Train to the configured number of steps; returns the last step done. Saves a checkpoint even when stopped."""
+    """Train to the configured number of steps; returns the last step done."""
     config, step, saved = run.session.config, run.step, run.step
     console.print(HEADER)
-    try:
-        with progress_bar("training", config.train.steps) as bar:
-            while step < config.train.steps:
-                bar.update(bar.task_ids[0], completed=step)
-                metrics = await train_step(run, step + 1)
-                step += 1
-                run.log.append(step, metrics)
-                console.print(step_line(step, metrics))
-                if step % config.run.checkpoint_every == 0 or step == config.train.steps:
-                    _save(run, step)
-                    saved = step
-                if config.eval.every and step % config.eval.every == 0:
+    with progress_bar("training", config.train.steps) as bar:
+        while step < config.train.steps:
+            bar.update(bar.task_ids[0], completed=step)
+            started = time.monotonic()
+            with _saving(run, step, saved):
+                trees = await sample_step(run.session, step + 1)
+            seconds = {"rollout_seconds": time.monotonic() - started}
+            metrics = {**learn_step(run, step + 1, trees), **seconds}
+            await run.session.agent.engine.update_weights(step + 1)
+            step += 1
+            run.log.append(step, metrics)
+            console.print(step_line(step, metrics))
+            if step % config.run.checkpoint_every == 0 or step == config.train.steps:
+                _save(run, step)
+                saved = step
+            if config.eval.every and step % config.eval.every == 0:
+                with _saving(run, step, saved):
                     result = await test(run.session)
-                    console.print(f"     held-out accuracy after step {step}: {result.accuracy:.1%}")
-    finally:
-        if saved != step:  # stopped half-way: nothing that was trained is lost
-            _save(run, step)
+                run.log.append(step, {"test_accuracy": result.accuracy, "test_format": result.format_rate})
+                console.print(f"     held-out accuracy after step {step}: {result.accuracy:.1%}")
     return step
 
 
-async def train_step(run: Run, step: int) -> dict[str, float]:
-    """Sample, reward, credit and train on one batch of questions."""
-    session, config = run.session, run.session.config
+async def sample_step(session: Session, step: int) -> list[RolloutTree]:
+    """The trees of one step's questions. Changes nothing."""
+    config = session.config
     tasks = batch_of(session.bench.train, config.train.prompts, step, config.seed)
-    started = time.monotonic()
-    trees = await asyncio.gather(
+    seeds = [derive_seed(config.seed, "rollout", step, number) for number in range(len(tasks))]
+    return await asyncio.gather(
         *(
-            rollout(
-                session.agent, task, config.rollout, config.branching, derive_seed(config.seed, "rollout", step, number)
-            )
-            for number, task in enumerate(tasks)
+            rollout(session.agent, task, config.rollout, config.branching, seed)
+            for task, seed in zip(tasks, seeds, strict=True)
         )
     )
-    rewards = [[session.reward(tree.task, tree, leaf) for leaf in tree.leaves] for tree in trees]
-    sampled = time.monotonic()
+
+
+def learn_step(run: Run, step: int, trees: Sequence[RolloutTree]) -> dict[str, float]:
+    """Reward, credit and train on one step's trees; returns the step's metrics."""
+    config, started = run.session.config, time.monotonic()
+    rewards = [[run.session.reward(tree.task, tree, leaf) for leaf in tree.leaves] for tree in trees]
     credits = [_credit(config, tree, group) for tree, group in zip(trees, rewards, strict=True)]
-    learnt = run.trainer.update(trees, credits)
-    await session.agent.engine.update_weights(step)
-    trained = time.monotonic()
     if config.run.save_trees:
         run.log.write_trees(step, trees, rewards, credits)
-    seconds = {"rollout_seconds": sampled - started, "train_seconds": trained - sampled}
-    return {**rollout_metrics(trees, rewards), **learnt, **seconds}
+    learnt = run.trainer.update(trees, credits)
+    return {**rollout_metrics(trees, rewards), **learnt, "train_seconds": time.monotonic() - started}
+
+
+@contextmanager
+def _saving(run: Run, step: int, saved: int) -> Iterator[None]:
+    """Whatever ends the work inside, Ctrl-C or an error, costs no finished step: they are saved first."""
+    try:
+        yield
+    except BaseException:
+        if saved != step:
+            _save(run, step)
+        raise
 
 
 def _credit(config: Config, tree: RolloutTree, rewards: Sequence[Reward]) -> tuple[Credit, ...]:
@@ -156,6 +172,7 @@ def _credit(config: Config, tree: RolloutTree, rewards: Sequence[Reward]) -> tup
 async def test(session: Session) -> Evaluation:
     """Evaluate the current weights on held-out questions."""
     config = session.config
+    _need_test_questions(session.bench)
     with progress_bar("evaluating", min(config.eval.questions, len(session.bench.test))) as bar:
 
         def done() -> None:
@@ -164,6 +181,11 @@ async def test(session: Session) -> Evaluation:
         return await evaluate(
             session.agent, session.bench.test, config.eval, config.rollout, session.reward, config.seed, done
         )
+
+
+def _need_test_questions(bench: Bench) -> None:
+    if not bench.test:
+        raise ArpoError("data.test: there are no held-out questions; name a file of them")
 
 
 def batch_of(tasks: Sequence[Task], count: int, step: int, seed: int) -> list[Task]:

@@ -133,7 +133,10 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What came back: always text that the model can read, whatever happened. `fault` is None on success."""
+    """What came back: always text that the model can read, whatever happened. `fault` is None on success.
+
+    `attempts` is 0 when nothing was run: the call was malformed, unknown or had the wrong arguments.
+    """
 
     text: str
     fault: Fault | None = None
@@ -226,8 +229,8 @@ class RolloutTree:
 
     @property
     def tool_calls(self) -> int:
-        """Calls really made: one on a shared prefix counts once."""
-        return sum(node.kind is Kind.TOOL for node in self.nodes)
+        """Calls really made: one on a shared prefix counts once, one too malformed to run counts not at all."""
+        return sum(node.result is not None and node.result.attempts > 0 for node in self.nodes)
 
     @property
     def unique_tokens(self) -> int:

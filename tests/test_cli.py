@@ -414,7 +414,7 @@ def test_ctrl_c_says_how_to_go_on(arpo: Arpo, monkeypatch: pytest.MonkeyPatch) -
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("arpo.train.train_step", interrupted)
+    monkeypatch.setattr("arpo.train.sample_step", interrupted)
     outcome = arpo("train", "small.toml")
     assert (outcome.code, outcome.err) == (
         130,

@@ -179,7 +179,8 @@ def test_token_limit(tokenizer: Any) -> None:
 def test_a_result_that_does_not_fit_ends_the_path(tokenizer: Any) -> None:
     used = len(tokenizer(SEARCH, add_special_tokens=False).input_ids)
     tree = grow(agent(tokenizer, turns(SEARCH)), Rollout(leaves=1, initial=1, max_tokens=used + 3))
-    assert (tree.leaves[0].end, kinds(tree)) == (End.LENGTH, [(None, "prompt"), (0, "model")])
+    assert (tree.leaves[0].end, kinds(tree)) == (End.LENGTH, [(None, "prompt"), (0, "model"), (1, "tool")])
+    assert (tree.nodes[2].tokens, tree.tool_calls) == ((), 1)  # the call was made: it counts, but nobody saw its result
 
 
 def test_the_context_limits_a_path_too(tokenizer: Any) -> None:
@@ -289,7 +290,9 @@ def test_time_limit_keeps_what_was_sampled(tokenizer: Any) -> None:
     how = Rollout(leaves=2, initial=2, max_seconds=0.2)
     tree = grow(agent(tokenizer, turns(SEARCH, ANSWER), search), how)
     assert [leaf.end for leaf in tree.leaves] == [End.TIME, End.TIME]
-    assert [node.text for node in tree.nodes[1:]] == [SEARCH, SEARCH]
+    assert [node.text for node in tree.nodes if node.kind is Kind.MODEL] == [SEARCH, SEARCH]
+    assert [node.tokens for node in tree.nodes if node.kind is Kind.TOOL] == [(), ()]
+    assert tree.tool_calls == 2
 
 
 def test_time_limit_before_the_first_token(tokenizer: Any) -> None:

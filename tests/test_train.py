@@ -27,7 +27,7 @@ from arpo.rollout import Agent, rollout
 from arpo.runlog import open_run as read_run
 from arpo.settings import Branching, Config, Rollout
 from arpo.setup import make_bench
-from arpo.train import Run, batch_of, open_run, train, train_step
+from arpo.train import Run, Session, batch_of, open_run, sample_step, train
 from arpo.trainer.checkpoint import load_checkpoint, save_checkpoint, save_pretrained
 from arpo.trainer.tiny import build_model
 from arpo.trainer.update import Trainer
@@ -105,13 +105,13 @@ def test_stopping_saves_and_steps_after_the_checkpoint_are_done_again(
 ) -> None:
     run_to_the_end(config_for(model_path, tmp_path / "straight"))
 
-    async def stop_in_step_four(run: Run, step: int) -> dict[str, float]:
+    async def stop_in_step_four(session: Session, step: int) -> list[RolloutTree]:
         if step == 4:
             asyncio.current_task().cancel()  # type: ignore[union-attr]
-        return await train_step(run, step)
+        return await sample_step(session, step)
 
     with monkeypatch.context() as patch:
-        patch.setattr(arpo.train, "train_step", stop_in_step_four)
+        patch.setattr(arpo.train, "sample_step", stop_in_step_four)
         with pytest.raises(asyncio.CancelledError):
             run_to_the_end(config_for(model_path, tmp_path / "stopped"))
     log = read_run(tmp_path / "stopped")
@@ -128,6 +128,59 @@ def test_several_minibatches_and_warmup_resume_too(model_path: Path, tmp_path: P
     run_to_the_end(config_for(model_path, tmp_path / "halves", "train.steps=1", *more))
     run_to_the_end(config_for(model_path, tmp_path / "halves", *more), resume=True)
     assert_same(tmp_path / "straight", tmp_path / "halves")
+
+
+def test_an_error_in_a_tool_or_engine_costs_no_finished_step(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken_in_step_two(session: Session, step: int) -> list[RolloutTree]:
+        if step == 2:
+            raise RuntimeError("out of memory")
+        return await sample_step(session, step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(arpo.train, "sample_step", broken_in_step_two)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            run_to_the_end(config_for(model_path, tmp_path / "broken"))
+    assert (read_run(tmp_path / "broken").latest_checkpoint() or (0,))[0] == 1
+
+
+def test_an_error_while_learning_saves_nothing_half_learnt(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step_optimiser = Trainer._step
+
+    def broken_in_step_three(trainer: Trainer) -> float:
+        if trainer.optimiser_steps == 7:  # the second of three mini-batches
+            raise RuntimeError("out of memory")
+        return step_optimiser(trainer)
+
+    more = ["train.minibatches=3"]
+    run_to_the_end(config_for(model_path, tmp_path / "whole", *more))
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_step", broken_in_step_three)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            run_to_the_end(config_for(model_path, tmp_path / "broken", *more))
+    assert (read_run(tmp_path / "broken").latest_checkpoint() or (0,))[0] == 2
+    run_to_the_end(config_for(model_path, tmp_path / "broken", *more), resume=True)
+    assert_same(tmp_path / "whole", tmp_path / "broken")
+
+
+def test_evaluations_on_the_way_are_logged_and_change_nothing(model_path: Path, tmp_path: Path) -> None:
+    run_to_the_end(config_for(model_path, tmp_path / "plain"))
+    run_to_the_end(config_for(model_path, tmp_path / "tested", "eval.every=2"))
+    rows = read_run(tmp_path / "tested").read_metrics()
+    assert [(row["step"], "test_accuracy" in row) for row in rows] == [
+        (1, False), (2, False), (2, True), (3, False), (4, False), (4, True),
+    ]  # fmt: skip
+    a, b = (what_it_left(tmp_path / name)[0] for name in ("plain", "tested"))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_bfloat16_is_not_trained_in(tokenizer: Any) -> None:
+    model = build_model(tokenizer, 32, 1, 128, seed=0).to(torch.bfloat16)
+    with pytest.raises(ArpoError, match="float32"):
+        Trainer(model, tokenizer, load_config(None))
 
 
 def test_another_seed_is_another_run(model_path: Path, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ class KVPool:
         heads = config.num_key_value_heads
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._shape = (config.num_hidden_layers, 2, rows, heads, 0, dim)
+        self._limit = config.max_position_embeddings
         self.data = torch.zeros(self._shape, dtype=dtype, device=device)
 
     @property
@@ -33,7 +34,7 @@ class KVPool:
         """Make every row hold at least `length` positions."""
         if length <= self.length:
             return
-        new_length = max(length, 2 * self.length, 64)
+        new_length = max(length, min(self._limit, max(2 * self.length, 64)))
         grown = self.data.new_zeros((*self._shape[:4], new_length, self._shape[5]))
         grown[:, :, :, :, : self.length] = self.data
         self.data = grown

@@ -26,7 +26,7 @@ from arpo.engine.sampling import sample
 from arpo.engine.stops import StopFinder
 from arpo.types import ArpoError, Completion, SamplingParams
 
-SUPPORTED = ("llama", "qwen2", "qwen3", "smollm3", "mistral")
+SUPPORTED = ("llama", "qwen2", "qwen3")
 
 
 @dataclass(slots=True)
@@ -164,7 +164,6 @@ class LocalEngine:
     def _place(self, request: _Request, source: int, shared: int) -> None:
         """Put `request` on row `active`: take over an idle row that holds just its prefix, or fork into the oldest."""
         target = self._active
-        self._pool.reserve(min(len(request.tokens) + request.params.max_tokens, self.capabilities.max_context))
         if shared and source >= target and shared == len(self._rows[source].held):
             chosen = source
         else:
@@ -196,6 +195,7 @@ class LocalEngine:
             return
         last_B1 = torch.tensor([[request.tokens[-1]] for request in requests], device=self._device)
         lengths_B = torch.tensor([len(row.held) for row in rows], device=self._device)
+        self._pool.reserve(max(len(row.held) for row in rows) + 1)
         logits_BV = self._forward(last_B1, lengths_B, 0, logits=True)
         settings = [(r.params.temperature, r.params.top_p, r.rng.random()) for r in requests]
         temperature_B, top_p_B, uniform_B = torch.tensor(settings, dtype=torch.float64, device=self._device).unbind(1)

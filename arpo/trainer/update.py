@@ -17,13 +17,15 @@ from torch import Tensor
 from arpo.batch import micro_batches, plain_batch
 from arpo.loss import policy_loss, token_logprobs
 from arpo.settings import Config
-from arpo.types import Credit, PathBatch, RolloutTree
+from arpo.types import ArpoError, Credit, PathBatch, RolloutTree
 
 
 class Trainer:
     """Owns the optimiser of `model`; `optimiser_steps` counts what the learning-rate warm-up needs."""
 
     def __init__(self, model: Any, tokenizer: Any, config: Config) -> None:
+        if model.dtype != torch.float32:
+            raise ArpoError(f"model.dtype: small updates would be rounded away in {model.dtype}; train in float32")
         self.model, self.tokenizer, self._config = model, tokenizer, config
         train = config.train
         self.optimiser = torch.optim.AdamW(
