@@ -83,7 +83,7 @@ def rollout(
     from arpo.train import open_session
 
     session = open_session(_config_of(target, overrides or []))
-    if number >= len(session.bench.test):
+    if ask is None and number >= len(session.bench.test):
         raise ArpoError(f"--number {number}: there are {len(session.bench.test)} held-out questions, counted from 0")
     try:
         task = session.bench.test[number] if ask is None else Task("asked", ask, ("unknown",))

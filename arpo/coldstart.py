@@ -27,10 +27,11 @@ from arpo.settings import Coldstart, Model
 from arpo.tools.base import Tool, call_tool
 from arpo.trainer.checkpoint import save_pretrained
 from arpo.trainer.model import load_model
-from arpo.types import ToolCall
+from arpo.types import ArpoError, ToolCall
 
 ToolsFor = Callable[[World], Mapping[str, Tool]]  # the tools over a world's documents
 MAX_CONTEXT = 512
+RECIPE = 1  # to be raised when the same settings are to give another model
 
 
 def cache_directory() -> Path:
@@ -43,12 +44,17 @@ def coldstart(settings: Coldstart, world: World, tools_for: ToolsFor, progress: 
     """The built-in model's directory, made now if the cache does not hold it; `progress(step, steps, loss)`."""
     directory = cache_directory() / f"tiny-{_fingerprint(settings, world, tools_for)}"
     if not (directory / "config.json").is_file():
-        model, tokenizer = start_from_base(settings, world, tools_for, progress)
         unfinished = directory.with_name(f"{directory.name}.{os.getpid()}.tmp")
+        try:
+            unfinished.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ArpoError(f"{cache_directory()}: {error.strerror}; set ARPO_CACHE to a folder to write to") from None
+        model, tokenizer = start_from_base(settings, world, tools_for, progress)
         save_pretrained(model, tokenizer, unfinished)
-        if directory.exists():  # another process was faster, or died half-way
-            shutil.rmtree(directory)
-        unfinished.rename(directory)
+        try:
+            unfinished.rename(directory)
+        except OSError:  # another process was faster: its model is the same
+            shutil.rmtree(unfinished)
     return directory
 
 
@@ -84,10 +90,12 @@ def caller(tools: Mapping[str, Tool]) -> Callable[[str, str], str]:
 
 
 def _fingerprint(settings: Coldstart, world: World, tools_for: ToolsFor) -> str:
-    """A hash of what the model is made from: the base, the settings, and a sample of the traces in their final form."""
+    """A hash of what the model is made from: the recipe, the settings, a sample of the traces, the base."""
     traces = write_traces(
         world, PER_WORLD, lambda other: caller(tools_for(other)), settings.seed, world.settings.difficulty
     )
-    parts = [settings.model_dump_json(), torch.__version__, *map(repr, traces)]
-    base = resources.files("arpo").joinpath("models", "base", "model.safetensors").read_bytes()
-    return hashlib.sha256("\0".join(parts).encode() + base).hexdigest()[:16]
+    digest = hashlib.sha256(f"{RECIPE} {settings.model_dump_json()} {torch.__version__} {traces!r}".encode())
+    base = resources.files("arpo").joinpath("models", "base")
+    for name in sorted(path.name for path in base.iterdir()):
+        digest.update(base.joinpath(name).read_bytes())
+    return digest.hexdigest()[:16]

@@ -16,7 +16,9 @@ from rich.tree import Tree
 from arpo.types import Kind, Node, Reward, RolloutTree
 
 console = Console(highlight=False, soft_wrap=True, markup=False)
-HEADER = "step  reward  right  format  calls  branches  entropy: start>tool  unique  seconds: sample train"
+HEADER = (
+    "step reward right format  calls branches  entropy: start tool  tokens: unique/total  seconds: sample tools train"
+)
 COLOURS = {Kind.PROMPT: "bold", Kind.MODEL: "cyan", Kind.TOOL: "yellow"}
 
 
@@ -39,11 +41,12 @@ def progress_bar(what: str, total: int) -> Iterator[Progress]:
 
 def step_line(step: int, m: Mapping[str, float]) -> str:
     """One step's numbers under `HEADER`."""
+    tokens = f"{m['unique_tokens'] / 1000:.1f}k/{m['total_tokens'] / 1000:.1f}k"
+    tested = f"  held-out accuracy {m['test_accuracy']:.1%}" if "test_accuracy" in m else ""
     return (
-        f"{step:>4} {m['reward']:>7.2f} {m['accuracy']:>6.0%} {m['format']:>7.0%} {m['tool_calls']:>6.0f}"
-        f" {m['branches']:>9.0f} {m['entropy_start']:>14.2f} > {m['entropy_after_tool']:.2f}"
-        f" {m['unique_tokens'] / max(1, m['total_tokens']):>7.0%}"
-        f" {m['rollout_seconds']:>15.1f} {m['train_seconds']:>5.1f}"
+        f"{step:>4} {m['reward']:>6.2f} {m['accuracy']:>5.0%} {m['format']:>6.0%} {m['tool_calls']:>6.0f}"
+        f" {m['branches']:>8.0f} {m['entropy_start']:>15.2f} {m['entropy_after_tool']:>4.2f} {tokens:>21}"
+        f" {m['rollout_seconds']:>16.1f} {m['tool_seconds']:>5.1f} {m['train_seconds']:>5.1f}{tested}"
     )
 
 

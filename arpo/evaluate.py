@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
 from arpo.rewards import RewardFn
-from arpo.rollout import Agent, rollout
+from arpo.rollout import Agent, rollouts
 from arpo.settings import Branching, Eval, Rollout
 from arpo.types import Reward, RolloutTree, Task, derive_seed
 
@@ -65,12 +64,8 @@ async def evaluate(
         }
     )
 
-    async def ask(number: int, task: Task) -> RolloutTree:
-        tree = await rollout(agent, task, how, Branching(policy="never"), derive_seed(seed, "eval", number))
-        done()
-        return tree
-
     chosen = tasks[: settings.questions]
-    trees = await asyncio.gather(*(ask(number, task) for number, task in enumerate(chosen)))
+    seeds = [derive_seed(seed, "eval", number) for number in range(len(chosen))]
+    trees = await rollouts(agent, chosen, how, Branching(policy="never"), seeds, done)
     rewards = tuple(tuple(reward(tree.task, tree, leaf) for leaf in tree.leaves) for tree in trees)
     return Evaluation(tuple(trees), rewards)

@@ -8,7 +8,7 @@ Promises: positions outside the mask contribute exactly zero to loss and gradien
 metrics of micro-batches add up to those of the batch. The log-ratio is cut at +-20 so that no gradient overflows.
 Does not cover: KL to a reference model, entropy bonus, sequence-level ratios.
 
-Shapes: B rows, T positions, V vocabulary; position t speaks of token t.
+Shapes: B rows, T positions, N tokens, V vocabulary; position t speaks of token t.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ def policy_loss(
     return loss, metrics
 
 
-def token_logprobs(logits_BTV: Tensor, tokens_BT: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-prob of every token and entropy of the distribution it was drawn from, in float32; 0 at position 0."""
+def token_logprobs(logits_NV: Tensor, tokens_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-prob of each token under its own logits, and the entropy there (without gradient), in float32."""
     if temperature <= 0:
         raise ValueError(f"temperature must be positive, not {temperature}")
-    all_logprobs = functional.log_softmax(logits_BTV[:, :-1].float() / temperature, dim=-1)
-    logprobs = all_logprobs.gather(-1, tokens_BT[:, 1:, None]).squeeze(-1)
-    probs = all_logprobs.exp()
-    entropy = -(probs * all_logprobs.masked_fill(probs == 0, 0.0)).sum(dim=-1)
-    return functional.pad(logprobs, (1, 0)), functional.pad(entropy, (1, 0))
+    all_NV = functional.log_softmax(logits_NV.float() / temperature, dim=-1)
+    with torch.no_grad():
+        probs_NV = all_NV.exp()
+        entropy_N = -(probs_NV * all_NV.masked_fill(probs_NV == 0, 0.0)).sum(dim=-1)
+    return all_NV.gather(-1, tokens_N.unsqueeze(-1)).squeeze(-1), entropy_N

@@ -36,7 +36,9 @@ def rollout_metrics(trees: Sequence[RolloutTree], rewards: Sequence[Sequence[Rew
 
 
 def _path_calls(tree: RolloutTree) -> int:
-    return sum(tree.nodes[i].kind is Kind.TOOL for leaf in tree.leaves for i in tree.path(leaf.node))
+    """Calls on each path, written out one by one."""
+    results = (tree.nodes[i].result for leaf in tree.leaves for i in tree.path(leaf.node))
+    return sum(result is not None and result.attempts > 0 for result in results)
 
 
 def _fault(node: Node) -> Fault | None:

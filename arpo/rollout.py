@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -60,9 +60,44 @@ class Agent:
         return tokens
 
 
-async def rollout(agent: Agent, task: Task, settings: Rollout, branching: Branching, seed: int) -> RolloutTree:
-    """Sample the whole tree of `task`. The seed decides everything that the engine and the tools leave open."""
-    grower = _Grower(agent, task, settings, branching, seed)
+async def rollouts(
+    agent: Agent,
+    tasks: Sequence[Task],
+    settings: Rollout,
+    branching: Branching,
+    seeds: Sequence[int],
+    done: Callable[[], None] = lambda: None,
+) -> list[RolloutTree]:
+    """The trees of many tasks, `settings.concurrency` paths at a time over all of them; `done` is called after each."""
+    slots = asyncio.Semaphore(settings.concurrency)
+
+    async def one(task: Task, seed: int) -> RolloutTree:
+        tree = await rollout(agent, task, settings, branching, seed, slots)
+        done()
+        return tree
+
+    growing = [asyncio.create_task(one(task, seed)) for task, seed in zip(tasks, seeds, strict=True)]
+    try:
+        return await asyncio.gather(*growing)
+    finally:  # if one failed, the others must not go on behind our back
+        for other in growing:
+            other.cancel()
+        await asyncio.gather(*growing, return_exceptions=True)
+
+
+async def rollout(
+    agent: Agent,
+    task: Task,
+    settings: Rollout,
+    branching: Branching,
+    seed: int,
+    slots: asyncio.Semaphore | None = None,
+) -> RolloutTree:
+    """Sample the whole tree of `task`. The seed decides everything that the engine and the tools leave open.
+
+    A path starts, and its time begins to run, when it gets one of the `slots`.
+    """
+    grower = _Grower(agent, task, settings, branching, seed, slots or asyncio.Semaphore(settings.concurrency))
     await grower.grow_from_root(settings.initial)
     if grower.budget:  # every path ended and leaves are missing
         await grower.grow_from_root(grower.budget)
@@ -75,7 +110,8 @@ class _Path:
 
     at: int
     number: int
-    deadline: float
+    seconds: float  # that it may take from its start
+    deadline: float = 0.0  # set at its start
     calls: int = 0
     tokens: int = 0  # after the prompt
     first_entropies: tuple[float, ...] = ()
@@ -94,8 +130,11 @@ class _Turn:
 class _Grower:
     """Owns the growing tree of one task: nodes are only ever added, leaves counted, budget spent in one place."""
 
-    def __init__(self, agent: Agent, task: Task, settings: Rollout, branching: Branching, seed: int) -> None:
+    def __init__(
+        self, agent: Agent, task: Task, settings: Rollout, branching: Branching, seed: int, slots: asyncio.Semaphore
+    ) -> None:
         self.agent, self.task, self.settings, self.branching, self.seed = agent, task, settings, branching, seed
+        self.slots = slots
         prompt = agent.prompt(task)
         self.nodes = [Node(None, Kind.PROMPT, prompt, agent.tokenizer.decode(list(prompt)))]
         self.room = min(settings.max_tokens, agent.engine.capabilities.max_context - len(prompt))
@@ -105,9 +144,12 @@ class _Grower:
 
     async def grow_from_root(self, count: int) -> None:
         """Start `count` fresh paths at the prompt and wait until they and all their branches have ended."""
-        async with asyncio.TaskGroup() as self.group:
-            for _ in range(count):
-                self._start(_Path(0, self.settings.leaves - self.budget, self._deadline()))
+        try:
+            async with asyncio.TaskGroup() as self.group:
+                for _ in range(count):
+                    self._start(_Path(0, self.settings.leaves - self.budget, self.settings.max_seconds))
+        except ExceptionGroup as several:
+            raise several.exceptions[0] from several
 
     def tree(self) -> RolloutTree:
         """All that was sampled, frozen."""
@@ -117,17 +159,16 @@ class _Grower:
         self.budget -= 1
         self.group.create_task(self._walk(path))
 
-    def _deadline(self) -> float:
-        return time.monotonic() + self.settings.max_seconds
-
     async def _walk(self, path: _Path) -> None:
         """Follow one path to its end."""
-        end: End | None = None
-        while end is None:
-            end = await self._turn(path)
-            if end is None:
-                end = await self._use_tool(path)
-        self.leaves.append(Leaf(path.at, end))
+        async with self.slots:
+            path.deadline = time.monotonic() + path.seconds
+            end: End | None = None
+            while end is None:
+                end = await self._turn(path)
+                if end is None:
+                    end = await self._use_tool(path)
+            self.leaves.append(Leaf(path.at, end))
 
     async def _turn(self, path: _Path) -> End | None:
         """Sample one model turn; None means that it ended in a tool call."""
@@ -171,7 +212,13 @@ class _Grower:
             async with asyncio.timeout(path.deadline - time.monotonic()):
                 return await self.agent.engine.generate(prefix, params, on_token=on_token)
         except TimeoutError:
-            return Completion(tuple(turn.tokens), tuple(turn.logprobs), tuple(turn.entropies), "time")
+            return Completion(
+                tuple(turn.tokens),
+                tuple(turn.logprobs),
+                tuple(turn.entropies),
+                "time",
+                policy_version=self.agent.engine.version,
+            )
 
     def _add_turn(self, path: _Path, completion: Completion, seconds: float) -> None:
         if not completion.tokens:  # cut off before its first token: there is nothing to add
@@ -224,7 +271,8 @@ class _Grower:
         self.nodes[source] = replace(self.nodes[source], decision=decision)
         for _ in range(decision.branches):
             number = self.settings.leaves - self.budget
-            self._start(replace(path, at=source, number=number, deadline=self._deadline(), fresh_branch=True))
+            left = path.deadline - time.monotonic()  # a branch inherits its trunk's time, as its tokens and calls
+            self._start(replace(path, at=source, number=number, seconds=left, fresh_branch=True))
 
     def _seed(self, path: _Path) -> int:
         return derive_seed(self.seed, path.number, path.tokens)

@@ -50,6 +50,9 @@ def make_tools(config: Config, world: World) -> dict[str, Tool]:
         wrong = [name for name in names if name not in known]
         if wrong:
             raise ArpoError(f"{key}: there is no tool {wrong[0]!r}; there are: {', '.join(known)}")
+    if config.reward.bonus and set(config.reward.bonus_tools) - set(settings.enabled):
+        missing = ", ".join(sorted(set(config.reward.bonus_tools) - set(settings.enabled)))
+        raise ArpoError(f"reward.bonus_tools: {missing} is not in tools.enabled, so the bonus could never be earned")
     if "search" in settings.enabled and settings.corpus is None and config.data.train != "world":
         raise ArpoError("tools.corpus: search needs documents (JSON lines) when data.train is a file")
     if settings.corpus is not None:

@@ -7,7 +7,6 @@ last bit on a CPU with deterministic tools).
 
 from __future__ import annotations
 
-import asyncio
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -23,7 +22,7 @@ from arpo.display import HEADER, console, progress_bar, step_line
 from arpo.evaluate import Evaluation, evaluate
 from arpo.metrics import rollout_metrics
 from arpo.rewards import RewardFn, make_reward
-from arpo.rollout import Agent, rollout
+from arpo.rollout import Agent, rollouts
 from arpo.runlog import RunLog
 from arpo.settings import Config
 from arpo.setup import Bench, make_agent, make_bench, make_model
@@ -62,6 +61,8 @@ def open_session(config: Config, bench: Bench | None = None) -> Session:
         bar.update(bar.task_ids[0], visible=False)  # nothing to see unless the built-in model must be made
 
         def show(step: int, steps: int, loss: float) -> None:
+            if step == 0:
+                console.print("Cold start: teaching the built-in model how to call its tools (once; it is kept).")
             note = f"loss {loss:.3f}" if step else "writing examples"
             bar.update(bar.task_ids[0], completed=step, total=steps, note=note, visible=True)
 
@@ -76,7 +77,7 @@ def open_run(config: Config, resume: bool = False) -> Iterator[Run]:
     bench = make_bench(config)
     if config.eval.every:
         _need_test_questions(bench)
-    directory = Path(config.run.dir)
+    directory = Path(config.run.dir).expanduser()
     with ExitStack() as stack:
         log = stack.enter_context(_resume_log(directory, config)) if resume else None
         if log is None:
@@ -104,7 +105,8 @@ def _resume_log(directory: Path, config: Config) -> RunLog:
 
 async def train(run: Run) -> int:
     """Train to the configured number of steps; returns the last step done."""
-    config, step, saved = run.session.config, run.step, run.step
+    config, step, saved, engine = run.session.config, run.step, run.step, run.session.agent.engine
+    await engine.update_weights(step)
     console.print(HEADER)
     with progress_bar("training", config.train.steps) as bar:
         while step < config.train.steps:
@@ -114,18 +116,20 @@ async def train(run: Run) -> int:
                 trees = await sample_step(run.session, step + 1)
             seconds = {"rollout_seconds": time.monotonic() - started}
             metrics = {**learn_step(run, step + 1, trees), **seconds}
-            await run.session.agent.engine.update_weights(step + 1)
             step += 1
-            run.log.append(step, metrics)
+            await engine.update_weights(step)
+            with _saving(run, step, saved):
+                try:
+                    if config.eval.every and step % config.eval.every == 0:
+                        result = await test(run.session)
+                        metrics |= {"test_accuracy": result.accuracy, "test_format": result.format_rate}
+                        await engine.update_weights(step)  # what testing left in its memory must not matter
+                finally:  # a step that was learnt is logged, tested or not
+                    run.log.append(step, metrics)
             console.print(step_line(step, metrics))
             if step % config.run.checkpoint_every == 0 or step == config.train.steps:
                 _save(run, step)
                 saved = step
-            if config.eval.every and step % config.eval.every == 0:
-                with _saving(run, step, saved):
-                    result = await test(run.session)
-                run.log.append(step, {"test_accuracy": result.accuracy, "test_format": result.format_rate})
-                console.print(f"     held-out accuracy after step {step}: {result.accuracy:.1%}")
     return step
 
 
@@ -134,12 +138,7 @@ async def sample_step(session: Session, step: int) -> list[RolloutTree]:
     config = session.config
     tasks = batch_of(session.bench.train, config.train.prompts, step, config.seed)
     seeds = [derive_seed(config.seed, "rollout", step, number) for number in range(len(tasks))]
-    return await asyncio.gather(
-        *(
-            rollout(session.agent, task, config.rollout, config.branching, seed)
-            for task, seed in zip(tasks, seeds, strict=True)
-        )
-    )
+    return await rollouts(session.agent, tasks, config.rollout, config.branching, seeds)
 
 
 def learn_step(run: Run, step: int, trees: Sequence[RolloutTree]) -> dict[str, float]:

@@ -162,7 +162,7 @@ def test_train_prints_one_line_a_step(arpo: Arpo) -> None:
     outcome = arpo("train", "small.toml", "train.steps=1")
     assert outcome.code == 0
     header, first, done = outcome.out.splitlines()
-    assert header.startswith("step  reward") and first.split()[0] == "1"
+    assert header.startswith("step reward") and first.split()[0] == "1"
     assert done == "done: 1 steps; the run is in run"
 
 

@@ -22,7 +22,7 @@ from arpo.rollout import rollout
 from arpo.settings import Config, Model
 from arpo.setup import make_agent, make_bench, world_tools
 from arpo.trainer.model import load_model
-from arpo.types import Kind
+from arpo.types import ArpoError, Kind
 
 BASE = Path(arpo.demo.__file__).parent / "models" / "base"
 SMALL = ["world.entities=120", "world.train_questions=20", "world.test_questions=40", "rollout.max_calls=6"]
@@ -81,11 +81,25 @@ def test_the_cold_start_is_made_once_and_belongs_to_its_settings(
     assert seen == [0, 1, 2]
     assert make() == first
     assert seen == [0, 1, 2]
-    others = {make("coldstart.seed=1"), make("world.difficulty=0.9"), make("tools.search_results=1")}
-    assert len(others | {first}) == 4
+    assert make("coldstart.lr=1e-5") != first
+    others = {
+        make("coldstart.lr=1e-5"),
+        make("coldstart.seed=1"),
+        make("world.difficulty=0.9"),
+        make("tools.search_results=1"),
+    }
+    assert len(others | {first}) == 5
     assert make("rollout.leaves=4") == first
     assert {path.name for path in tmp_path.iterdir()} == {path.name for path in others | {first}}  # nothing half-made
     load_model(Model(path=str(first)))
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("ARPO_CACHE", str(tmp_path / "file" / "cache"))
+    config = load_config(None, SMALL)
+    with pytest.raises(ArpoError, match="ARPO_CACHE"):
+        coldstart(config.coldstart, make_bench(config).world, lambda world: world_tools(config, world), lambda *_: None)
 
 
 def test_pretraining_runs_from_nothing() -> None:

@@ -238,6 +238,21 @@ def test_a_failing_model_fails_the_request_instead_of_hanging(
     assert run(engine, ([5, 6, 7], GREEDY)) == run(LocalEngine(tiny_model, tokenizer), ([5, 6, 7], GREEDY))
 
 
+def test_a_failing_callback_fails_its_own_request_only(tiny_model: Any, tokenizer: Any) -> None:
+    async def both() -> list[Any]:
+        engine = LocalEngine(tiny_model, tokenizer)
+
+        def broken(*_: Any) -> None:
+            raise RuntimeError("mine")
+
+        bad = engine.generate([5, 6], GREEDY, on_token=broken)
+        return list(await asyncio.gather(bad, engine.generate([7, 8], GREEDY), return_exceptions=True))
+
+    bad, good = asyncio.run(both())
+    assert isinstance(bad, RuntimeError)
+    assert good.tokens == run(LocalEngine(tiny_model, tokenizer), ([7, 8], GREEDY))[0].tokens
+
+
 def test_unsupported_models_are_refused_by_name(tiny_model: Any, tokenizer: Any) -> None:
     class Other:
         config = type("C", (), {"model_type": "mamba"})()

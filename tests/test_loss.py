@@ -173,7 +173,8 @@ class Toy(torch.nn.Module):
 
 def batch_gradient(toy: Toy, batch: PathBatch, options: Loss, shift: float) -> Tensor:
     """Gradient of the loss; the old log-probs are the new ones moved by up to `shift`, the same for the same prefix."""
-    logprobs_BT, _ = token_logprobs(toy(batch.tokens_BT), batch.tokens_BT, 1.0)
+    shifted, _ = token_logprobs(toy(batch.tokens_BT)[:, :-1], batch.tokens_BT[:, 1:], 1.0)
+    logprobs_BT = torch.nn.functional.pad(shifted, (1, 0))
     old_BT = logprobs_BT.detach() + shift * torch.sin(37 * batch.tokens_BT.cumsum(dim=1))
     return toy.gradient(policy_loss(logprobs_BT, old_BT, batch, options)[0])
 
@@ -266,36 +267,34 @@ def test_positions_outside_the_mask_contribute_nothing(rubbish: float) -> None:
 
 
 def test_token_logprobs_by_hand() -> None:
-    third = math.log(3.0)
-    logits_BTV = torch.tensor([[[third, 0.0], [0.0, 0.0], [7.0, -7.0]]])
-    logprobs_BT, entropy_BT = token_logprobs(logits_BTV, torch.tensor([[1, 0, 1]]), 1.0)
-    torch.testing.assert_close(logprobs_BT, torch.tensor([[0.0, math.log(0.75), math.log(0.5)]]))
+    logits_NV = torch.tensor([[math.log(3.0), 0.0], [0.0, 0.0]])
+    logprobs_N, entropy_N = token_logprobs(logits_NV, torch.tensor([0, 1]), 1.0)
+    torch.testing.assert_close(logprobs_N, torch.tensor([math.log(0.75), math.log(0.5)]))
     first = -0.75 * math.log(0.75) - 0.25 * math.log(0.25)
-    torch.testing.assert_close(entropy_BT, torch.tensor([[0.0, first, math.log(2.0)]]))
+    torch.testing.assert_close(entropy_N, torch.tensor([first, math.log(2.0)]))
 
 
 def test_token_logprobs_at_a_temperature_in_float32() -> None:
     torch.manual_seed(1)
-    logits_BTV, tokens_BT = torch.randn(2, 5, VOCABULARY), torch.randint(VOCABULARY, (2, 5))
-    logprobs_BT, entropy_BT = token_logprobs(logits_BTV.bfloat16(), tokens_BT, 0.6)
-    assert logprobs_BT.dtype == entropy_BT.dtype == torch.float32
-    for b in range(2):
-        for t in range(1, 5):
-            scaled = [value / 0.6 for value in logits_BTV.bfloat16()[b, t - 1].tolist()]
-            total = sum(math.exp(value) for value in scaled)
-            probs = [math.exp(value) / total for value in scaled]
-            assert logprobs_BT[b, t].item() == pytest.approx(math.log(probs[tokens_BT[b, t]]), abs=1e-5)
-            assert entropy_BT[b, t].item() == pytest.approx(-sum(p * math.log(p) for p in probs), abs=1e-5)
+    logits_NV, tokens_N = torch.randn(9, VOCABULARY).bfloat16(), torch.randint(VOCABULARY, (9,))
+    logprobs_N, entropy_N = token_logprobs(logits_NV, tokens_N, 0.6)
+    assert logprobs_N.dtype == entropy_N.dtype == torch.float32
+    for n in range(9):
+        scaled = [value / 0.6 for value in logits_NV[n].tolist()]
+        total = sum(math.exp(value) for value in scaled)
+        probs = [math.exp(value) / total for value in scaled]
+        assert logprobs_N[n].item() == pytest.approx(math.log(probs[tokens_N[n]]), abs=1e-5)
+        assert entropy_N[n].item() == pytest.approx(-sum(p * math.log(p) for p in probs), abs=1e-5)
 
 
 def test_impossible_tokens_leave_entropy_and_gradient_finite() -> None:
-    logits_BTV = torch.tensor([[[0.0, 0.0, -math.inf], [0.0, 0.0, 0.0]]], requires_grad=True)
-    logprobs_BT, entropy_BT = token_logprobs(logits_BTV, torch.tensor([[0, 1]]), 1.0)
-    assert entropy_BT[0, 1].item() == pytest.approx(math.log(2.0))
-    (gradient_BTV,) = torch.autograd.grad((logprobs_BT + entropy_BT).sum(), logits_BTV)
-    assert gradient_BTV.isfinite().all()
+    logits_NV = torch.tensor([[0.0, 0.0, -math.inf]], requires_grad=True)
+    logprobs_N, entropy_N = token_logprobs(logits_NV, torch.tensor([1]), 1.0)
+    assert entropy_N.item() == pytest.approx(math.log(2.0))
+    (gradient_NV,) = torch.autograd.grad(logprobs_N.sum(), logits_NV)
+    assert gradient_NV.isfinite().all()
 
 
 def test_temperature_must_be_positive() -> None:
     with pytest.raises(ValueError, match="temperature"):
-        token_logprobs(torch.zeros(1, 2, 3), torch.zeros(1, 2, dtype=torch.long), 0.0)
+        token_logprobs(torch.zeros(2, 3), torch.zeros(2, dtype=torch.long), 0.0)

@@ -104,15 +104,19 @@ def test_a_step_is_one_line_under_the_header() -> None:
         "branches": 7,
         "entropy_start": 0.5,
         "entropy_after_tool": 0.625,
-        "unique_tokens": 60,
-        "total_tokens": 100,
+        "unique_tokens": 9860,
+        "total_tokens": 14100,
         "rollout_seconds": 12.34,
+        "tool_seconds": 0.1,
         "train_seconds": 5.67,
     }
-    line = step_line(12, numbers)
-    assert line == "  12    0.46    50%    100%    123         7           0.50 > 0.62     60%            12.3   5.7"
-    assert len(line) <= len(HEADER) + 2
-    assert step_line(1, {**numbers, "unique_tokens": 0, "total_tokens": 0}).split()[9] == "0%"
+    assert f"{HEADER}\n{step_line(12, numbers)}\n" == (
+        "step reward right format  calls branches  entropy: start tool"
+        "  tokens: unique/total  seconds: sample tools train\n"
+        "  12   0.46   50%   100%    123        7            0.50 0.62"
+        "            9.9k/14.1k             12.3   0.1   5.7\n"
+    )
+    assert step_line(12, {**numbers, "test_accuracy": 0.925}).endswith("  5.7  held-out accuracy 92.5%")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from arpo.engine.scripted import Script, ScriptedEngine
 from arpo.render import make_format
 from arpo.rewards import make_reward
-from arpo.rollout import Agent, rollout
+from arpo.rollout import Agent, rollout, rollouts
 from arpo.settings import Branching, Rollout
 from arpo.tools.base import Tool, ToolError, ToolUnavailable, tool
 from arpo.tools.calculator import calculator
@@ -293,6 +293,54 @@ def test_time_limit_keeps_what_was_sampled(tokenizer: Any) -> None:
     assert [node.text for node in tree.nodes if node.kind is Kind.MODEL] == [SEARCH, SEARCH]
     assert [node.tokens for node in tree.nodes if node.kind is Kind.TOOL] == [(), ()]
     assert tree.tool_calls == 2
+
+
+def test_time_spent_waiting_for_a_slot_does_not_count(tokenizer: Any) -> None:
+    how = Rollout(leaves=6, initial=6, max_seconds=0.25, concurrency=1)
+    tree = grow(agent(tokenizer, turns(ANSWER), delay=0.1), how)  # 0.6 s one after another
+    assert [leaf.end for leaf in tree.leaves] == [End.ANSWER] * 6
+
+
+def test_a_branch_inherits_the_time_of_its_trunk(tokenizer: Any) -> None:
+    how = Rollout(leaves=4, initial=1, max_calls=9, max_seconds=0.5)
+    tree = grow(agent(tokenizer, turns((SEARCH, LOW), (SEARCH, HIGH)), delay=0.15), how)
+    for leaf in tree.leaves:
+        assert leaf.end is End.TIME
+        assert sum(tree.nodes[i].seconds for i in tree.path(leaf.node)) < 0.75
+
+
+def test_paths_of_many_tasks_share_the_slots_and_one_failure_stops_them_all(tokenizer: Any) -> None:
+    under_way = most = 0
+
+    @tool
+    async def search(query: str) -> str:
+        """Search."""
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        await asyncio.sleep(0.01)
+        under_way -= 1
+        return "found"
+
+    tasks = [Task(str(i), f"Question {i}?", ("x",)) for i in range(5)]
+    how, never = Rollout(leaves=4, initial=4, concurrency=3), Branching(policy="never")
+    who = agent(tokenizer, turns(SEARCH, ANSWER), search)
+    heard: list[int] = []
+    trees = asyncio.run(rollouts(who, tasks, how, never, range(5), lambda: heard.append(1)))
+    assert [tree.task.id for tree in trees] == ["0", "1", "2", "3", "4"]
+    assert (most, len(heard)) == (3, 5)
+
+    def broken(prefix: str, seed: int) -> str:
+        if "Question 3" in prefix:
+            raise RuntimeError("the engine failed")
+        return SEARCH
+
+    async def fail() -> int:
+        with pytest.raises(RuntimeError, match="the engine failed"):
+            await rollouts(agent(tokenizer, broken, delay=0.01), tasks, how, never, range(5))
+        return len(asyncio.all_tasks())
+
+    assert asyncio.run(fail()) == 1
 
 
 def test_time_limit_before_the_first_token(tokenizer: Any) -> None:

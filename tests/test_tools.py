@@ -142,7 +142,9 @@ def test_only_infrastructure_is_retried_with_growing_pauses() -> None:
     assert times[1] - times[0] >= 0.1 and times[2] - times[1] >= 0.2
 
 
-@pytest.mark.parametrize("error", [ToolUnavailable("down"), OSError("down"), TimeoutError("down")])
+@pytest.mark.parametrize(
+    "error", [ToolUnavailable("down"), OSError("down"), TimeoutError("down"), RuntimeError("down")]
+)
 def test_infrastructure_that_stays_down(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "FIRST_BACKOFF_SECONDS", 0.0)
     run, times = failing(error)
@@ -161,7 +163,7 @@ def test_infrastructure_that_stays_down(error: Exception, monkeypatch: pytest.Mo
         (ToolError("x" * 9000), ("Error: " + "x" * 9000)[:500]),
     ],
 )
-def test_every_other_failure_is_the_models_and_final(error: Exception, text: str) -> None:
+def test_bad_input_is_the_models_fault_and_final(error: Exception, text: str) -> None:
     run, times = failing(error)
     result = call(make(run))
     assert (result.text, result.fault, result.attempts, len(times)) == (text, Fault.MODEL, 1, 1)
@@ -233,13 +235,13 @@ def test_a_quick_function_runs_on_the_loop() -> None:
 
 
 def test_stop_iteration_in_a_thread_is_an_error_and_not_a_hang() -> None:
-    @tool(timeout=5)
+    @tool(timeout=5, retries=0)
     def stops() -> str:
         """Stop."""
         return str(next(iter([])))
 
     result = call(stops)
-    assert (result.text, result.fault) == ("Error: RuntimeError: StopIteration", Fault.MODEL)
+    assert (result.text, result.fault) == ("Error: stops is unavailable: RuntimeError: StopIteration", Fault.INFRA)
 
 
 def giving(value: Any, **limits: Any) -> Tool:

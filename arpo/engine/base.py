@@ -34,6 +34,11 @@ class Engine(Protocol):
         """What this engine promises."""
         ...
 
+    @property
+    def version(self) -> int:
+        """Of the weights in use."""
+        ...
+
     async def generate(
         self, prefix: Sequence[int], params: SamplingParams, *, on_token: OnToken | None = None
     ) -> Completion:

@@ -29,6 +29,10 @@ class KVPool:
         """Positions a row can hold now."""
         return self.data.shape[4]
 
+    def clear(self) -> None:
+        """Give the memory back; whatever was held is gone."""
+        self.data = self.data.new_zeros(self._shape)
+
     @torch.inference_mode()
     def reserve(self, length: int) -> None:
         """Make every row hold at least `length` positions."""
@@ -40,10 +44,10 @@ class KVPool:
         self.data = grown
 
     @torch.inference_mode()
-    def swap(self, a: int, b: int) -> None:
-        """Exchange two rows."""
+    def swap(self, a: int, b: int, length: int) -> None:
+        """Exchange the first `length` positions of two rows."""
         if a != b:
-            self.data[:, :, [a, b]] = self.data[:, :, [b, a]]
+            self.data[:, :, [a, b], :, :length] = self.data[:, :, [b, a], :, :length]
 
     @torch.inference_mode()
     def copy(self, source: int, target: int, length: int) -> None:

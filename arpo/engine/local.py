@@ -72,7 +72,7 @@ class LocalEngine:
         self._clock = count(1)
         self._finders: dict[tuple[str, ...], StopFinder] = {}
         self._eos = _eos_ids(model, tokenizer)
-        self._version = 0
+        self.version = 0
         self.capabilities = Capabilities(model.config.max_position_embeddings, model.config.vocab_size, True)
 
     async def generate(
@@ -99,9 +99,9 @@ class LocalEngine:
         """The shared weights changed: forget every key and value computed with older ones."""
         if self._active or self._waiting:
             raise RuntimeError("weights may not change while requests are being sampled")
-        for row in self._rows:
-            row.held = []
-        self._version = version
+        self._rows = [_Row() for _ in self._rows]
+        self._pool.clear()
+        self.version = version
 
     def _drop(self, request: _Request) -> None:
         """A caller went away: free what its request holds, now."""
@@ -169,10 +169,9 @@ class LocalEngine:
         else:
             chosen = min(range(target, len(self._rows)), key=lambda i: (self._rows[i].used, i))
             self._pool.copy(source, chosen, shared)
-        held = request.tokens[:shared]
-        self._pool.swap(chosen, target)
-        self._rows[chosen], self._rows[target] = self._rows[target], self._rows[chosen]
-        self._rows[target] = _Row(held, request, next(self._clock))
+            self._rows[chosen] = _Row(request.tokens[:shared])
+        self._swap(chosen, target)
+        self._rows[target].request = request
         self._active += 1
 
     def _prefill(self, first: int) -> None:
@@ -215,7 +214,12 @@ class LocalEngine:
         request.logprobs.append(logprob)
         request.entropies.append(entropy)
         if request.on_token is not None:
-            request.on_token(token, logprob, entropy)
+            try:
+                request.on_token(token, logprob, entropy)
+            except Exception as error:  # the caller's mistake must not take the others down
+                if not request.done.done():
+                    request.done.set_exception(error)
+                return True
         stop = self._finder(request.params.stop).find(request.tokens[request.prefix_length :])
         if token in self._eos:
             finish = "eos"
@@ -226,7 +230,7 @@ class LocalEngine:
         else:
             return False
         if not request.done.done():
-            request.done.set_result(request.completion(finish, stop, self._version))
+            request.done.set_result(request.completion(finish, stop, self.version))
         return True
 
     def _release(self, index: int) -> None:
@@ -234,9 +238,12 @@ class LocalEngine:
         last = self._active - 1
         self._rows[index].request = None
         self._rows[index].used = next(self._clock)
-        self._pool.swap(index, last)
-        self._rows[index], self._rows[last] = self._rows[last], self._rows[index]
+        self._swap(index, last)
         self._active = last
+
+    def _swap(self, a: int, b: int) -> None:
+        self._pool.swap(a, b, max(len(self._rows[a].held), len(self._rows[b].held)))
+        self._rows[a], self._rows[b] = self._rows[b], self._rows[a]
 
     def _forward(self, tokens_BQ: torch.Tensor, starts_B: torch.Tensor, first: int, logits: bool) -> Any:
         """Run the model on rows [first, first + B); new tokens of row b stand at positions starts[b], ..."""

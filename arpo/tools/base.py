@@ -38,6 +38,10 @@ class ToolUnavailable(Exception):
     """The tool itself is broken or unreachable: not the model's fault, worth another attempt."""
 
 
+BAD_INPUT = (ToolError, ValueError, TypeError, ArithmeticError, LookupError)
+"""What a tool raises when the model's arguments are at fault. Anything else means that the tool itself is broken."""
+
+
 @dataclass(frozen=True, slots=True)
 class Tool:
     """Something the model can call: what it is told of it, the coroutine function that does it, and its limits.
@@ -97,17 +101,15 @@ async def call_tool(tools: Mapping[str, Tool], call: ToolCall) -> ToolResult:
         try:
             async with asyncio.timeout(chosen.timeout) as limit:
                 return result(_cut(str(await chosen.run(**call.args)), chosen.max_chars))
-        except (ToolUnavailable, OSError, asyncio.CancelledError) as error:
+        except BAD_INPUT as error:
+            return result(_error(str(error) if isinstance(error, ToolError) else _describe(error)), Fault.MODEL)
+        except (Exception, asyncio.CancelledError) as error:
             if isinstance(error, TimeoutError) and limit.expired():
                 return result(f"Error: {call.name} took longer than {chosen.timeout:g} seconds.", Fault.TIMEOUT)
             if isinstance(error, asyncio.CancelledError) and _caller_cancelled():
                 raise
             if attempts > chosen.retries:
                 return result(_error(f"{call.name} is unavailable: {_describe(error)}"), Fault.INFRA)
-        except ToolError as error:
-            return result(_error(str(error)), Fault.MODEL)
-        except Exception as error:
-            return result(_error(_describe(error)), Fault.MODEL)
         await asyncio.sleep(FIRST_BACKOFF_SECONDS * 2 ** (attempts - 1))
 
 

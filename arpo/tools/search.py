@@ -73,7 +73,7 @@ def build_search(documents: Sequence[Document], results: int = 3, max_chars: int
 def load_documents(path: str | Path) -> list[Document]:
     """Documents from a file of JSON lines, each with `text` and, optionally, `title`."""
     try:
-        rows = Path(path).read_bytes().split(b"\n")
+        rows = Path(path).expanduser().read_bytes().split(b"\n")
     except OSError as error:
         raise ArpoError(f"cannot read the documents in {path}: {error.strerror}") from error
     documents = [_document(row, f"{path}, line {number}") for number, row in enumerate(rows, 1) if row.strip()]

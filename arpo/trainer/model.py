@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +28,17 @@ def pick_device(device: str) -> torch.device:
 
 def load_model(settings: Model) -> tuple[Any, Any]:
     """The causal LM (on its device, in evaluation mode: no dropout) and its tokenizer."""
-    path = settings.path
+    path = os.path.expanduser(settings.path)
     if _looks_like_a_path(path) and not (Path(path) / "config.json").is_file():
         there = "it has no config.json" if Path(path).is_dir() else "there is no such directory"
         raise ArpoError(
             f'model.path: {path!r} is no model: {there}; give a Hugging Face directory, a hub name or "tiny"'
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, settings.dtype))
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=getattr(torch, settings.dtype), trust_remote_code=False
+        )
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ArpoError(f"model.path: {path!r} could not be loaded: {_first_line(error)}") from error
     if tokenizer.pad_token_id is None:
@@ -47,8 +50,13 @@ def load_model(settings: Model) -> tuple[Any, Any]:
 
 
 def _looks_like_a_path(path: str) -> bool:
-    """Hub names are `name` or `owner/name`; all else, and all that exists here, is a path."""
-    return path.startswith((".", "/", "~")) or path.count("/") > 1 or Path(path).exists()
+    """Hub names are `name` or `owner/name`; all else, and all that exists here at least in part, is a path."""
+    return (
+        path.startswith((".", "/"))
+        or path.count("/") > 1
+        or Path(path).exists()
+        or Path(path).parent.name in (entry.name for entry in Path().iterdir() if entry.is_dir())
+    )
 
 
 def _first_line(error: Exception) -> str:

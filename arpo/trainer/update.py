@@ -13,11 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from arpo.batch import micro_batches, plain_batch
 from arpo.loss import policy_loss, token_logprobs
 from arpo.settings import Config
 from arpo.types import ArpoError, Credit, PathBatch, RolloutTree
+
+LOGITS_CHUNK = 2048  # tokens whose logits exist at the same time
 
 
 class Trainer:
@@ -68,10 +71,28 @@ class Trainer:
         return self._forward(batch)
 
     def _forward(self, batch: PathBatch) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies. Rows are padded on the right, so causal attention alone never sees the padding."""
+        """Log-probs and entropies [B, T] of the model's own tokens, 0 elsewhere.
+
+        Rows are padded on the right, so causal attention alone never sees the padding. Logits are made only for trained
+        tokens, a chunk at a time, and made again in the backward pass: there is never a logits tensor of the batch.
+        """
         tokens_BT = batch.tokens_BT.to(self.model.device)
-        logits_BTV = self.model(input_ids=tokens_BT, use_cache=False).logits
-        return token_logprobs(logits_BTV, tokens_BT, self._config.rollout.temperature)
+        mask_BT = batch.loss_mask_BT.to(self.model.device)
+        hidden_BTH = self.model.get_decoder()(input_ids=tokens_BT, use_cache=False).last_hidden_state
+        before_NH, tokens_N = hidden_BTH[:, :-1][mask_BT[:, 1:]], tokens_BT[mask_BT]
+        parts = [
+            checkpoint(self._head, part_NH, part_N, use_reentrant=False)
+            for part_NH, part_N in zip(
+                torch.split(before_NH, LOGITS_CHUNK), torch.split(tokens_N, LOGITS_CHUNK), strict=True
+            )
+        ]
+        empty_BT = torch.zeros(mask_BT.shape, device=self.model.device)
+        logprobs_N, entropy_N = (torch.cat(values) for values in zip(*parts, strict=True))
+        return empty_BT.masked_scatter(mask_BT, logprobs_N), empty_BT.masked_scatter(mask_BT, entropy_N)
+
+    def _head(self, hidden_NH: Tensor, tokens_N: Tensor) -> tuple[Tensor, Tensor]:
+        logits_NV = self.model.get_output_embeddings()(hidden_NH)
+        return token_logprobs(logits_NV, tokens_N, self._config.rollout.temperature)
 
     def _accumulate(self, batch: PathBatch, old_BT: Tensor | None) -> dict[str, float]:
         """Add one micro-batch's gradient; returns sums over its tokens."""
@@ -98,7 +119,9 @@ class Trainer:
             group["lr"] = train.lr * min(1.0, self.optimiser_steps / max(1, train.warmup))
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), train.max_grad_norm))
         if not torch.isfinite(torch.tensor(norm)):
-            raise FloatingPointError(f"the gradient's norm is {norm}: training diverged; lower train.lr")
+            raise ArpoError(
+                f"the gradient's norm is {norm}: training diverged; go on from a checkpoint with a lower train.lr"
+            )
         self.optimiser.step()
         self.optimiser.zero_grad(set_to_none=True)
         return norm
