@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+import time
 from collections import Counter
 from typing import Any
 
@@ -175,20 +176,48 @@ def test_many_requests_through_few_rows_all_finish(tiny_model: Any, tokenizer: A
     assert engine._pool.data.shape[2] == 3
 
 
-def test_cancelled_requests_free_their_rows_at_once(tiny_model: Any, tokenizer: Any) -> None:
+def test_cancelled_requests_free_their_rows(tiny_model: Any, tokenizer: Any) -> None:
     async def cancel_some() -> tuple[int, Completion]:
         engine = LocalEngine(tiny_model, tokenizer, rows=2)
         doomed = [asyncio.create_task(engine.generate([5, i], SamplingParams(200))) for i in range(4)]
-        for _ in range(8):
-            await asyncio.sleep(0)
+        await asyncio.sleep(0.05)
         for task in doomed:
             task.cancel()
         await asyncio.gather(*doomed, return_exceptions=True)
-        return engine._active, await engine.generate([5, 6], GREEDY)
+        completion = await engine.generate([5, 6], GREEDY)  # needs a row of theirs
+        return engine._active, completion
 
     active, completion = asyncio.run(cancel_some())
     assert active == 0
     assert completion.tokens == run(LocalEngine(tiny_model, tokenizer), ([5, 6], GREEDY))[0].tokens
+
+
+def test_timers_and_tools_go_on_while_the_model_computes(
+    tiny_model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step takes 0.2 s; a tool that takes 0.02 s must not be seen to take longer."""
+    engine = LocalEngine(tiny_model, tokenizer)
+    compute = engine._compute
+
+    def slow(first: int) -> Any:
+        time.sleep(0.2)
+        return compute(first)
+
+    monkeypatch.setattr(engine, "_compute", slow)
+
+    async def tool() -> float:
+        started = time.monotonic()
+        await asyncio.sleep(0.02)
+        return time.monotonic() - started
+
+    async def both() -> float:
+        turn = asyncio.create_task(engine.generate([5, 6], SamplingParams(3)))
+        await asyncio.sleep(0.01)
+        longest = max([await tool() for _ in range(5)])
+        await turn
+        return longest
+
+    assert asyncio.run(both()) < 0.15
 
 
 def test_new_weights_invalidate_old_prefixes(tokenizer: Any) -> None:

@@ -13,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -67,6 +68,8 @@ class LocalEngine:
         self._rows = [_Row() for _ in range(rows)]
         self._active = 0  # rows [0, active) are being decoded
         self._waiting: deque[_Request] = deque()
+        self._computing = False
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="arpo-engine")
         self._driver: asyncio.Task[None] | None = None
         self._prefill_tokens = prefill_tokens
         self._clock = count(1)
@@ -104,21 +107,25 @@ class LocalEngine:
         self.version = version
 
     def _drop(self, request: _Request) -> None:
-        """A caller went away: free what its request holds, now."""
+        """A caller went away: free what its request holds, now, or as soon as the step under way is done."""
         if request in self._waiting:
             self._waiting.remove(request)
-        for index in range(self._active):
-            if self._rows[index].request is request:
-                self._release(index)
-                return
+        if not self._computing:
+            self._release_if(lambda held: held is request)
 
     async def _drive(self) -> None:
+        """The only task that touches rows and pool. The model runs in a thread: tools and timers go on meanwhile."""
+        loop = asyncio.get_running_loop()
         try:
             while self._waiting or self._active:
                 await asyncio.sleep(0)  # whoever can run now joins this step
-                with torch.inference_mode():
-                    self._admit()
-                    self._decode()
+                first = self._admit()
+                self._computing = True
+                try:
+                    drawn = await loop.run_in_executor(self._worker, self._compute, first)
+                finally:
+                    self._computing = False
+                self._take(*drawn)
         except Exception as error:
             for request in [*self._waiting, *(row.request for row in self._rows if row.request)]:
                 if not request.done.done():
@@ -127,8 +134,8 @@ class LocalEngine:
             self._active = 0
             self._rows = [_Row() for _ in self._rows]
 
-    def _admit(self) -> None:
-        """Give rows to waiting requests, in order, and compute the prefix of each but for its last token.
+    def _admit(self) -> int:
+        """Give rows to waiting requests, in order; returns the first of these rows, whose prefixes are to be computed.
 
         A request that could copy much more from another one admitted in this very round waits for the next.
         """
@@ -148,8 +155,7 @@ class LocalEngine:
             longest = max(longest, len(wanted) - shared)
             self._place(request, source, shared)
         self._waiting.extendleft(reversed(postponed))
-        if longest:
-            self._prefill(first)
+        return first
 
     def _longest_prefix(self, wanted: list[int]) -> tuple[int, int]:
         """The row that holds the longest prefix of `wanted`; among equals, an idle row that holds nothing else."""
@@ -174,42 +180,52 @@ class LocalEngine:
         self._rows[target].request = request
         self._active += 1
 
+    @torch.inference_mode()
+    def _compute(self, first: int) -> tuple[list[int], list[float], list[float]]:
+        """Prefixes of rows [first, active), then one token, log-prob and entropy for every active row."""
+        self._prefill(first)
+        return self._decode()
+
     def _prefill(self, first: int) -> None:
-        """Compute the missing prefixes of rows [first, active) in one right-padded pass."""
+        """Compute the prefixes of rows [first, active), but for their last token, in one right-padded pass."""
         rows = self._rows[first : self._active]
         starts = [len(row.held) for row in rows]
         missing = [row.request.tokens[start:-1] for row, start in zip(rows, starts, strict=True) if row.request]
-        width = max(map(len, missing))
+        width = max(map(len, missing), default=0)
+        if not width:
+            return
         tokens_BQ = torch.tensor([part + [0] * (width - len(part)) for part in missing], device=self._device)
         self._pool.reserve(max(starts) + width)
         self._forward(tokens_BQ, torch.tensor(starts, device=self._device), first, logits=False)
         for row, part in zip(rows, missing, strict=True):
             row.held.extend(part)
 
-    def _decode(self) -> None:
-        """One token for every active row."""
+    def _decode(self) -> tuple[list[int], list[float], list[float]]:
+        """One token, log-prob and entropy for every active row."""
         rows = self._rows[: self._active]
         requests = [row.request for row in rows if row.request is not None]
         if not requests:
-            return
+            return [], [], []
         last_B1 = torch.tensor([[request.tokens[-1]] for request in requests], device=self._device)
         lengths_B = torch.tensor([len(row.held) for row in rows], device=self._device)
         self._pool.reserve(max(len(row.held) for row in rows) + 1)
         logits_BV = self._forward(last_B1, lengths_B, 0, logits=True)
         settings = [(r.params.temperature, r.params.top_p, r.rng.random()) for r in requests]
         temperature_B, top_p_B, uniform_B = torch.tensor(settings, dtype=torch.float64, device=self._device).unbind(1)
-        drawn = sample(logits_BV, temperature_B.float(), top_p_B.float(), uniform_B)
-        tokens, logprobs, entropies = (values.tolist() for values in drawn)
-        finished = []
-        for index, request in enumerate(requests):
-            rows[index].held.append(request.tokens[-1])
-            if self._accept(request, tokens[index], logprobs[index], entropies[index]):
-                finished.append(index)
-        for index in reversed(finished):
-            self._release(index)
+        token_B, logprob_B, entropy_B = sample(logits_BV, temperature_B.float(), top_p_B.float(), uniform_B)
+        return token_B.tolist(), logprob_B.tolist(), entropy_B.tolist()
 
-    def _accept(self, request: _Request, token: int, logprob: float, entropy: float) -> bool:
-        """Take one sampled token; True when the request is finished."""
+    def _take(self, tokens: list[int], logprobs: list[float], entropies: list[float]) -> None:
+        """Hand the sampled tokens to their requests and release the rows of those that are finished."""
+        rows = self._rows[: self._active]
+        for row, token, logprob, entropy in zip(rows, tokens, logprobs, entropies, strict=True):
+            if row.request is not None:
+                row.held.append(row.request.tokens[-1])
+                self._accept(row.request, token, logprob, entropy)
+        self._release_if(lambda request: request.done.done())
+
+    def _accept(self, request: _Request, token: int, logprob: float, entropy: float) -> None:
+        """Take one sampled token, and settle the request when it is finished."""
         request.tokens.append(token)
         request.logprobs.append(logprob)
         request.entropies.append(entropy)
@@ -219,7 +235,7 @@ class LocalEngine:
             except Exception as error:  # the caller's mistake must not take the others down
                 if not request.done.done():
                     request.done.set_exception(error)
-                return True
+                return
         stop = self._finder(request.params.stop).find(request.tokens[request.prefix_length :])
         if token in self._eos:
             finish = "eos"
@@ -228,10 +244,15 @@ class LocalEngine:
         elif len(request.logprobs) == request.params.max_tokens or len(request.tokens) == self.capabilities.max_context:
             finish = "length"
         else:
-            return False
+            return
         if not request.done.done():
             request.done.set_result(request.completion(finish, stop, self.version))
-        return True
+
+    def _release_if(self, finished: Callable[[_Request], bool]) -> None:
+        for index in reversed(range(self._active)):
+            request = self._rows[index].request
+            if request is not None and finished(request):
+                self._release(index)
 
     def _release(self, index: int) -> None:
         """Make a row idle: it keeps its prefix, and the last active row takes its place."""
