@@ -142,9 +142,15 @@ def _run(work: Coroutine[None, None, T]) -> T:
     """Run to the end; Ctrl-C and a polite kill cancel the work, which then saves what it has."""
 
     async def with_signals() -> T:
-        task = asyncio.ensure_future(work)
-        with contextlib.suppress(NotImplementedError):
-            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
+
+        def stop(number: signal.Signals) -> None:
+            loop.remove_signal_handler(number)  # whoever asks twice does not want to wait
+            task.cancel()
+
+        with contextlib.suppress(NotImplementedError, RuntimeError):  # not on Windows, not outside the main thread
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.add_signal_handler(number, stop, number)
         return await task
 
     try:

@@ -189,19 +189,26 @@ def test_another_seed_is_another_run(model_path: Path, tmp_path: Path) -> None:
     assert what_it_left(tmp_path / "a")[2] != what_it_left(tmp_path / "b")[2]
 
 
-def test_ctrl_c_ends_cleanly_with_a_checkpoint(model_path: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_ends_cleanly_with_a_checkpoint(model_path: Path, tmp_path: Path, number: signal.Signals) -> None:
     directory = tmp_path / "run"
     config = tmp_path / "config.toml"
     config.write_text("")
     command = [sys.executable, "-c", "from arpo.cli import main; main()", "train", str(config), *SMALL]
     command += ["train.steps=100000", "run.checkpoint_every=100000", f"model.path={model_path}", f"run.dir={directory}"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
-    deadline = time.monotonic() + 100
-    while time.monotonic() < deadline and not (directory / "metrics.jsonl").exists():
-        time.sleep(0.1)
-    time.sleep(1.0)
-    os.kill(process.pid, signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=environment, start_new_session=True
+    )
+    try:
+        deadline = time.monotonic() + 100
+        while time.monotonic() < deadline and not (directory / "metrics.jsonl").exists():
+            time.sleep(0.1)
+        time.sleep(1.0)
+        os.kill(process.pid, number)
+        _, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert process.returncode == 130
     assert "Traceback" not in said
     assert "--resume" in said
