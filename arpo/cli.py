@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from arpo.evaluate import Evaluation
 
 T = TypeVar("T")
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+HELP = "Train language models that use tools, with ARPO. Start with `arpo demo`."
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=HELP)
 ConfigFile = Annotated[Path, typer.Argument(help="a TOML file with settings")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="settings as key=value, like train.steps=50")]
 
@@ -33,6 +34,11 @@ def main() -> None:
         app()
     except ArpoError as error:
         print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:  # a folder that may not be read, a full disk
+        if error.filename is None:
+            raise
+        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
         sys.exit(2)
     except (KeyboardInterrupt, asyncio.CancelledError):
         print("stopped", file=sys.stderr)
@@ -54,7 +60,7 @@ def train(
             last = _run(train_loop(run))
         except asyncio.CancelledError:
             print(f"stopped; what was trained is saved in {run.log.directory}, go on with --resume", file=sys.stderr)
-            raise
+            raise typer.Exit(130) from None
         console.print(f"done: {last} steps; the run is in {run.log.directory}")
 
 
@@ -80,11 +86,13 @@ def rollout(
 ) -> None:
     """Grow the tree of one question and show it."""
     from arpo.rollout import rollout as grow
-    from arpo.train import open_session
+    from arpo.train import need_test_questions, open_session
 
     session = open_session(_config_of(target, overrides or []))
-    if ask is None and number >= len(session.bench.test):
+    if ask is None and number >= len(session.bench.test) > 0:
         raise ArpoError(f"--number {number}: there are {len(session.bench.test)} held-out questions, counted from 0")
+    if ask is None:
+        need_test_questions(session.bench)
     try:
         task = session.bench.test[number] if ask is None else Task("asked", ask, ("unknown",))
     except ValueError as error:

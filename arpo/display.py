@@ -72,7 +72,7 @@ def print_tree(tree: RolloutTree, rewards: Sequence[Reward]) -> None:
             branch.add(Text(end, style="green"))
         for child in children.get(index, []):
             waiting.append((child, branch.add(_label(tree.nodes[child]))))
-    console.print(root)
+    console.print(root, soft_wrap=False)
     console.print(Text(f"right answer: {printable(' or '.join(tree.task.answers))}"))
 
 

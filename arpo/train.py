@@ -63,6 +63,8 @@ def open_session(config: Config, bench: Bench | None = None) -> Session:
         def show(step: int, steps: int, loss: float) -> None:
             if step == 0:
                 console.print("Cold start: teaching the built-in model how to call its tools (once; it is kept).")
+            elif step % 50 == 0 and not console.is_terminal:  # no bar there
+                console.print(f"  step {step} of {steps}, loss {loss:.3f}")
             note = f"loss {loss:.3f}" if step else "writing examples"
             bar.update(bar.task_ids[0], completed=step, total=steps, note=note, visible=True)
 
@@ -76,7 +78,7 @@ def open_run(config: Config, resume: bool = False) -> Iterator[Run]:
     """A new run in `run.dir`, or one that goes on there from its last checkpoint. Holds the directory until left."""
     bench = make_bench(config)
     if config.eval.every:
-        _need_test_questions(bench)
+        need_test_questions(bench)
     directory = Path(config.run.dir).expanduser()
     with ExitStack() as stack:
         log = stack.enter_context(_resume_log(directory, config)) if resume else None
@@ -107,7 +109,11 @@ async def train(run: Run) -> int:
     """Train to the configured number of steps; returns the last step done."""
     config, step, saved, engine = run.session.config, run.step, run.step, run.session.agent.engine
     await engine.update_weights(step)
+    if step >= config.train.steps:
+        console.print(f"Nothing to do: the run is at step {step}, train.steps is {config.train.steps}.")
+        return step
     console.print(HEADER)
+    learnt = 0.0
     with progress_bar("training", config.train.steps) as bar:
         while step < config.train.steps:
             bar.update(bar.task_ids[0], completed=step)
@@ -127,9 +133,12 @@ async def train(run: Run) -> int:
                 finally:  # a step that was learnt is logged, tested or not
                     run.log.append(step, metrics)
             console.print(step_line(step, metrics))
+            learnt += metrics["optimiser_steps"]
             if step % config.run.checkpoint_every == 0 or step == config.train.steps:
                 _save(run, step)
                 saved = step
+    if not learnt:
+        console.print("Nothing was learnt: for every question, all paths earned the same. `arpo rollout` shows why.")
     return step
 
 
@@ -171,7 +180,7 @@ def _credit(config: Config, tree: RolloutTree, rewards: Sequence[Reward]) -> tup
 async def test(session: Session) -> Evaluation:
     """Evaluate the current weights on held-out questions."""
     config = session.config
-    _need_test_questions(session.bench)
+    need_test_questions(session.bench)
     with progress_bar("evaluating", min(config.eval.questions, len(session.bench.test))) as bar:
 
         def done() -> None:
@@ -182,7 +191,8 @@ async def test(session: Session) -> Evaluation:
         )
 
 
-def _need_test_questions(bench: Bench) -> None:
+def need_test_questions(bench: Bench) -> None:
+    """Raise if there are none."""
     if not bench.test:
         raise ArpoError("data.test: there are no held-out questions; name a file of them")
 

@@ -18,7 +18,9 @@ def load_tasks(path: str, question: str, answer: str) -> tuple[Task, ...]:
             Path(path).expanduser().read_text(encoding="utf-8-sig").split("\n")
         )  # JSON text may hold other line separators
     except FileNotFoundError:
-        raise ArpoError(f"{path}: there is no such file") from None
+        raise ArpoError(f"{path}: there is no such file (relative paths start in {Path.cwd()})") from None
+    except IsADirectoryError:
+        raise ArpoError(f"{path}: is a directory, expected a file of JSON lines") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ArpoError(f"{path}: cannot be read as UTF-8 text: {error}") from None
     tasks: list[Task] = []
