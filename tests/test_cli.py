@@ -161,8 +161,9 @@ def test_train_leaves_a_whole_run(trained: Path) -> None:
 def test_train_prints_one_line_a_step(arpo: Arpo) -> None:
     outcome = arpo("train", "small.toml", "train.steps=1")
     assert outcome.code == 0
-    header, first, done = outcome.out.splitlines()
+    header, first, hint, done = outcome.out.splitlines()
     assert header.startswith("step reward") and first.split()[0] == "1"
+    assert hint.startswith("Nothing was learnt")  # a random model earns the same on every path
     assert done == "done: 1 steps; the run is in run"
 
 
@@ -261,8 +262,23 @@ def test_all_mistakes_are_told_at_once(arpo: Arpo) -> None:
 
 
 def test_a_missing_data_file(arpo: Arpo) -> None:
-    assert mistake(arpo("train", "small.toml", "data.train=none.jsonl")) == "none.jsonl: there is no such file"
-    assert mistake(arpo("eval", "small.toml", "data.test=none.jsonl")) == "none.jsonl: there is no such file"
+    expected = f"none.jsonl: there is no such file (relative paths start in {Path.cwd()})"
+    assert mistake(arpo("train", "small.toml", "data.train=none.jsonl")) == expected
+    assert mistake(arpo("eval", "small.toml", "data.test=none.jsonl")) == expected
+
+
+def test_a_folder_that_may_not_be_read_is_named(arpo: Arpo, monkeypatch: pytest.MonkeyPatch) -> None:
+    def locked(*_: object) -> None:
+        raise PermissionError(13, "Permission denied", "locked/run")
+
+    monkeypatch.setattr("arpo.runlog.refuse_used", locked)
+    assert mistake(arpo("train", "small.toml")) == "locked/run: Permission denied"
+
+
+def test_resuming_a_finished_run_says_that_there_is_nothing_to_do(arpo: Arpo) -> None:
+    assert arpo("train", "small.toml", "train.steps=1").code == 0
+    outcome = arpo("train", "small.toml", "train.steps=1", "--resume")
+    assert outcome.out.splitlines()[0] == "Nothing to do: the run is at step 1, train.steps is 1."
     assert not Path("run").exists()
 
 
@@ -418,5 +434,5 @@ def test_ctrl_c_says_how_to_go_on(arpo: Arpo, monkeypatch: pytest.MonkeyPatch) -
     outcome = arpo("train", "small.toml")
     assert (outcome.code, outcome.err) == (
         130,
-        "stopped; what was trained is saved in run, go on with --resume\nstopped\n",
+        "stopped; what was trained is saved in run, go on with --resume\n",
     )

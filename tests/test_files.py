@@ -79,11 +79,11 @@ def test_a_byte_order_mark_is_no_problem(tmp_path: Path) -> None:
 
 def test_a_missing_file(tmp_path: Path) -> None:
     path = str(tmp_path / "none.jsonl")
-    assert complaint(path) == f"{path}: there is no such file"
+    assert complaint(path) == f"{path}: there is no such file (relative paths start in {Path.cwd()})"
 
 
 def test_a_directory(tmp_path: Path) -> None:
-    assert complaint(str(tmp_path)).startswith(f"{tmp_path}: cannot be read as UTF-8 text: ")
+    assert complaint(str(tmp_path)) == f"{tmp_path}: is a directory, expected a file of JSON lines"
 
 
 def test_a_file_that_is_not_utf8(tmp_path: Path) -> None:

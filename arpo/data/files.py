@@ -14,9 +14,8 @@ SHOWN = 10  # problems listed before "and N more"
 def load_tasks(path: str, question: str, answer: str) -> tuple[Task, ...]:
     """Tasks from `path`. `question` and `answer` name the columns; an answer is a text, a number or a list of them."""
     try:
-        lines = (
-            Path(path).expanduser().read_text(encoding="utf-8-sig").split("\n")
-        )  # JSON text may hold other line separators
+        text = Path(path).expanduser().read_text(encoding="utf-8-sig")
+        lines = text.split("\n")  # not splitlines: JSON text may hold other line separators
     except FileNotFoundError:
         raise ArpoError(f"{path}: there is no such file (relative paths start in {Path.cwd()})") from None
     except IsADirectoryError:
