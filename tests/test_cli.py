@@ -265,6 +265,7 @@ def test_a_missing_data_file(arpo: Arpo) -> None:
     expected = f"none.jsonl: there is no such file (relative paths start in {Path.cwd()})"
     assert mistake(arpo("train", "small.toml", "data.train=none.jsonl")) == expected
     assert mistake(arpo("eval", "small.toml", "data.test=none.jsonl")) == expected
+    assert not Path("run").exists()
 
 
 def test_a_folder_that_may_not_be_read_is_named(arpo: Arpo, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,7 +280,6 @@ def test_resuming_a_finished_run_says_that_there_is_nothing_to_do(arpo: Arpo) ->
     assert arpo("train", "small.toml", "train.steps=1").code == 0
     outcome = arpo("train", "small.toml", "train.steps=1", "--resume")
     assert outcome.out.splitlines()[0] == "Nothing to do: the run is at step 1, train.steps is 1."
-    assert not Path("run").exists()
 
 
 def test_a_wrong_column(arpo: Arpo) -> None:
