@@ -77,7 +77,8 @@ def make_model(config: Config, bench: Bench, progress: Progress) -> tuple[Any, A
 
 def make_agent(config: Config, bench: Bench, model: Any, tokenizer: Any) -> Agent:
     """The agent that plays rollouts, over the local engine."""
-    engine = LocalEngine(model, tokenizer, rows=config.rollout.concurrency)
+    threaded = not all(tool.quick for tool in bench.tools.values())
+    engine = LocalEngine(model, tokenizer, rows=config.rollout.concurrency, threaded=threaded)
     fmt = make_format(config.rollout.format, [tool.spec for tool in bench.tools.values()])
     agent = Agent(engine, tokenizer, bench.tools, fmt, config.tools.result_tokens)
     for task in (*bench.train, *bench.test):

@@ -192,6 +192,13 @@ def test_cancelled_requests_free_their_rows(tiny_model: Any, tokenizer: Any) -> 
     assert completion.tokens == run(LocalEngine(tiny_model, tokenizer), ([5, 6], GREEDY))[0].tokens
 
 
+def test_with_and_without_a_thread_the_bits_are_the_same(tiny_model: Any, tokenizer: Any) -> None:
+    asked = [(p, SamplingParams(20, 1.0, seed=i)) for i, p in enumerate(prompts(20, seed=2))]
+    engines = (LocalEngine(tiny_model, tokenizer, rows=6, threaded=threaded) for threaded in (True, False))
+    with_thread, without = (run(engine, *asked) for engine in engines)
+    assert with_thread == without
+
+
 def test_timers_and_tools_go_on_while_the_model_computes(
     tiny_model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

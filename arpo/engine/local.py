@@ -58,9 +58,15 @@ class _Row:
 
 
 class LocalEngine:
-    """Engine over `model` (a Hugging Face causal LM) with room for `rows` sequences at a time."""
+    """Engine over `model` (a Hugging Face causal LM) with room for `rows` sequences at a time.
 
-    def __init__(self, model: Any, tokenizer: Any, *, rows: int = 128, prefill_tokens: int = 8192) -> None:
+    `threaded`: the model runs in a thread of its own, so that tools and timers go on meanwhile. Where no tool needs the
+    event loop, it may be left out: on small models a step on the spot is a third faster.
+    """
+
+    def __init__(
+        self, model: Any, tokenizer: Any, *, rows: int = 128, prefill_tokens: int = 8192, threaded: bool = True
+    ) -> None:
         _check_supported(model.config)
         self._model, self._tokenizer = model, tokenizer
         self._device = next(model.parameters()).device
@@ -68,7 +74,7 @@ class LocalEngine:
         self._rows = [_Row() for _ in range(rows)]
         self._active = 0  # rows [0, active) are being decoded
         self._waiting: deque[_Request] = deque()
-        self._computing = False
+        self._computing, self._threaded = False, threaded
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="arpo-engine")
         self._driver: asyncio.Task[None] | None = None
         self._prefill_tokens = prefill_tokens
@@ -114,18 +120,12 @@ class LocalEngine:
             self._release_if(lambda held: held is request)
 
     async def _drive(self) -> None:
-        """The only task that touches rows and pool. The model runs in a thread: tools and timers go on meanwhile."""
-        loop = asyncio.get_running_loop()
+        """The only task that touches rows and pool."""
         try:
             while self._waiting or self._active:
                 await asyncio.sleep(0)  # whoever can run now joins this step
                 first = self._admit()
-                self._computing = True
-                try:
-                    drawn = await loop.run_in_executor(self._worker, self._compute, first)
-                finally:
-                    self._computing = False
-                self._take(*drawn)
+                self._take(*(await self._in_thread(first) if self._threaded else self._compute(first)))
         except Exception as error:
             for request in [*self._waiting, *(row.request for row in self._rows if row.request)]:
                 if not request.done.done():
@@ -133,6 +133,13 @@ class LocalEngine:
             self._waiting.clear()
             self._active = 0
             self._rows = [_Row() for _ in self._rows]
+
+    async def _in_thread(self, first: int) -> tuple[list[int], list[float], list[float]]:
+        self._computing = True
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._worker, self._compute, first)
+        finally:
+            self._computing = False
 
     def _admit(self) -> int:
         """Give rows to waiting requests, in order; returns the first of these rows, whose prefixes are to be computed.

@@ -55,6 +55,7 @@ class Tool:
     timeout: float = 10.0
     retries: int = 2
     max_chars: int = 20_000
+    quick: bool = False  # never waits: called on the event loop itself
 
 
 @overload
@@ -79,7 +80,7 @@ def tool(
     """
 
     def make(function: Callable[..., Any]) -> Tool:
-        return Tool(_spec(function), _coroutine(function, quick), timeout, retries, max_chars)
+        return Tool(_spec(function), _coroutine(function, quick), timeout, retries, max_chars, quick)
 
     return make if function is None else make(function)
 
