@@ -60,7 +60,7 @@ def batches_of(fill: Callable[[], list[Row]], batch_tokens: int, rng: random.Ran
 
 
 def _optimisers(model: Any, lr: float) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the layers (twice as fast here as AdamW alone), AdamW for the rest."""
+    """Muon for the matrices of the layers, where it learns faster here than AdamW; AdamW for the rest."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     rest = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     return [
