@@ -6,24 +6,29 @@ import asyncio
 import contextlib
 import signal
 import sys
+from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import typer
 
 from arpo.config import load_config
-from arpo.display import console, print_tree
+from arpo.display import console, print_tree, printable, progress_bar, tool_lines
 from arpo.settings import Config
 from arpo.types import ArpoError, Task, derive_seed
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Callable, Coroutine, Iterator
 
     from arpo.evaluate import Evaluation
+    from arpo.tools.base import Tool
+    from arpo.tools.call import Toolbox
 
 T = TypeVar("T")
 HELP = "Train language models that use tools, with ARPO. Start with `arpo demo`."
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=HELP)
+index_app = typer.Typer(no_args_is_help=True, help="Build and try the indexes that the search tool can look into.")
+app.add_typer(index_app, name="index")
 ConfigFile = Annotated[Path, typer.Argument(help="a TOML file with settings")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="settings as key=value, like train.steps=50")]
 
@@ -72,7 +77,8 @@ def evaluate(
     """Accuracy on held-out questions."""
     from arpo.train import open_session, test
 
-    _show_evaluation(_run(test(open_session(_config_of(target, overrides or [])))))
+    with closing(open_session(_config_of(target, overrides or []))) as session:
+        _show_evaluation(_run(test(session)), session.bench.tools)
 
 
 @app.command()
@@ -88,24 +94,26 @@ def rollout(
     from arpo.rollout import rollout as grow
     from arpo.train import need_test_questions, open_session
 
-    session = open_session(_config_of(target, overrides or []))
-    if ask is None and number >= len(session.bench.test) > 0:
-        raise ArpoError(f"--number {number}: there are {len(session.bench.test)} held-out questions, counted from 0")
-    if ask is None:
-        need_test_questions(session.bench)
-    try:
-        task = session.bench.test[number] if ask is None else Task("asked", ask, ("unknown",))
-    except ValueError as error:
-        raise ArpoError(f"--ask: {error}") from None
-    config = session.config
-    seed = derive_seed(config.seed, "show", number)
-    tree = _run(grow(session.agent, task, config.rollout, config.branching, seed))
-    print_tree(tree, [session.reward(task, tree, leaf) for leaf in tree.leaves])
-    shared = 1 - tree.unique_tokens / tree.total_tokens
-    console.print(
-        f"{len(tree.leaves)} paths, {tree.tool_calls} tool calls, {tree.branch_points} branch points, "
-        f"{shared:.0%} of tokens shared"
-    )
+    with closing(open_session(_config_of(target, overrides or []))) as session:
+        if ask is None and number >= len(session.bench.test) > 0:
+            raise ArpoError(
+                f"--number {number}: there are {len(session.bench.test)} held-out questions, counted from 0"
+            )
+        if ask is None:
+            need_test_questions(session.bench)
+        try:
+            task = held_out[number] if ask is None else Task("asked", ask, ("unknown",))
+        except ValueError as error:
+            raise ArpoError(f"--ask: {error}") from None
+        config = session.config
+        seed = derive_seed(config.seed, "show", number)
+        tree = _run(grow(session.agent, task, config.rollout, config.branching, seed))
+        print_tree(tree, [session.reward(task, tree, leaf) for leaf in tree.leaves])
+        shared = 1 - tree.unique_tokens / tree.total_tokens
+        console.print(
+            f"{len(tree.leaves)} paths, {tree.tool_calls} tool calls, {tree.branch_points} branch points, "
+            f"{shared:.0%} of tokens shared"
+        )
 
 
 @app.command()
@@ -126,6 +134,72 @@ def demo(seed: Annotated[int, typer.Option(min=0, help="decides all randomness o
     run_demo(seed, _run)
 
 
+@index_app.command(name="build")
+def build_index(
+    corpus: Annotated[Path, typer.Argument(help="passages: .jsonl, .json or .parquet; or triples: .tsv, .txt")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="the directory to make")],
+    dense: Annotated[
+        str | None, typer.Option(help="also embed the passages with this model (path or hub name)")
+    ] = None,
+    query_prefix: Annotated[str, typer.Option(help='what the model wants before a query (E5: "query: ")')] = "",
+    passage_prefix: Annotated[str, typer.Option(help='what it wants before a passage (E5: "passage: ")')] = "",
+    force: Annotated[bool, typer.Option(help="replace an index that is there")] = False,
+) -> None:
+    """Index the passages of CORPUS; tools.search can then name the directory."""
+    from arpo.tools.search import Embedder
+    from arpo.tools.search import build_index as build
+
+    embedder = None if dense is None else Embedder(dense, query_prefix, passage_prefix)
+    try:
+        with _stages() as progress:
+            about = build(corpus, output, embedder, force, progress)
+    except KeyboardInterrupt:  # typer would swallow it, and with it the message of `main`
+        raise asyncio.CancelledError from None
+    console.print(f"{about['passages']:,} passages with {about['words']:,} different words; the index is in {output}")
+
+
+@index_app.command(name="search")
+def search_index(
+    directory: Annotated[Path, typer.Argument(help="an index that `arpo index build` made")],
+    query: Annotated[str, typer.Argument(help="what to search for")],
+    number: Annotated[int, typer.Option("--number", "-n", min=1, help="results to show")] = 3,
+    mode: Annotated[Literal["bm25", "dense", "hybrid"], typer.Option(help="how to search")] = "bm25",
+) -> None:
+    """Show what the search tool finds in an index."""
+    from arpo.tools.search import index_search, open_index
+
+    tool = index_search(open_index(directory), number, mode)
+    console.print(printable(_run(_answer(tool, query))))
+
+
+async def _answer(tool: Tool, query: str) -> str:
+    from arpo.tools.base import ToolError
+
+    try:
+        return await tool.run(query=query)
+    except ToolError as error:
+        raise ArpoError(str(error)) from None
+
+
+@contextlib.contextmanager
+def _stages() -> Iterator[Callable[[str, float], None]]:
+    """Shows how far work has come that goes through stages: a bar on a terminal, some lines elsewhere."""
+    shown = ("", 0)
+    with progress_bar("", 100) as bar:
+
+        def progress(what: str, share: float) -> None:
+            nonlocal shown
+            now = (what, int(100 * share))
+            if now == shown:
+                return
+            shown = now
+            bar.update(bar.task_ids[0], description=what, completed=now[1])
+            if not console.is_terminal and now[1] % 25 == 0:
+                console.print(f"{what}: {now[1]}%")
+
+        yield progress
+
+
 def _config_of(target: Path, overrides: list[str]) -> Config:
     """The settings in a TOML file, or those of a run with its last checkpoint as the model."""
     from arpo.runlog import open_run
@@ -139,11 +213,13 @@ def _config_of(target: Path, overrides: list[str]) -> Config:
     return load_config(target / "config.json", [f"model.path={checkpoint[1] / 'model'}", *overrides])
 
 
-def _show_evaluation(result: Evaluation) -> None:
+def _show_evaluation(result: Evaluation, tools: Toolbox) -> None:
     console.print(f"accuracy {result.accuracy:.1%} over {len(result.trees)} questions")
     for kind, accuracy in result.by_kind().items():
         console.print(f"  {kind:<12} {accuracy:.1%}")
     console.print(f"right format {result.format_rate:.1%}, {result.tool_calls:.2f} tool calls per path")
+    for line in tool_lines(tools.stats()):
+        console.print(line)
 
 
 def _run(work: Coroutine[None, None, T]) -> T:

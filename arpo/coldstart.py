@@ -24,7 +24,8 @@ from arpo.data.world import World
 from arpo.imitate import Progress, batches_of, imitate, trace_rows
 from arpo.render import make_format
 from arpo.settings import Coldstart, Model
-from arpo.tools.base import Tool, call_tool
+from arpo.tools.base import Tool
+from arpo.tools.call import call_tool
 from arpo.trainer.checkpoint import save_pretrained
 from arpo.trainer.model import load_model
 from arpo.types import ArpoError, ToolCall

@@ -94,8 +94,12 @@ def _settings() -> dict[str, dict[str, Any]]:
     top = Config.model_json_schema()["properties"]
     for name, field in Config.model_fields.items():
         if isinstance(field.annotation, type) and hasattr(field.annotation, "model_json_schema"):
-            section = field.annotation.model_json_schema()["properties"]
-            found |= {f"{name}.{key}": schema for key, schema in section.items()}
+            section = field.annotation.model_json_schema()
+            for key, schema in section["properties"].items():
+                found[f"{name}.{key}"] = schema
+                if "$ref" in schema.get("items", {}):  # a list of tables: their settings too
+                    inner = section["$defs"][schema["items"]["$ref"].rpartition("/")[2]]["properties"]
+                    found |= {f"{name}.{key}.{sub}": described for sub, described in inner.items()}
         else:
             found[name] = top[name]
     return found
@@ -107,7 +111,9 @@ def _words(schema: Mapping[str, Any]) -> str:
     if "enum" in schema:
         return "one of " + ", ".join(_show(choice) for choice in schema["enum"])
     if schema["type"] == "array":
-        return 'list of texts, like ["search"]'
+        return "list of tables" if "$ref" in schema["items"] else 'list of texts, like ["search"]'
+    if schema["type"] == "object":
+        return 'table of texts, like {KEY = "value"}'
     kind = {"integer": "whole number", "string": "non-empty text", "boolean": "true or false", "null": '"none"'}
     bounds = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
     limits = " and ".join(f"{sign} {schema[bound]}" for bound, sign in bounds.items() if bound in schema)
@@ -162,11 +168,13 @@ def _check(layers: Layers, problems: list[str]) -> Config:
 
 
 def _problem(detail: Mapping[str, Any], layers: Layers, merged: Any) -> str | None:
-    path = tuple(part for part in detail["loc"] if isinstance(part, str))  # numbers are places in a list
-    key, value = ".".join(path), _lookup(merged, path)
+    path = detail["loc"] if detail["type"] == "extra_forbidden" else _setting_path(detail["loc"])
+    key, value = _key(path), _lookup(merged, path)
     source, given = _source(layers, path), _show(value)
     if detail["type"] == "conflict":
         return f"{_source(layers, path, detail['ctx']['other'])}: {key}: got {given}, expected {detail['msg']}"
+    if detail["type"] == "one_way":
+        return f"{source}: {key}: got {given}, expected {detail['msg']}"
     if detail["type"] == "default_factory_not_called":
         return None  # only says that another setting, which is reported itself, was wrong
     if detail["type"] == "extra_forbidden":
@@ -177,6 +185,16 @@ def _problem(detail: Mapping[str, Any], layers: Layers, merged: Any) -> str | No
     if "enum" in schema:
         return f"{source}: {key}: got {given}, expected {_choices(value, schema['enum'])}"
     return f"{source}: {key}: got {given}, expected {_words(schema)}"
+
+
+def _key(path: Sequence[str | int]) -> str:
+    return ".".join(part for part in path if isinstance(part, str))  # numbers are places in a list
+
+
+def _setting_path(path: tuple[str | int, ...]) -> tuple[str | int, ...]:
+    """The part of the path that names a setting: what is wrong inside a list is told of the whole list."""
+    starts = (path[:end] for end in range(len(path), 0, -1))
+    return next((part for part in starts if isinstance(part[-1], str) and _key(part) in _settings()), path)
 
 
 def _choices(given: Any, valid: Sequence[str]) -> str:
@@ -190,7 +208,7 @@ def _siblings(key: str) -> list[str]:
     prefix = key.rpartition(".")[0]
     if not prefix:
         return list(dict.fromkeys(name.partition(".")[0] for name in _settings()))
-    return [name for name in _settings() if name.startswith(prefix + ".")]
+    return [name for name in _settings() if name.rpartition(".")[0] == prefix]
 
 
 def _nearest_setting(key: str) -> str:
@@ -204,17 +222,18 @@ def _nearest_setting(key: str) -> str:
     return f"there are {', '.join(siblings)}"
 
 
-def _source(layers: Layers, *paths: Sequence[str]) -> str:
+def _source(layers: Layers, *paths: Sequence[str | int]) -> str:
     """Where the values at these paths come from, highest precedence first."""
     found = [[name for name, values in layers if _lookup(values, path) is not _ABSENT][:1] for path in paths]
     return " and ".join(name for name, _ in layers if [name] in found) or "defaults"
 
 
-def _lookup(values: Any, path: Sequence[str]) -> Any:
+def _lookup(values: Any, path: Sequence[str | int]) -> Any:
     for part in path:
-        if not isinstance(values, Mapping) or part not in values:
+        try:
+            values = values[part]
+        except (LookupError, TypeError):
             return _ABSENT
-        values = values[part]
     return values
 
 

@@ -15,9 +15,9 @@ from arpo.train import Run, open_run, test, train
 
 INTRODUCTION = """\
 A small language model must answer questions about a made-up world. It knows none of the facts: it has a search tool for
-the world's documents and a calculator. Its cold start taught it how to call them, from examples full of mistakes.
-Now ARPO lets it try each question along several paths, with more of them where it was unsure after a tool result, and
-makes what led to right answers likelier."""
+the world's documents and Python in a sandbox. Its cold start taught it how to call them, from examples full of
+mistakes. Now ARPO lets it try each question along several paths, with more of them where it was unsure after a tool
+result, and makes what led to right answers likelier."""
 
 
 def run_demo(seed: int, run_async: Callable[[Coroutine[Any, Any, Any]], Any]) -> None:

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 from rich.tree import Tree
 
+from arpo.tools.stats import ToolStats
 from arpo.types import Kind, Node, Reward, RolloutTree
 
 console = Console(highlight=False, soft_wrap=True, markup=False)
@@ -48,6 +49,18 @@ def step_line(step: int, m: Mapping[str, float]) -> str:
         f" {m['branches']:>8.0f} {m['entropy_start']:>15.2f} {m['entropy_after_tool']:>4.2f} {tokens:>21}"
         f" {m['rollout_seconds']:>16.1f} {m['tool_seconds']:>5.1f} {m['train_seconds']:>5.1f}{tested}"
     )
+
+
+def tool_lines(stats: Mapping[str, ToolStats]) -> list[str]:
+    """A small table of what each tool did; calls of tools that do not exist come last."""
+    head = f"{'tool':<20} {'calls':>7} {'cached':>7} {'model':>6} {'timeout':>8} {'infra':>6}   p50 s   p95 s"
+    rows = [
+        f"{printable(name) or '(no such tool)':<20} {s.calls:>7} {s.cached:>7} {s.model:>6} {s.timeout:>8} {s.infra:>6}"
+        f" {s.p50_seconds:>7.3f} {s.p95_seconds:>7.3f}"
+        for name, s in stats.items()
+        if s.calls
+    ]
+    return [head, *rows] if rows else []
 
 
 def printable(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import shutil
@@ -12,6 +13,11 @@ import torch
 import arpo
 from arpo.coldstart import cache_directory
 from arpo.types import ArpoError
+
+TIERS = {
+    "namespaces": "namespaces, Landlock and a list of system calls (the best tier)",
+    "landlock": "Landlock and a list of system calls (no namespaces here; no threads in the code)",
+}
 
 
 def report() -> list[tuple[str, bool, str]]:
@@ -24,7 +30,9 @@ def report() -> list[tuple[str, bool, str]]:
         ("cuda", *_cuda()),
         ("engine: local", True, "Hugging Face models in this process, exact entropies"),
         ("tool: search", *_search()),
-        ("tool: calculator", True, "arithmetic without executing code"),
+        ("tool: python", *_sandbox()),
+        ("tool: browse", *_needs("trafilatura", "web", "reads web pages")),
+        ("tools by MCP", *_needs("mcp", "mcp", "stdio and streamable HTTP")),
         ("model cache", *_writable(cache_directory())),
     ]
 
@@ -59,6 +67,22 @@ def _search() -> tuple[bool, str]:
     except (ImportError, ArpoError) as error:
         return False, str(error)
     return True, "BM25 over local documents"
+
+
+def _sandbox() -> tuple[bool, str]:
+    """Open a sandbox, which attacks itself, and say which tier held."""
+    try:
+        from arpo.tools.sandbox import Sandbox
+
+        with Sandbox() as sandbox:
+            return True, f"code is isolated by {TIERS[sandbox.tier or '']}; it withstood its own probes"
+    except (ImportError, ArpoError) as error:
+        return False, str(error)
+
+
+def _needs(module: str, extra: str, what: str) -> tuple[bool, str]:
+    found = importlib.util.find_spec(module) is not None
+    return found, what if found else f"not installed; pip install 'arpo[{extra}]'"
 
 
 def _writable(path: Path) -> tuple[bool, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
-from arpo.types import Fault, Kind, Node, Reward, RolloutTree
+from arpo.types import Fault, Kind, Node, Reward, RolloutTree, ToolResult, percentile
 
 
 def rollout_metrics(trees: Sequence[RolloutTree], rewards: Sequence[Sequence[Reward]]) -> dict[str, float]:
@@ -33,6 +33,23 @@ def rollout_metrics(trees: Sequence[RolloutTree], rewards: Sequence[Sequence[Rew
         "total_tokens": sum(tree.total_tokens for tree in trees),
         "tool_seconds": sum(node.seconds for node in tools),
     }
+
+
+def tool_metrics(trees: Sequence[RolloutTree]) -> dict[str, float]:
+    """Of every tool that ran: calls, those answered from the cache, failures by kind, how long the others took."""
+    results: dict[str, list[ToolResult]] = {}
+    for node in (node for tree in trees for node in tree.nodes):
+        if node.call is not None and node.result is not None and node.result.attempts > 0:
+            results.setdefault(node.call.name, []).append(node.result)
+    found: dict[str, float] = {}
+    for name, made in sorted(results.items()):
+        seconds = sorted(result.seconds for result in made if not result.cached)
+        found[f"tool.{name}.calls"] = len(made)
+        found[f"tool.{name}.cached"] = sum(result.cached for result in made)
+        found |= {f"tool.{name}.{fault}_faults": sum(result.fault is fault for result in made) for fault in Fault}
+        found[f"tool.{name}.p50_seconds"] = percentile(seconds, 0.50)
+        found[f"tool.{name}.p95_seconds"] = percentile(seconds, 0.95)
+    return found
 
 
 def _path_calls(tree: RolloutTree) -> int:

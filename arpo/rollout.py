@@ -20,7 +20,8 @@ from arpo.branching import decide
 from arpo.engine.base import Engine
 from arpo.render import CallFormat, encode_prompt, encode_result
 from arpo.settings import Branching, Rollout
-from arpo.tools.base import Tool, call_tool
+from arpo.tools.base import Tool
+from arpo.tools.call import call_tool
 from arpo.types import (
     ArpoError,
     Completion,

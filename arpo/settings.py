@@ -61,16 +61,63 @@ class World(_Section):
     difficulty: float = Field(default=0.5, ge=0, le=1, description="how flawed the traces are, how many hops are asked")
 
 
+class Mcp(_Section):
+    """One MCP server whose tools the model may call: a command to start, or a URL."""
+
+    command: Annotated[Text | None, _NoneWord] = Field(default=None, description="program that speaks MCP over stdio")
+    args: Names = Field(default=(), description="its arguments")
+    env: dict[str, str] = Field(default={}, description="environment variables it gets besides the usual ones")
+    url: Annotated[Text | None, _NoneWord] = Field(default=None, description="server that speaks streamable HTTP")
+    token_env: Annotated[Text | None, _NoneWord] = Field(
+        default=None, description="environment variable that holds the bearer token for the URL"
+    )
+    only: Names = Field(default=(), description="its tools that are used; empty: all")
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Mcp:
+        if (self.command is None) == (self.url is None):
+            raise PydanticCustomError("one_way", "either command or url")
+        return self
+
+
 class Tools(_Section):
     """What the model may call."""
 
-    enabled: Names = Field(default=("search", "calculator"), description="tools the model is told of")
-    corpus: Annotated[Text | None, _NoneWord] = Field(
-        default=None, description="JSON-lines documents for search; none: the world's if train is"
+    enabled: Names = Field(
+        default=("search", "python"),
+        description="tools the model is told of: search, python, browse; MCP tools are too",
+    )
+    search: Annotated[Text | None, _NoneWord] = Field(
+        default=None,
+        description="where search looks: a file of documents, an index folder, the URL of a /retrieve server, or "
+        "serper, tavily, brave; none: the world's documents",
+    )
+    search_mode: Literal["bm25", "dense", "hybrid"] = Field(
+        default="bm25", description="how an index folder is searched; dense and hybrid need one built with --dense"
     )
     search_results: int = Field(default=2, ge=1, description="documents in one search result")
     timeout: float = Field(default=10.0, gt=0, description="seconds one call may take")
     result_tokens: int = Field(default=512, ge=1, description="longer results are cut to this many tokens")
+    python_memory_mb: int = Field(default=512, ge=16, description="memory that one piece of code may use")
+    python_blocks: bool = Field(
+        default=False, description="wait for each piece of code on the spot: slower, but runs repeat exactly"
+    )
+    unsafe_no_isolation: bool = Field(
+        default=False, description="run model-written code with all your rights where it cannot be isolated"
+    )
+    browse_url: Annotated[Text | None, _NoneWord] = Field(
+        default=None, description="OpenAI-compatible endpoint that condenses pages; none: the best paragraphs are kept"
+    )
+    browse_model: Annotated[Text | None, _NoneWord] = Field(default=None, description="model asked at browse_url")
+    cache: Annotated[Text | None, _NoneWord] = Field(
+        default=None, description="file that keeps tools' answers for all runs that name it; none: nothing is kept"
+    )
+    cache_mode: Literal["on", "record", "replay"] = Field(
+        default="on", description="use and fill the cache, make every call anew, or make none: offline and repeatable"
+    )
+    mcp: Annotated[tuple[Mcp, ...], Field(strict=False)] = Field(
+        default=(), description="MCP servers, one [[tools.mcp]] table each"
+    )
 
 
 class Rollout(_Section):
@@ -113,7 +160,7 @@ class Rewards(_Section):
 
     accuracy: Literal["f1", "em", "number"] = Field(default="f1", description="how an answer is compared")
     bonus: float = Field(default=0.1, ge=0, description="added to a right answer that used all of bonus_tools")
-    bonus_tools: Names = Field(default=("search", "calculator"), description="tools that earn it only together")
+    bonus_tools: Names = Field(default=("search", "python"), description="tools that earn it only together")
 
 
 class Advantage(_Section):

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+import atexit
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from arpo.coldstart import coldstart
 from arpo.data.files import load_tasks
@@ -12,12 +17,25 @@ from arpo.data.world import World, make_world
 from arpo.engine.local import LocalEngine
 from arpo.render import make_format
 from arpo.rollout import Agent
-from arpo.settings import Config, Model
+from arpo.settings import Config, Mcp, Model
 from arpo.tools.base import Tool
-from arpo.tools.calculator import calculator
-from arpo.tools.search import build_search, load_documents
+from arpo.tools.cache import ToolCache
+from arpo.tools.call import Toolbox
+from arpo.tools.search import (
+    PROVIDERS,
+    build_search,
+    http_search,
+    index_search,
+    load_documents,
+    open_index,
+    web_search,
+)
 from arpo.trainer.model import load_model
 from arpo.types import ArpoError, Task
+
+if TYPE_CHECKING:
+    from arpo.tools.mcp import McpServer
+    from arpo.tools.sandbox import Sandbox
 
 Progress = Callable[[int, int, float], None]
 
@@ -28,7 +46,7 @@ class Bench:
 
     train: tuple[Task, ...]
     test: tuple[Task, ...]
-    tools: Mapping[str, Tool]
+    tools: Toolbox
     world: World
 
 
@@ -42,27 +60,101 @@ def make_bench(config: Config) -> Bench:
     return Bench(train, test, make_tools(config, world), world)
 
 
-def make_tools(config: Config, world: World) -> dict[str, Tool]:
-    """The tools that the config enables, by name."""
+def make_tools(config: Config, world: World) -> Toolbox:
+    """The tools that the config enables, ready to be called; close them when done."""
     settings = config.tools
-    known = world_tools(config, world)
-    for key, names in (("tools.enabled", settings.enabled), ("reward.bonus_tools", config.reward.bonus_tools)):
-        wrong = [name for name in names if name not in known]
-        if wrong:
-            raise ArpoError(f"{key}: there is no tool {wrong[0]!r}; there are: {', '.join(known)}")
-    if config.reward.bonus and set(config.reward.bonus_tools) - set(settings.enabled):
-        missing = ", ".join(sorted(set(config.reward.bonus_tools) - set(settings.enabled)))
-        raise ArpoError(f"reward.bonus_tools: {missing} is not in tools.enabled, so the bonus could never be earned")
-    if "search" in settings.enabled and settings.corpus is None and config.data.train != "world":
-        raise ArpoError("tools.corpus: search needs documents (JSON lines) when data.train is a file")
-    if settings.corpus is not None:
-        known["search"] = build_search(load_documents(settings.corpus), settings.search_results)
-    return {name: replace(known[name], timeout=settings.timeout) for name in settings.enabled}
+    wrong = [name for name in settings.enabled if name not in BUILT_IN]
+    if wrong:
+        raise ArpoError(f"tools.enabled: there is no tool {wrong[0]!r}; there are: {', '.join(BUILT_IN)}")
+    with ExitStack() as opened:
+        tools = [BUILT_IN[name](config, world) for name in settings.enabled]
+        for server in settings.mcp:
+            tools += opened.enter_context(_connect(server, settings.timeout)).tools
+        box = Toolbox(tools, ToolCache(settings.cache, settings.cache_mode) if settings.cache else None)
+        missing = sorted(set(config.reward.bonus_tools) - set(box))
+        if config.reward.bonus and missing:
+            names = ", ".join(missing)
+            raise ArpoError(f"reward.bonus_tools: {names} is not among the tools, so the bonus could never be earned")
+        opened.pop_all()  # from here on the box closes them
+        return box
 
 
 def world_tools(config: Config, world: World) -> dict[str, Tool]:
-    """All that a world's questions need: search in its documents, and a calculator."""
-    return {"search": build_search(world.documents, config.tools.search_results), "calculator": calculator}
+    """All that a world's questions need: search in its documents, and Python, one call at a time."""
+    found = config.tools.search_results
+    return {"search": build_search(world.documents, found), "python": _python(config, world, blocking=True)}
+
+
+def _search(config: Config, world: World) -> Tool:
+    settings, source = config.tools, config.tools.search
+    results, tokens = settings.search_results, settings.result_tokens
+    if source is None:
+        if config.data.train != "world":
+            raise ArpoError("tools.search: search needs somewhere to look when data.train is a file")
+        return build_search(world.documents, results, tokens)
+    if source in PROVIDERS:
+        return web_search(source, results, tokens, timeout=settings.timeout)
+    if source.startswith(("http://", "https://")):
+        return http_search(source, results, tokens, timeout=settings.timeout)
+    if Path(source).expanduser().is_dir():
+        return index_search(open_index(source), results, settings.search_mode, tokens)
+    return build_search(load_documents(source), results, tokens)
+
+
+def _python(config: Config, world: World, blocking: bool | None = None) -> Tool:
+    from arpo.tools.python import build_python
+
+    settings = config.tools
+    sandbox = open_sandbox(settings.python_memory_mb, settings.unsafe_no_isolation)
+    blocking = settings.python_blocks if blocking is None else blocking
+    return build_python(sandbox, settings.timeout, settings.result_tokens, blocking)
+
+
+@cache
+def open_sandbox(memory_mb: int, unsafe_no_isolation: bool) -> Sandbox:
+    """The sandbox of this process, which all that runs code in it share; closed at exit."""
+    from arpo.tools.sandbox import Sandbox
+
+    sandbox = Sandbox(memory_mb=memory_mb, unsafe_no_isolation=unsafe_no_isolation)
+    sandbox.start()
+    atexit.register(sandbox.close)
+    return sandbox
+
+
+def _browse(config: Config, world: World) -> Tool:
+    from arpo.tools.browse import build_browse, openai_condenser
+
+    settings = config.tools
+    if (settings.browse_url is None) != (settings.browse_model is None):
+        raise ArpoError("tools.browse_url and tools.browse_model go together; give both or neither")
+    condenser = None
+    if settings.browse_url is not None and settings.browse_model is not None:
+        condenser = openai_condenser(settings.browse_url, settings.browse_model)
+    return build_browse(max_tokens=settings.result_tokens, timeout=settings.timeout, condense=condenser)
+
+
+def _connect(server: Mcp, timeout: float) -> McpServer:
+    from arpo.tools.mcp import connect_mcp
+
+    headers = None
+    if server.token_env is not None:
+        if server.token_env not in os.environ:
+            raise ArpoError(f"tools.mcp: the environment variable {server.token_env} is not set")
+        headers = {"Authorization": f"Bearer {os.environ[server.token_env]}"}
+    return connect_mcp(
+        name=" ".join(filter(None, [server.url or server.command, *server.args[:1]])),
+        command=server.command,
+        args=server.args,
+        env=server.env,
+        url=server.url,
+        headers=headers,
+        only=server.only,
+        timeout=timeout,
+    )
+
+
+BUILT_IN: dict[str, Callable[[Config, World], Tool]] = {"search": _search, "python": _python, "browse": _browse}
+"""The tools that `tools.enabled` can name."""
 
 
 def make_model(config: Config, bench: Bench, progress: Progress) -> tuple[Any, Any]:

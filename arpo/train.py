@@ -20,7 +20,7 @@ from arpo.advantage import credit
 from arpo.config import differences
 from arpo.display import HEADER, console, progress_bar, step_line
 from arpo.evaluate import Evaluation, evaluate
-from arpo.metrics import rollout_metrics
+from arpo.metrics import rollout_metrics, tool_metrics
 from arpo.rewards import RewardFn, make_reward
 from arpo.rollout import Agent, rollouts
 from arpo.runlog import RunLog
@@ -42,6 +42,10 @@ class Session:
     model: Any
     agent: Agent
     reward: RewardFn
+
+    def close(self) -> None:
+        """Let go of what the tools hold: servers, connections, stored answers."""
+        self.bench.tools.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +80,12 @@ def open_session(config: Config, bench: Bench | None = None) -> Session:
 @contextmanager
 def open_run(config: Config, resume: bool = False) -> Iterator[Run]:
     """A new run in `run.dir`, or one that goes on there from its last checkpoint. Holds the directory until left."""
-    bench = make_bench(config)
-    if config.eval.every:
-        need_test_questions(bench)
     directory = Path(config.run.dir).expanduser()
     with ExitStack() as stack:
+        bench = make_bench(config)
+        stack.callback(bench.tools.close)
+        if config.eval.every:
+            need_test_questions(bench)
         log = stack.enter_context(_resume_log(directory, config)) if resume else None
         if log is None:
             runlog.refuse_used(directory)
@@ -158,7 +163,8 @@ def learn_step(run: Run, step: int, trees: Sequence[RolloutTree]) -> dict[str, f
     if config.run.save_trees:
         run.log.write_trees(step, trees, rewards, credits)
     learnt = run.trainer.update(trees, credits)
-    return {**rollout_metrics(trees, rewards), **learnt, "train_seconds": time.monotonic() - started}
+    sampled = {**rollout_metrics(trees, rewards), **tool_metrics(trees)}
+    return {**sampled, **learnt, "train_seconds": time.monotonic() - started}
 
 
 @contextmanager

@@ -10,8 +10,9 @@ nothing here is filled in later.
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -135,13 +136,16 @@ class ToolCall:
 class ToolResult:
     """What came back: always text that the model can read, whatever happened. `fault` is None on success.
 
-    `attempts` is 0 when nothing was run: the call was malformed, unknown or had the wrong arguments.
+    `seconds` is without waiting for a free slot of the tool. `attempts` is 0 when nothing was run: the call was
+    malformed, unknown or had the wrong arguments. It is 1 for a `cached` result, one that an earlier or simultaneous
+    identical call had got already: for the path that is a call like any other.
     """
 
     text: str
     fault: Fault | None = None
     seconds: float = 0.0
     attempts: int = 1
+    cached: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +233,7 @@ class RolloutTree:
 
     @property
     def tool_calls(self) -> int:
-        """Calls really made: one on a shared prefix counts once, one too malformed to run counts not at all."""
+        """Calls made, cached ones too: one on a shared prefix counts once, one too malformed to run not at all."""
         return sum(node.result is not None and node.result.attempts > 0 for node in self.nodes)
 
     @property
@@ -293,6 +297,11 @@ class PathBatch:
 def derive_seed(*parts: int | str) -> int:
     """A seed made of a run's seed and what it is for: `derive_seed(0, "rollout", step, task.id)`. No state to save."""
     return random.Random(" ".join(map(str, parts))).getrandbits(63)
+
+
+def percentile(ordered: Sequence[float], share: float) -> float:
+    """The smallest of the ordered values that at least this share of them do not exceed; 0 of none."""
+    return ordered[math.ceil(share * len(ordered)) - 1] if ordered else 0.0
 
 
 def _same_length(tokens: tuple[int, ...], logprobs: tuple[float, ...], entropies: tuple[float, ...]) -> None:

@@ -45,8 +45,7 @@ ROWS = (
     ("cli",),
 )
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
-FREE_INSIDE = ("engine", "rewards", "data", "trainer")  # their modules may import each other
-ONLY_BASE_INSIDE = ("tools",)  # their modules may import `base` of the same subpackage
+FREE_INSIDE = ("engine", "tools", "rewards", "data", "trainer")  # their modules may import each other
 HEAVY = ("torch", "transformers", "tokenizers", "safetensors")
 LIGHT = (
     "types",
@@ -101,7 +100,7 @@ def forbidden_imports(module: str, source: str) -> list[str]:
 def _allowed(own: str, name: str) -> bool:
     other = part(name)
     if own == other:
-        return own in FREE_INSIDE or (own in ONLY_BASE_INSIDE and name == f"arpo.{own}.base")
+        return own in FREE_INSIDE
     return ROW_OF[other] < ROW_OF[own]
 
 
@@ -216,7 +215,7 @@ def test_the_import_check_finds_what_goes_up_or_sideways() -> None:
 
 def test_the_import_check_knows_what_a_subpackage_may_do_inside() -> None:
     inside = "import arpo.tools.base\nfrom arpo.tools import search\nimport arpo.engine.base\n"
-    assert forbidden_imports("arpo.tools.calculator", inside) == ["arpo.tools.search", "arpo.engine.base"]
+    assert forbidden_imports("arpo.tools.python", inside) == ["arpo.engine.base"]
     assert forbidden_imports("arpo.engine.local", inside) == ["arpo.tools.base", "arpo.tools.search"]
     assert forbidden_imports("arpo.rollout", inside) == []
 

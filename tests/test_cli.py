@@ -139,12 +139,14 @@ def test_doctor_says_what_is_here(arpo: Arpo, tmp_path: Path) -> None:
         "cuda",
         "engine: local",
         "tool: search",
-        "tool: calculator",
+        "tool: python",
+        "tool: browse",
+        "tools by MCP",
         "model cache",
     ]
     assert torch.__version__ in rows["torch"]
     assert rows["tool: search"].startswith("ok ")
-    assert rows["tool: calculator"].startswith("ok ")
+    assert rows["tool: python"].startswith("ok ") and "withstood" in rows["tool: python"]
     assert str(tmp_path / "cache") in rows["model cache"]
 
 
@@ -182,7 +184,11 @@ def test_eval_of_a_run_and_of_a_file(arpo: Arpo, trained: Path) -> None:
         assert outcome.code == 0
         lines = outcome.out.splitlines()
         assert lines[0] == "accuracy 0.0% over 4 questions"
-        assert lines[-1].startswith("right format ") and lines[-1].endswith(" tool calls per path")
+        told = [line for line in lines if line.startswith("right format ")]
+        assert len(told) == 1 and told[0].endswith(" tool calls per path")
+        assert lines[-1].split()[0] in ("search", "python", "(no") and lines[lines.index(told[0]) + 1].startswith(
+            "tool "
+        )
     assert not Path("run").exists()
 
 
@@ -208,7 +214,7 @@ def test_questions_and_documents_of_ones_own(arpo: Arpo) -> None:
     write_questions("mine.jsonl", {"q": "Who leads Kip Salt?", "gold": ["Ada Lom", "A. Lom"]}, {"q": "1+1?", "gold": 2})
     Path("docs.jsonl").write_text('{"title": "Kip Salt", "text": "Ada Lom leads it."}\n')
     own = ("data.train=mine.jsonl", "data.test=mine.jsonl", "data.question=q", "data.answer=gold")
-    outcome = arpo("eval", "small.toml", *own, "tools.corpus=docs.jsonl")
+    outcome = arpo("eval", "small.toml", *own, "tools.search=docs.jsonl")
     assert (outcome.code, outcome.out.splitlines()[0]) == (0, "accuracy 0.0% over 2 questions")
 
 
@@ -297,21 +303,21 @@ def test_an_empty_dataset(arpo: Arpo) -> None:
 
 def test_an_unknown_tool(arpo: Arpo) -> None:
     message = mistake(arpo("train", "small.toml", 'tools.enabled=["search", "browser"]'))
-    assert message == "tools.enabled: there is no tool 'browser'; there are: search, calculator"
-    message = mistake(arpo("train", "small.toml", 'reward.bonus_tools=["python"]'))
-    assert message == "reward.bonus_tools: there is no tool 'python'; there are: search, calculator"
+    assert message == "tools.enabled: there is no tool 'browser'; there are: search, python, browse"
+    message = mistake(arpo("train", "small.toml", "reward.bonus=0.1", 'reward.bonus_tools=["search", "browse"]'))
+    assert message == "reward.bonus_tools: browse is not among the tools, so the bonus could never be earned"
 
 
 def test_a_corpus_that_is_missing_or_bad(arpo: Arpo) -> None:
-    assert mistake(arpo("train", "small.toml", "tools.corpus=none.jsonl")) == (
+    assert mistake(arpo("train", "small.toml", "tools.search=none.jsonl")) == (
         "cannot read the documents in none.jsonl: No such file or directory"
     )
     Path("bad.jsonl").write_text('{"text": "fine"}\n{"body": "no text"}\n')
-    assert mistake(arpo("train", "small.toml", "tools.corpus=bad.jsonl")) == (
-        "bad.jsonl, line 2: expected a non-empty string under `text`"
+    assert mistake(arpo("train", "small.toml", "tools.search=bad.jsonl")) == (
+        "bad.jsonl, line 2: expected a non-empty string under `text` (or `contents`)"
     )
     Path("empty.jsonl").touch()
-    assert mistake(arpo("train", "small.toml", "tools.corpus=empty.jsonl")).startswith("empty.jsonl holds no documents")
+    assert mistake(arpo("train", "small.toml", "tools.search=empty.jsonl")).startswith("empty.jsonl holds no documents")
 
 
 def test_a_prompt_longer_than_the_context(arpo: Arpo) -> None:

@@ -10,6 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from arpo.config import Config, config_from_resolved, differences, load_config, presets, settings_table
+from arpo.settings import Mcp
 from arpo.types import ArpoError
 
 
@@ -30,7 +31,7 @@ def test_without_anything_the_defaults_of_the_paper_hold() -> None:
     assert config == Config()
     assert (config.rollout.leaves, config.rollout.initial) == (16, 8)
     assert (config.branching.alpha, config.branching.beta, config.branching.tau) == (0.5, 0.2, 0.5)
-    assert config.tools.enabled == ("search", "calculator")
+    assert config.tools.enabled == ("search", "python")
 
 
 def test_precedence_is_defaults_preset_file_command_line(tmp_path: Path) -> None:
@@ -90,7 +91,7 @@ def test_override_values_are_toml_or_else_plain_text() -> None:
 
 
 def test_resolved_goes_through_json_and_back() -> None:
-    config = load_config(None, ["preset=grpo", "tools.corpus=docs.jsonl", "loss.dual_clip=none", "train.lr=3e-7"])
+    config = load_config(None, ["preset=grpo", "tools.search=docs.jsonl", "loss.dual_clip=none", "train.lr=3e-7"])
     text = json.dumps(config.resolved(), allow_nan=False)
     assert config_from_resolved(json.loads(text)) == config
 
@@ -207,7 +208,40 @@ def test_settings_table_has_every_setting_once_and_described() -> None:
     flat = [
         f"{s}.{k}" if k else s for s, v in Config().resolved().items() for k in (v if isinstance(v, dict) else [""])
     ]
-    assert keys == flat
+    assert [key for key in keys if not key.startswith("tools.mcp.")] == flat
+    assert {f"tools.mcp.{key}" for key in Mcp.model_fields} == {key for key in keys if key.startswith("tools.mcp.")}
     assert all(description and "\n" not in description for *_, description in table)
     assert ("rollout.leaves", "whole number >= 1", "16", "M: paths per question") in table
-    assert [row[2] for row in table if row[0] in ("rollout.initial", "tools.corpus")] == ['"none"', "unset"]
+    assert [row[2] for row in table if row[0] in ("rollout.initial", "tools.search")] == ['"none"', "unset"]
+
+
+@pytest.mark.parametrize(
+    ("toml", "message"),
+    [
+        (
+            '[[tools.mcp]]\ncommand = "a"\nurl = "b"',
+            'tools.mcp: got [{"command": "a", "url": "b"}], expected either command',
+        ),
+        (
+            '[[tools.mcp]]\nurl = "a"\n[[tools.mcp]]\ncomand = "b"',
+            'tools.mcp.comand: got "b", but there is no such setting',
+        ),
+        ("[[tools.mcp]]\ncommand = 3", 'tools.mcp.command: got 3, expected non-empty text or "none"'),
+        ('[[tools.mcp]]\ncommand = "a"\nenv = {A = 3}', 'tools.mcp.env: got {"A": 3}, expected table of texts'),
+        ('[[tools.mcp]]\ncommand = "a"\nargs = [1]', "tools.mcp.args: got [1], expected list of texts"),
+        ('[tools.mcp]\ncommand = "a"', 'tools.mcp: got {"command": "a"}, expected list of tables'),
+    ],
+)
+def test_mistakes_in_a_list_of_tables_are_named(tmp_path: Path, toml: str, message: str) -> None:
+    (tmp_path / "run.toml").write_text(toml)
+    with pytest.raises(ArpoError) as error:
+        load_config(tmp_path / "run.toml")
+    assert message in str(error.value)
+
+
+def test_mcp_servers_are_tables(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(
+        '[[tools.mcp]]\ncommand = "node"\nargs = ["a.js"]\n[[tools.mcp]]\nurl = "http://b"'
+    )
+    servers = load_config(tmp_path / "run.toml").tools.mcp
+    assert servers == (Mcp(command="node", args=("a.js",)), Mcp(url="http://b"))

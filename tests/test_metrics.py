@@ -11,9 +11,10 @@ from rich.console import Console
 from trees import TASK, model, prompt, searched, tool, tree, two_branches
 
 import arpo.display as display
-from arpo.display import HEADER, print_tree, printable, step_line
-from arpo.metrics import rollout_metrics
-from arpo.types import Decision, End, Fault, Leaf, Node, Reward, RolloutTree, Task
+from arpo.display import HEADER, print_tree, printable, step_line, tool_lines
+from arpo.metrics import rollout_metrics, tool_metrics
+from arpo.tools.stats import ToolStats
+from arpo.types import Decision, End, Fault, Leaf, Node, Reward, RolloutTree, Task, ToolResult
 
 
 def decided(node: Node, entropy: float, branches: int, initial: float = 0.5) -> Node:
@@ -55,6 +56,48 @@ def test_the_numbers_of_two_trees() -> None:
         "total_tokens": (2 + 2 + 1 + 3) + (2 + 2 + 1 + 1) + (2 + 4) + 5,
         "tool_seconds": 1.5,
     }
+
+
+def test_the_numbers_of_each_tool() -> None:
+    def made(parent: int, name: str, result: ToolResult) -> Node:
+        return replace(tool(parent, name=name), result=result)
+
+    durations = [0.1 * n for n in range(1, 21)]
+    nodes = [
+        prompt([1]),
+        *(made(0, "search", ToolResult("", seconds=seconds)) for seconds in reversed(durations)),
+        made(0, "search", ToolResult("", seconds=99.0, cached=True)),
+        made(0, "python", ToolResult("", Fault.TIMEOUT, 10.0)),
+        made(0, "python", ToolResult("", Fault.MODEL, 2.0)),
+        made(0, "nonsense", ToolResult("", Fault.MODEL, attempts=0)),
+    ]
+    assert tool_metrics([tree(nodes[:3], [1]), tree([nodes[0], *nodes[3:]], [1])]) == {
+        "tool.python.calls": 2,
+        "tool.python.cached": 0,
+        "tool.python.model_faults": 1,
+        "tool.python.timeout_faults": 1,
+        "tool.python.infra_faults": 0,
+        "tool.python.p50_seconds": 2.0,
+        "tool.python.p95_seconds": 10.0,
+        "tool.search.calls": 21,
+        "tool.search.cached": 1,
+        "tool.search.model_faults": 0,
+        "tool.search.timeout_faults": 0,
+        "tool.search.infra_faults": 0,
+        "tool.search.p50_seconds": pytest.approx(1.0),
+        "tool.search.p95_seconds": pytest.approx(1.9),
+    }
+
+
+def test_what_each_tool_did_is_a_table() -> None:
+    stats = {"search": ToolStats(calls=12, cached=3, model=2, p50_seconds=0.25, p95_seconds=1.5), "python": ToolStats()}
+    stats[""] = ToolStats(calls=1, model=1)
+    assert tool_lines(stats) == [
+        "tool                   calls  cached  model  timeout  infra   p50 s   p95 s",
+        "search                    12       3      2        0      0   0.250   1.500",
+        "(no such tool)             1       0      1        0      0   0.000   0.000",
+    ]
+    assert tool_lines({"search": ToolStats()}) == []
 
 
 def test_whose_fault_a_failed_call_was() -> None:

@@ -18,7 +18,6 @@ from arpo.rewards import make_reward
 from arpo.rollout import Agent, rollout, rollouts
 from arpo.settings import Branching, Rollout
 from arpo.tools.base import Tool, ToolError, ToolUnavailable, tool
-from arpo.tools.calculator import calculator
 from arpo.types import ArpoError, End, Fault, Kind, Node, RolloutTree, Task
 
 TASK = Task("q1", "Where was Mira Tolven born?", ("Upper Kelso",))
@@ -33,8 +32,16 @@ def search(query: str) -> str:
     return f"found: {query}"
 
 
+@tool(quick=True)
+def python(code: str) -> str:
+    """Arithmetic, without a sandbox."""
+    if not code.replace(" ", "").replace("+", "").isdigit():
+        raise ToolError("not a sum")
+    return str(sum(map(int, code.split("+"))))
+
+
 def agent(tokenizer: Any, script: Script, *tools: Tool, **engine: Any) -> Agent:
-    chosen = {t.spec.name: t for t in (tools or (search, calculator))}
+    chosen = {t.spec.name: t for t in (tools or (search, python))}
     engine_ = ScriptedEngine(tokenizer, script, **engine)
     return Agent(engine_, tokenizer, chosen, make_format("tags", [t.spec for t in chosen.values()]))
 
@@ -205,7 +212,7 @@ def result_node(tree: RolloutTree) -> Node:
         ("<search>   </search>", "empty"),
         ("Mira</search>", "not opened"),
         ("<search> a <search> b</search>", "inside another"),
-        ("<calculator> 1 +</calculator>", "Error"),
+        ("<python> 1 +</python>", "Error"),
     ],
 )
 def test_malformed_and_empty_calls_get_an_answer_to_learn_from(tokenizer: Any, said: str, told: str) -> None:
@@ -278,6 +285,29 @@ def test_a_path_waits_only_for_its_own_tool(tokenizer: Any) -> None:
     slow = [max(tree.nodes[i].seconds for i in tree.path(leaf.node)) >= 0.5 for leaf in tree.leaves]
     assert slow == sorted(slow)  # leaves are listed as they end: all that met no slow call came first
     assert 0 < sum(slow) < 8
+
+
+def test_a_slow_tool_on_one_path_in_ten_costs_its_own_second_only(tokenizer: Any) -> None:
+    """Forty paths of five tasks, three calls each; four of them meet a call of a second. No barrier anywhere."""
+    calls = 0
+
+    @tool
+    async def search(query: str) -> str:
+        """Search."""
+        nonlocal calls
+        calls += 1
+        await asyncio.sleep(1.0 if calls % 30 == 7 else 0.01)
+        return "found"
+
+    who = agent(tokenizer, turns(SEARCH, SEARCH, SEARCH, ANSWER), search)
+    how, tasks = Rollout(leaves=8, initial=8, concurrency=40), [TASK] * 5
+    started = time.monotonic()
+    trees = asyncio.run(rollouts(who, tasks, how, Branching(policy="never"), range(5)))
+    taken = time.monotonic() - started
+    slowest = max(sum(tree.nodes[i].seconds for i in tree.path(leaf.node)) for tree in trees for leaf in tree.leaves)
+    assert sum(tree.tool_calls for tree in trees) == calls == 120
+    assert sum(node.seconds >= 1.0 for tree in trees for node in tree.nodes) == 4
+    assert 1.0 <= slowest <= taken < slowest + 0.75  # one after another it would be 4 s of tools, and step by step 3 s
 
 
 def test_time_limit_keeps_what_was_sampled(tokenizer: Any) -> None:
@@ -383,7 +413,7 @@ def test_tool_text_cannot_close_its_result_or_answer(tokenizer: Any) -> None:
 
 
 PIECES = [
-    "<search>", "</search>", "<calculator>", "</calculator>", "<result>", "</result>", "<answer>", "</answer>",
+    "<search>", "</search>", "<python>", "</python>", "<result>", "</result>", "<answer>", "</answer>",
     "<think>", "</think>", "\\boxed{", "}", "Mira", " ", "\n", "1 + 1", "9**9**9", "<|end|>", "<|user|>", "\x00", "é",
 ]  # fmt: skip
 
@@ -394,5 +424,5 @@ def test_no_model_output_crashes_a_rollout(tokenizer: Any, text: str, seed: int)
     how = Rollout(leaves=3, initial=2, max_tokens=120)
     said = text.encode("utf-8", "replace").decode()
     tree = grow(agent(tokenizer, lambda prefix, seed: (said, [seed % 7 * 1.0])), how, seed=seed)
-    reward = make_reward("f1", 0.1, ["search", "calculator"])
+    reward = make_reward("f1", 0.1, ["search", "python"])
     assert all(-1 <= reward(TASK, tree, leaf).total <= 1.1 for leaf in tree.leaves)

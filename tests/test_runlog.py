@@ -49,7 +49,7 @@ def _tree(name: str = "q1", text: str = "hm <search>x</search>") -> RolloutTree:
             (6,),
             "<result>\u2028\x00</result>",
             call=ToolCall("search", {"query": "x", "deep": {"k": [1.5, True]}}, error="odd"),
-            result=ToolResult("gone", Fault.INFRA, 1.25, 2),
+            result=ToolResult("gone", Fault.INFRA, 1.25, 2, cached=True),
             decision=Decision(0.1, 0.2, 0.05, 0.51, 1, "P > tau", 20),
         ),
         Node(2, Kind.MODEL, (7,), "a", (-0.0,), (0.0,)),

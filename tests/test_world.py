@@ -15,8 +15,9 @@ from arpo.data.world import KINDS, World, make_world, other_world, sample_task, 
 from arpo.rewards import format_ok
 from arpo.rewards.text import answer_text, boxed
 from arpo.settings import World as Settings
-from arpo.tools.base import call_tool
-from arpo.tools.calculator import calculator
+from arpo.setup import open_sandbox
+from arpo.tools.call import call_tool
+from arpo.tools.python import build_python
 from arpo.tools.search import build_search
 from arpo.types import Kind, Task, ToolCall
 
@@ -30,7 +31,10 @@ def small_world() -> World:
 
 
 def real_tools(world: World) -> CallFn:
-    tools = {"search": build_search(world.documents, results=2), "calculator": calculator}
+    tools = {
+        "search": build_search(world.documents, results=2),
+        "python": build_python(open_sandbox(512, False), blocking=True),
+    }
 
     def call(name: str, argument: str) -> str:
         result = asyncio.run(call_tool(tools, ToolCall(name, {tools[name].spec.main_argument: argument})))
@@ -224,7 +228,7 @@ def given_answer(trace: Trace) -> str:
 
 def calls_of(trace: Trace) -> list[tuple[str, str]]:
     """(tool, argument) of every call written in the trace."""
-    found = (re.search(r"<(search|calculator)> (.*)</\1>$", text) for kind, text in trace.segments)
+    found = (re.search(r"<(search|python)> (.*)</\1>$", text) for kind, text in trace.segments)
     return [(match[1], match[2]) for match in found if match]
 
 
@@ -262,7 +266,7 @@ def test_without_mistakes_the_plan_is_followed() -> None:
     for task in world.train:
         plan = task.meta["plan"]
         calls = calls_of(write_trace(task, call, rng, NO_MISTAKES))
-        assert [name for name, _ in calls] == ["search"] * len(plan["lookups"]) + ["calculator"] * ("operator" in plan)
+        assert [name for name, _ in calls] == ["search"] * len(plan["lookups"]) + ["python"] * ("operator" in plan)
         assert [a.partition(" of ")[0] for n, a in calls if n == "search"] == [r for r, _ in plan["lookups"]]
 
 
@@ -310,7 +314,7 @@ def test_each_mistake_is_the_one_it_is_named_after() -> None:
 
     assert calls("hop3", "stop_early") == ["search"]
     assert calls("sum", "in_the_head") == ["search", "search"]
-    assert calls("sum", "wrong_relation") == ["search"] * 4 + ["calculator"]
+    assert calls("sum", "wrong_relation") == ["search"] * 4 + ["python"]
     assert format_ok(text_of(write_trace(of_kind["hop1"], call, rng, one_mistake("no_box")))) == (
         False,
         "answer: no \\boxed{..}",

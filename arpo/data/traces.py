@@ -106,7 +106,7 @@ def _compute(writer: _Writer, values: list[str], plan: dict[str, list[str]], mis
     rng = writer.rng
     if rng.random() < mistakes.in_the_head:
         return rng.choice(plan["choices"]) if "choices" in plan else str(rng.randint(10, 199))
-    result = writer.use("Compute.", "calculator", f"{values[0]} {plan['operator']} {values[1]}")
+    result = writer.use("Compute.", "python", f"{values[0]} {plan['operator']} {values[1]}")
     return plan["choices"][result.startswith("-")] if "choices" in plan else result
 
 

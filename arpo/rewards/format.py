@@ -19,7 +19,7 @@ from itertools import groupby
 from arpo.rewards.text import answer_text, boxed
 from arpo.types import End, Kind, Leaf, RolloutTree
 
-_CALL_NAMES = ("search", "python", "browse", "calculator", "tool_call")
+_CALL_NAMES = ("search", "python", "browse", "tool_call")
 _CALL_TAG = re.compile(rf"<(/?)({'|'.join(_CALL_NAMES)})>")
 _RESULT_TAG = re.compile(r"<(/?)(result|tool_response)>")
 _THINK_TAG = re.compile(r"</?think>")

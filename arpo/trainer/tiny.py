@@ -14,9 +14,7 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-TAGS = tuple(
-    f"<{slash}{tag}>" for tag in ("think", "search", "calculator", "python", "result", "answer") for slash in ("", "/")
-)
+TAGS = tuple(f"<{slash}{tag}>" for tag in ("think", "search", "python", "result", "answer") for slash in ("", "/"))
 SPECIALS = ("<|pad|>", "<|end|>", "<|user|>", "<|assistant|>")
 CHAT_TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'user' %}<|user|> {{ m.content }}"

@@ -1,0 +1,121 @@
+"""The tool `browse`: fetch a URL and return its readable text.
+
+Promises: opens public web sites only, at the very addresses that were checked (`address`, `fetch`); reads each page in
+a process of its own that is killed when it takes too long (`reader`); whatever a page holds, the result is text of
+bounded length. What the model asked wrongly, a page that is not there or not readable included, is a `ToolError`; a
+server or network in trouble is `ToolUnavailable`.
+Does not cover: scripts, logins, PDF files; words in a page that are meant to steer the model, which come through.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+
+from arpo.tools.base import Tool, ToolError, ToolUnavailable, tool
+from arpo.tools.browse.address import Resolver, system_resolver
+from arpo.tools.browse.condense import CONDENSE_SECONDS, Condenser, openai_condenser
+from arpo.tools.browse.fetch import Fetcher, Page
+from arpo.tools.browse.reader import fit, shorten, whole
+from arpo.types import ArpoError
+
+__all__ = ["Condenser", "Resolver", "build_browse", "openai_condenser"]
+
+VERSION = "1"  # of how pages are read: another one, and stored answers are no longer used
+CONCURRENCY = 16
+CHARS_PER_TOKEN = 4
+MIN_TOKENS = 16
+CONDENSE_CHARS = 40_000  # of a page, shown to a condenser
+MAX_QUESTION_CHARS = 1000
+READ_SECONDS = 10.0
+_READER = Path(__file__).with_name("reader.py")
+_KEPT_ENVIRONMENT = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LANG", "LC_ALL")  # no keys, no passwords
+
+
+def build_browse(
+    *,
+    max_tokens: int = 1024,
+    timeout: float = 20.0,
+    max_bytes: int = 5_000_000,
+    allow_private: bool = False,
+    condense: Condenser | None = None,
+    resolve: Resolver = system_resolver,
+) -> Tool:
+    """The tool `browse`. Pages longer than `max_tokens` (of four characters) are condensed, or cut without a condenser.
+
+    `timeout` is for fetching and reading together; with a condenser there is a minute more.
+    """
+    if any(importlib.util.find_spec(name) is None for name in ("httpx2", "trafilatura")):
+        raise ArpoError("browse needs more packages; install them with: pip install 'arpo[web]'")
+    if max_tokens < MIN_TOKENS or max_bytes < 1 or not timeout > 0:
+        raise ArpoError(f"browse: max_tokens must be at least {MIN_TOKENS}, max_bytes and timeout above 0")
+    import httpx2
+
+    fetcher = Fetcher(max_bytes, allow_private, resolve, httpx2.create_ssl_context())
+    max_chars = max_tokens * CHARS_PER_TOKEN
+
+    @tool(
+        timeout=timeout if condense is None else timeout + CONDENSE_SECONDS,
+        max_chars=max_chars,
+        concurrency=CONCURRENCY,
+        cacheable=True,
+        version=VERSION if condense is None else f"{VERSION}, condensed by {condense.version}",
+    )
+    async def browse(url: str, question: str = "") -> str:
+        """Open a web page by its URL and return its text; a question says what to look for in a long page."""
+        question = whole(question[:MAX_QUESTION_CHARS])
+        page = await fetcher.fetch(url)
+        title, text = await read(page, question, max_chars if condense is None else max(max_chars, CONDENSE_CHARS))
+        title = shorten(title, max_chars // 4)
+        room = max_chars - len(title) - 2
+        if condense is not None and len(text) > room:
+            text = fit(await condense.run(text, question), room)
+        return f"{title}\n\n{text}" if title else text
+
+    return browse
+
+
+async def read(page: Page, question: str, max_chars: int) -> tuple[str, str]:
+    """Title and text of a page, read in a process of its own."""
+    job = {"html": page.html, "charset": page.charset, "question": question, "max_chars": max_chars}
+    environment = {name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ}
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", "-B", str(_READER)),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+        env={**environment, "PYTHONHASHSEED": "0"},  # the same page, the same text
+        start_new_session=True,  # Ctrl-C is for the parent to handle
+        limit=12 * max_chars + 1000,  # a character is at most 12 in JSON
+    )
+    assert process.stdin is not None and process.stdout is not None
+    line = b""
+    try:
+        async with asyncio.timeout(READ_SECONDS):
+            with contextlib.suppress(ConnectionError):  # it may have ended already, and says below how
+                process.stdin.write(json.dumps(job).encode() + b"\n" + page.body)
+                await process.stdin.drain()
+            process.stdin.close()
+            line = await process.stdout.readline()
+            await process.wait()
+    except (TimeoutError, ValueError):
+        pass
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.communicate()  # what is left in the pipe would keep `wait` waiting
+    if process.returncode is not None and process.returncode > 0:
+        raise ToolUnavailable("the program that reads pages does not work")
+    answer = None
+    with contextlib.suppress(ValueError):
+        answer = json.loads(line)
+    if answer is None:
+        raise ToolError("the page is too large or too complex to be read")
+    if not answer["text"]:
+        raise ToolError("there is no readable text on the page")
+    return answer["title"], answer["text"]

@@ -1,0 +1,153 @@
+"""Fetching one page over HTTP.
+
+Promises: connects only to an address that `address` let through, for each redirect anew and with no second look-up in
+between, while the Host header and the TLS certificate go by the name. Sends no cookies, no credentials, and goes
+through no proxy that the environment names. Redirects, headers and the unpacked body are bounded.
+Does not cover: time, which `call_tool` limits; pages that need scripts, cookies or a login; redirects that are written
+into a page.
+"""
+
+from __future__ import annotations
+
+import re
+import ssl
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from arpo.tools.base import ToolError, ToolUnavailable
+from arpo.tools.browse.address import Address, Resolver, find_addresses, host_of, parse_url
+
+if TYPE_CHECKING:
+    import httpx2
+
+MAX_REDIRECTS = 5
+MAX_ADDRESSES = 4  # tried in turn
+CONNECT_SECONDS = 5.0
+_REDIRECTS = (301, 302, 303, 307, 308)
+_TEMPORARY = (408, 429)  # as well as 5xx
+_MEDIA_TYPE = re.compile(r"[a-z0-9.+-]+/[a-z0-9.+-]+")
+_TEXT = re.compile(r"text/.*|application/(.*\+)?(json|xml)")
+_HTML = ("text/html", "application/xhtml+xml")
+_HEADERS = {
+    "User-Agent": "Mozilla/5.0 (compatible; arpo)",
+    "Accept": "text/html, application/xhtml+xml, text/plain, application/json;q=0.9, */*;q=0.1",
+    "Accept-Encoding": "gzip",
+    "Connection": "close",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A page's body as it came, whether it is HTML or plain text, and the charset that the server named, if any."""
+
+    html: bool
+    charset: str
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Fetcher:
+    """How pages are fetched. `Fetcher(5_000_000, False, system_resolver, httpx2.create_ssl_context())`."""
+
+    max_bytes: int  # of the unpacked body
+    allow_private: bool
+    resolve: Resolver
+    tls: ssl.SSLContext
+
+    async def fetch(self, url: str) -> Page:
+        """The page at a URL, after redirects."""
+        at = parse_url(url.strip())
+        for _ in range(MAX_REDIRECTS + 1):
+            answer = await self._ask(at, await find_addresses(at, self.resolve, self.allow_private))
+            if isinstance(answer, Page):
+                return answer
+            at = parse_url(answer, base=at)
+        raise ToolError(f"the page redirects more than {MAX_REDIRECTS} times")
+
+    async def _ask(self, url: httpx2.URL, addresses: tuple[Address, ...]) -> Page | str:
+        """The page, or where it redirects to, from the first address that answers."""
+        import httpx2
+
+        failure: Exception | None = None
+        for address in addresses[:MAX_ADDRESSES]:
+            try:
+                return await self._request(url, address)
+            except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
+                failure = error
+            except httpx2.TransportError as error:
+                raise ToolUnavailable(f"the connection to {host_of(url)} broke off") from error
+        assert failure is not None
+        causes = list(_causes(failure))
+        if any(isinstance(cause, ssl.SSLError) for cause in causes):
+            raise ToolError(f"there is no secure connection to {host_of(url)}")
+        if any(isinstance(cause, ConnectionRefusedError) for cause in causes):
+            raise ToolError(f"{host_of(url)} refused the connection")
+        raise ToolUnavailable(f"{host_of(url)} cannot be reached") from failure
+
+    async def _request(self, url: httpx2.URL, address: Address) -> Page | str:
+        """One request at one address, on a connection of its own: one made for a name never serves another.
+
+        Done without a client, which would keep cookies, look for credentials and read redirects by itself.
+        """
+        import httpx2
+
+        host = host_of(url)
+        request = httpx2.Request(
+            "GET",
+            url.copy_with(host=str(address)),
+            headers={"Host": url.copy_with(host=host).netloc.decode("ascii"), **_HEADERS},
+            extensions={"sni_hostname": host, "timeout": {"connect": CONNECT_SECONDS}},
+        )
+        async with httpx2.AsyncHTTPTransport(verify=self.tls, trust_env=False) as transport:
+            response = await transport.handle_async_request(request)
+            try:
+                return await self._answer(response)
+            finally:
+                await response.aclose()
+
+    async def _answer(self, response: httpx2.Response) -> Page | str:
+        status, location = response.status_code, response.headers.get("Location")
+        if status in _REDIRECTS and location:
+            return location
+        if status in _TEMPORARY or status >= 500:
+            raise ToolUnavailable(f"the server answered with HTTP status {status}")
+        if not 200 <= status < 300:
+            raise ToolError(f"the server answered with HTTP status {status}")
+        media, _, parameters = response.headers.get("Content-Type", "").lower().partition(";")
+        media = media.strip()
+        if media and not _TEXT.fullmatch(media) and media not in _HTML:
+            kind = f"of type {media[:60]}" if _MEDIA_TYPE.fullmatch(media) else "of an unknown type"
+            raise ToolError(f"the page is {kind}; only web pages and plain text can be read")
+        body = await self._body(response)
+        if not media and b"\0" in body[:1000]:
+            raise ToolError("the page is of an unknown type; only web pages and plain text can be read")
+        charset = re.search(r"charset\s*=\s*[\"']?([\w.:-]{1,40})", parameters)
+        html = media in _HTML or (not media and body.lstrip()[:1] == b"<")
+        return Page(html, charset[1] if charset else "", body)
+
+    async def _body(self, response: httpx2.Response) -> bytes:
+        """The body, unpacked piece by piece so that it never grows beyond its limit."""
+        coding = response.headers.get("Content-Encoding", "").strip().lower()
+        if coding not in ("", "identity", "gzip", "x-gzip"):
+            raise ToolError("the page is packed in a way that cannot be read")
+        unzip = zlib.decompressobj(wbits=31) if coding.endswith("gzip") else None
+        body, received = bytearray(), 0
+        async for chunk in response.aiter_raw():
+            received += len(chunk)
+            try:
+                body += chunk if unzip is None else unzip.decompress(chunk, self.max_bytes + 1 - len(body))
+            except zlib.error:
+                raise ToolError("the page is packed in a way that cannot be read") from None
+            if max(received, len(body)) > self.max_bytes:
+                raise ToolError(f"the page is larger than {self.max_bytes} bytes")
+            if unzip is not None and unzip.eof:
+                break
+        return bytes(body)
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

@@ -1,0 +1,148 @@
+"""The few Linux calls that Python does not offer, each raising OSError with its own name when it fails."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import struct
+
+NEW_MOUNT, NEW_UTS, NEW_IPC, NEW_USER, NEW_PID, NEW_NET = (
+    0x00020000,
+    0x04000000,
+    0x08000000,
+    0x10000000,
+    0x20000000,
+    0x40000000,
+)
+MS_READONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
+MS_REMOUNT, MS_BIND, MS_RECURSIVE, MS_PRIVATE = 32, 4096, 16384, 1 << 18
+_ATTR = {MS_READONLY: 1, MS_NOSUID: 2, MS_NODEV: 4, MS_NOEXEC: 8}
+_DETACH, _AT_RECURSIVE, _AT_FDCWD = 2, 0x8000, -100
+_X86 = platform.machine() == "x86_64"
+_SYS = {
+    "seccomp": 317 if _X86 else 277,
+    "pivot_root": 155 if _X86 else 41,
+    "capset": 126 if _X86 else 91,
+    "mount_setattr": 442,
+    "landlock_create_ruleset": 444,
+    "landlock_add_rule": 445,
+    "landlock_restrict_self": 446,
+}
+_libc = ctypes.CDLL(None, use_errno=True)
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
+
+# Landlock: rights on files by the version of its interface that brought them
+LANDLOCK_ALL = {1: 0x1FFF, 2: 0x3FFF, 3: 0x7FFF, 4: 0x7FFF, 5: 0xFFFF}
+LANDLOCK_READ = 0x4 | 0x8  # read files (also needed to map a library), list folders
+LANDLOCK_FILE = 0x1 | 0x2 | 0x4 | 0x4000 | 0x8000  # what can be granted on something that is not a folder
+
+
+def _check(result: int, what: str) -> int:
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{what}: {os.strerror(code)}")
+    return result
+
+
+def _syscall(name: str, *args: object) -> int:
+    return _check(_libc.syscall(ctypes.c_long(_SYS[name]), *args), name)
+
+
+def unshare(flags: int) -> None:
+    """Leave the namespaces named by `flags` for new ones."""
+    _check(_libc.unshare(ctypes.c_int(flags)), "unshare")
+
+
+def setns(fd: int, kind: int) -> None:
+    """Enter the namespace that `fd` refers to."""
+    _check(_libc.setns(ctypes.c_int(fd), ctypes.c_int(kind)), "setns")
+
+
+def mount(source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:
+    """mount(2)."""
+    encoded = None if kind is None else kind.encode()
+    result = _libc.mount(
+        os.fsencode(source), os.fsencode(target), encoded, ctypes.c_ulong(flags), options.encode() or None
+    )
+    _check(result, f"mount {target}")
+
+
+def bind(source: str, target: str, flags: int) -> None:
+    """Show `source` at `target`, with everything mounted below it, under `flags` (MS_READONLY...)."""
+    mount(source, target, None, MS_BIND | MS_RECURSIVE)
+    attributes = sum(bit for flag, bit in _ATTR.items() if flags & flag)
+    setting = struct.pack("QQQQ", attributes, 0, 0, 0)
+    try:
+        _syscall("mount_setattr", _AT_FDCWD, os.fsencode(target), _AT_RECURSIVE, setting, ctypes.c_size_t(len(setting)))
+    except OSError as error:
+        if error.errno != 38:  # ENOSYS: before Linux 5.12
+            raise
+        kept = os.statvfs(target).f_flag & (MS_READONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC)
+        mount("none", target, None, MS_REMOUNT | MS_BIND | flags | kept)
+
+
+def pivot_to(root: str) -> None:
+    """Make `root` the root folder, and forget all that lies outside."""
+    os.chdir(root)
+    _syscall("pivot_root", b".", b".")
+    _check(_libc.umount2(b".", ctypes.c_int(_DETACH)), "umount")
+    os.chdir("/")
+
+
+def drop_capabilities() -> None:
+    """Give up every capability, for good."""
+    header = struct.pack("Ii", 0x20080522, 0)
+    _syscall("capset", header, bytes(24))
+
+
+def no_new_privileges() -> None:
+    """Nothing executed from here on can gain rights; needed by Landlock and seccomp."""
+    _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl")
+
+
+def die_with_parent() -> None:
+    """Be killed when the parent ends."""
+    _check(_libc.prctl(_PR_SET_PDEATHSIG, 9, 0, 0, 0), "prctl")
+
+
+def let_look_in(allowed: bool) -> None:
+    """Whether processes of the same user may look into this one by /proc."""
+    _check(_libc.prctl(_PR_SET_DUMPABLE, int(allowed), 0, 0, 0), "prctl")
+
+
+def install_filter(program: bytes) -> None:
+    """Install a seccomp filter on this process and all it starts."""
+    buffer = ctypes.create_string_buffer(program, len(program))
+    described = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(buffer))
+    _syscall("seccomp", 1, 0, described)
+
+
+def landlock_version() -> int:
+    """The version of Landlock's interface; 0 if the kernel has none."""
+    try:
+        return _syscall("landlock_create_ruleset", None, ctypes.c_size_t(0), 1)
+    except OSError:
+        return 0
+
+
+def landlock_rules(readable: list[str], writable: list[str]) -> int:
+    """A ruleset (a descriptor): what is not named can be neither read nor written, and there is no network."""
+    version = landlock_version()
+    every = LANDLOCK_ALL[min(version, 5)]
+    attributes = struct.pack("QQQ", every, 3 if version >= 4 else 0, 3 if version >= 6 else 0)
+    size = 24 if version >= 6 else 16 if version >= 4 else 8
+    ruleset = _syscall("landlock_create_ruleset", attributes[:size], ctypes.c_size_t(size), 0)
+    for paths, rights in ((readable, LANDLOCK_READ), (writable, every)):
+        for path in paths:
+            fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            granted = rights & every if os.path.isdir(path) else rights & every & LANDLOCK_FILE
+            rule = struct.pack("=Qi", granted, fd)
+            _syscall("landlock_add_rule", ruleset, 1, rule, 0)
+            os.close(fd)
+    return ruleset
+
+
+def landlock_apply(ruleset: int) -> None:
+    """Restrict this process, and all it starts, to the ruleset."""
+    _syscall("landlock_restrict_self", ruleset, 0)

@@ -1,0 +1,168 @@
+"""The system calls that confined code may make: an allow-list, as a BPF program for the kernel.
+
+Anything that is not named here fails with EPERM: no socket to the outside, no new program, no new process, no signal to
+anyone, no memory outside the limits, no new namespace, no key, no trace. Where an argument decides, it is looked at.
+
+Without namespaces there is less: no threads (nothing could bound their number), no change of permissions or times (no
+file system would refuse it), and no bytes on disk but by writing them (the worker counts what is written).
+"""
+
+from __future__ import annotations
+
+import errno
+import platform
+import struct
+from collections.abc import Sequence
+
+ALLOW, KILL = 0x7FFF0000, 0x80000000
+DENY, ABSENT = 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
+AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+X32_BIT = 0x40000000
+
+# name, number on x86_64, number on aarch64 (- where it does not exist)
+_TABLE = """
+read 0 63, write 1 64, close 3 57, fstat 5 80, lseek 8 62, mprotect 10 226, munmap 11 215, brk 12 214,
+rt_sigaction 13 134, rt_sigprocmask 14 135, rt_sigreturn 15 139, rt_sigpending 127 136, rt_sigtimedwait 128 137,
+rt_sigsuspend 130 133, sigaltstack 131 132, pread64 17 67, pwrite64 18 68, readv 19 65, writev 20 66, preadv 295 69,
+pwritev 296 70, sched_yield 24 124, mremap 25 216, msync 26 227, mincore 27 232, madvise 28 233, dup 32 23, dup2 33 -,
+dup3 292 24, pause 34 -, nanosleep 35 101, clock_nanosleep 230 115, getitimer 36 102, setitimer 38 103, alarm 37 -,
+getpid 39 172, getppid 110 173, gettid 186 178, getuid 102 174, geteuid 107 175, getgid 104 176, getegid 108 177,
+getresuid 118 148, getresgid 120 150, getgroups 115 158, getpgrp 111 -, uname 63 160, flock 73 32, fsync 74 82,
+fdatasync 75 83, ftruncate 77 46, getdents 78 -, getdents64 217 61, getcwd 79 17, chdir 80 49, fchdir 81 50,
+rename 82 -, renameat 264 38, renameat2 316 276, mkdir 83 -, mkdirat 258 34, rmdir 84 -, creat 85 -, open 2 -,
+openat 257 56, link 86 -, linkat 265 37, symlink 88 -, symlinkat 266 36, unlink 87 -, unlinkat 263 35, readlink 89 -,
+readlinkat 267 78, stat 4 -, lstat 6 -, newfstatat 262 79, statx 332 291, statfs 137 43, fstatfs 138 44, access 21 -,
+faccessat 269 48, faccessat2 439 439, umask 95 166, gettimeofday 96 169, getrusage 98 165, sysinfo 99 179,
+times 100 153, time 201 -, clock_gettime 228 113, clock_getres 229 114, futex 202 98, set_robust_list 273 99,
+set_tid_address 218 96, rseq 334 293, exit 60 93, exit_group 231 94, getrandom 318 278, poll 7 -, ppoll 271 73,
+select 23 -, pselect6 270 72, epoll_create 213 -, epoll_create1 291 20, epoll_ctl 233 21, epoll_wait 232 -,
+epoll_pwait 281 22, eventfd 284 -, eventfd2 290 19, pipe 22 -, pipe2 293 59, timerfd_create 283 85,
+timerfd_settime 286 86, timerfd_gettime 287 87, sched_getaffinity 204 123, getcpu 309 168, getrlimit 97 163,
+membarrier 324 283, copy_file_range 326 285, sendfile 40 71, fadvise64 221 223, shutdown 48 210,
+close_range 436 436, restart_syscall 219 128
+"""
+_APART = """
+chmod 90 -, fchmod 91 52, fchmodat 268 53, fchmodat2 452 452, utime 132 -, utimes 235 -, futimesat 261 -,
+utimensat 280 88, fallocate 285 47
+"""  # only with namespaces
+_CHECKED = """
+fcntl 72 25, ioctl 16 29, prctl 157 167, prlimit64 302 261, clone 56 220, clone3 435 435, socketpair 53 199,
+sendto 44 206, recvfrom 45 207, mmap 9 222
+"""  # their arguments are looked at below
+_FCNTL = (0, 1, 2, 3, 4, 5, 6, 7, 1030, 1032)  # copies, flags and locks; never an owner that gets signals
+_IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # terminal?, its size, bytes to read, blocking, close-on-exec
+_PRCTL = (15, 16, 0x53564D41)  # names of threads and of memory
+_THREAD, _SHARED, _ANONYMOUS = 0x10000, 0x01, 0x20
+_NEW_NAMESPACES = 0x7E020000
+
+_LOAD, _EQUAL, _AT_LEAST, _AND, _RETURN = 0x20, 0x15, 0x35, 0x54, 0x06
+Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, operand
+
+
+def supported() -> bool:
+    """Whether there is a list for this machine."""
+    return platform.machine() in AUDIT_ARCH
+
+
+def program(apart: bool, machine: str | None = None) -> bytes:
+    """The filter, for code that is `apart` in namespaces or not."""
+    machine = machine or platform.machine()
+    code: list[Instruction] = [
+        (_LOAD, 0, 0, 4),
+        (_EQUAL, 1, 0, AUDIT_ARCH[machine]),
+        (_RETURN, 0, 0, KILL),
+        (_LOAD, 0, 0, 0),
+        (_AT_LEAST, 0, 1, X32_BIT),
+        (_RETURN, 0, 0, DENY),
+    ]
+    for number, block in _checked(machine, apart):
+        code += [(_EQUAL, 0, len(block), number), *block]
+    allowed = numbers(_TABLE, machine) + (numbers(_APART, machine) if apart else [])
+    code += _search(_segments(sorted(allowed)))
+    return b"".join(struct.pack("HBBI", *instruction) for instruction in code)
+
+
+def numbers(table: str, machine: str) -> list[int]:
+    """The numbers in one of the tables above."""
+    column = 1 if machine == "x86_64" else 2
+    found = [entry.split()[column] for entry in table.split(",")]
+    return [int(number) for number in found if number != "-"]
+
+
+def _checked(machine: str, apart: bool) -> list[tuple[int, list[Instruction]]]:
+    names = [entry.split()[0] for entry in _CHECKED.split(",")]
+    number = dict(zip(names, numbers(_CHECKED, machine), strict=True))
+    thread: list[Instruction] = [
+        (_LOAD, 0, 0, 16),
+        (_AND, 0, 0, _THREAD | _NEW_NAMESPACES),
+        (_EQUAL, 0, 1, _THREAD),
+        (_RETURN, 0, 0, ALLOW),
+        (_RETURN, 0, 0, DENY),
+    ]
+    pair: list[Instruction] = [
+        (_LOAD, 0, 0, 16),
+        (_EQUAL, 0, 4, 1),  # AF_UNIX
+        (_LOAD, 0, 0, 24),
+        (_AND, 0, 0, 0xF),
+        (_EQUAL, 0, 1, 1),  # SOCK_STREAM: never sends to anyone but its twin
+        (_RETURN, 0, 0, ALLOW),
+        (_RETURN, 0, 0, DENY),
+    ]
+    mapping: list[Instruction] = [
+        (_LOAD, 0, 0, 40),
+        (_AND, 0, 0, _SHARED | _ANONYMOUS),
+        (_EQUAL, 0, 1, _SHARED),
+        (_RETURN, 0, 0, DENY),
+        (_RETURN, 0, 0, ALLOW),
+    ]
+    return [
+        (number["fcntl"], _one_of(1, _FCNTL)),
+        (number["ioctl"], _one_of(1, _IOCTL)),
+        (number["prctl"], _one_of(0, _PRCTL)),
+        (number["prlimit64"], _one_of(0, (0,))),  # its own limits only
+        (number["clone"], thread if apart else [(_RETURN, 0, 0, DENY)]),
+        (number["clone3"], [(_RETURN, 0, 0, ABSENT)]),  # its flags cannot be seen; the C library then uses clone
+        (number["socketpair"], pair),
+        (number["sendto"], _null(4)),
+        (number["recvfrom"], _null(4)),
+        (number["mmap"], [(_RETURN, 0, 0, ALLOW)] if apart else mapping),
+    ]
+
+
+def _one_of(argument: int, values: Sequence[int]) -> list[Instruction]:
+    """Allow if the low half of an argument is one of the values."""
+    tests: list[Instruction] = [(_EQUAL, len(values) - i, 0, value) for i, value in enumerate(values)]
+    return [(_LOAD, 0, 0, 16 + 8 * argument), *tests, (_RETURN, 0, 0, DENY), (_RETURN, 0, 0, ALLOW)]
+
+
+def _null(argument: int) -> list[Instruction]:
+    """Allow if a pointer is null."""
+    return [
+        (_LOAD, 0, 0, 16 + 8 * argument),
+        (_EQUAL, 0, 3, 0),
+        (_LOAD, 0, 0, 20 + 8 * argument),
+        (_EQUAL, 0, 1, 0),
+        (_RETURN, 0, 0, ALLOW),
+        (_RETURN, 0, 0, DENY),
+    ]
+
+
+def _segments(allowed: Sequence[int]) -> list[tuple[int, int]]:
+    """(first number, action) of every stretch with one action, from 0 on."""
+    segments = [(0, ALLOW if 0 in allowed else DENY)]
+    for number in range(1, allowed[-1] + 2):
+        action = ALLOW if number in allowed else DENY
+        if action != segments[-1][1]:
+            segments.append((number, action))
+    return segments
+
+
+def _search(segments: Sequence[tuple[int, int]]) -> list[Instruction]:
+    """A binary search for the stretch that holds the call's number."""
+    if len(segments) == 1:
+        return [(_RETURN, 0, 0, segments[0][1])]
+    middle = len(segments) // 2
+    left, right = _search(segments[:middle]), _search(segments[middle:])
+    if len(left) > 255:
+        raise ValueError("too many stretches for one jump")
+    return [(_AT_LEAST, len(left), 0, segments[middle][0]), *left, *right]

@@ -1,0 +1,256 @@
+"""What a tool takes: the JSON schema of a function's signature, and the check of a model's arguments against a schema.
+
+Promises: `Checker` finds a broken schema when it is made; `problem` never raises, whatever the arguments are, and its
+time is bounded by their size. Its message names the argument, what was expected, what came and what the tool takes.
+A whole number written as 1.0 is no integer, and neither is true.
+
+Does not cover: regular expressions (`pattern`, `patternProperties`) and `format`, which are let through, since a
+model's text can make an expression search for ever: who wrote such a schema has to check them; and references to other
+documents, which are refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import threading
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from itertools import islice
+from typing import Any
+
+from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
+from jsonschema.exceptions import SchemaError, ValidationError  # type: ignore[import-untyped]
+from jsonschema.validators import extend, validator_for  # type: ignore[import-untyped]
+from referencing import Registry
+from referencing.exceptions import Unresolvable
+from referencing.jsonschema import DRAFT202012
+
+from arpo.types import ArpoError, ToolSpec
+
+MAX_REFERENCES = 2000  # followed in one check: with recursive alternatives there may be exponentially many
+MAX_VALUE_CHARS = 60
+MAX_ERRORS = 20  # looked at to find the one worth telling
+
+_JSON_TYPES: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array"}
+
+
+def spec_of(function: Callable[..., Any]) -> ToolSpec:
+    """What the model is told of a function: its name, the first paragraph of its docstring, its arguments."""
+    name = function.__name__
+    description = " ".join((inspect.getdoc(function) or "").split("\n\n")[0].split())
+    if not description:
+        raise TypeError(f"tool {name}: the docstring is what the model is told of it, and there is none")
+    hints = typing.get_type_hints(function)
+    properties: dict[str, Any] = {}
+    required: list[str] = []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise TypeError(f"tool {name}: {parameter} cannot be given by name")
+        if parameter.name not in hints:
+            raise TypeError(f"tool {name}: argument {parameter.name} needs a type hint")
+        schema = _schema(hints[parameter.name], f"tool {name}: argument {parameter.name}")
+        if parameter.default is parameter.empty:
+            required.append(parameter.name)
+        elif parameter.default is not None:
+            schema["default"] = parameter.default
+        properties[parameter.name] = schema
+    return ToolSpec(
+        name,
+        description,
+        {"type": "object", "properties": properties, "required": required, "additionalProperties": False},
+    )
+
+
+def _schema(hint: Any, where: str) -> dict[str, Any]:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is list:
+        return {"type": "array", "items": _schema(args[0], where)}
+    if origin in (typing.Union, types.UnionType):
+        others = [arg for arg in args if arg is not type(None)]
+        if len(others) == 1:
+            schema = _schema(others[0], where)
+            return {**schema, "type": [schema["type"], "null"]}
+    elif hint in _JSON_TYPES:
+        return {"type": _JSON_TYPES[hint]}
+    raise TypeError(f"{where} has type {hint}; use str, int, float, bool, list, or one of these | None")
+
+
+class Checker:
+    """Checks arguments against one tool's schema."""
+
+    def __init__(self, spec: ToolSpec) -> None:
+        try:
+            schema = json.loads(json.dumps(dict(spec.schema)))  # plain, and nobody else's to change
+            _check_schema(schema)
+        except Exception as error:  # it may come from a server, and hold anything
+            reason = error.message if isinstance(error, SchemaError) else str(error)
+            raise ArpoError(f"tool {spec.name}: its schema is broken, so it cannot be used: {reason[:300]}") from None
+        strict = _strict(validator_for(schema, default=Draft202012Validator))
+        self._validator = strict(schema, registry=Registry())
+        properties: Mapping[str, Any] = schema.get("properties", {})
+        takes = ", ".join(f"{name} ({_type_name(value)})" for name, value in properties.items())
+        self._takes = f"; it takes {takes or 'no arguments'}"
+
+    def problem(self, args: Mapping[str, Any]) -> str | None:
+        """What is wrong with the arguments, in words for the model; None if they fit."""
+        try:
+            plain = dict(args)
+            json.dumps(plain, allow_nan=False)
+            _budget.references = MAX_REFERENCES
+            errors = list(islice(self._validator.iter_errors(plain), MAX_ERRORS))
+            return _explain(min(errors, key=_rank)) + self._takes if errors else None
+        except Exception:  # whatever it is that makes them impossible to look through
+            return "the arguments are not plain JSON, or too large or too deeply nested to check" + self._takes
+
+
+def _check_schema(schema: dict[str, Any]) -> None:
+    """Raise a SchemaError or ValueError unless arguments can be checked against this schema."""
+    validator_for(schema, default=Draft202012Validator).check_schema(schema)
+    if "object" not in schema.get("type", "object"):  # a name, or a list of names
+        raise ValueError(f"it must describe an object, not {_type_name(schema)}")
+    resolver = Registry().resolver_with_root(DRAFT202012.create_resource(schema))
+    for reference in _references(schema):
+        try:
+            resolver.lookup(reference)
+        except Unresolvable:
+            raise ValueError(f"the reference {reference!r} leads nowhere inside it") from None
+
+
+def _references(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        yield from (value[key] for key in ("$ref", "$dynamicRef") if isinstance(value.get(key), str))
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _references(inner)
+
+
+# A validator that cannot be made to work for ever.
+
+
+def _canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
+class _Budget(threading.local):
+    references = 0  # that may still be followed in the check under way
+
+
+_budget = _Budget()
+
+
+@cache
+def _strict(base: Any) -> Any:
+    """The validator class `base`, exact about integers, without regular expressions, and with bounded time."""
+    keywords = base.VALIDATORS
+
+    def nothing(*_: Any) -> Iterator[ValidationError]:
+        return iter(())
+
+    def additional(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
+        if "patternProperties" not in schema:
+            yield from keywords["additionalProperties"](validator, value, instance, schema)
+
+    def unique(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
+        if value and isinstance(instance, list) and len(set(map(_canonical, instance))) < len(instance):
+            yield ValidationError("repeated")
+
+    def counted(keyword: str) -> Callable[..., Iterator[ValidationError]]:
+        def follow(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
+            _budget.references -= 1
+            if _budget.references < 0:
+                raise RecursionError
+            yield from keywords[keyword](validator, value, instance, schema)
+
+        return follow
+
+    def is_integer(_: Any, value: Any) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool)
+
+    changed = {
+        "pattern": nothing,
+        "patternProperties": nothing,
+        "unevaluatedProperties": nothing,
+        "additionalProperties": additional,
+        "uniqueItems": unique,
+        **{keyword: counted(keyword) for keyword in ("$ref", "$dynamicRef") if keyword in keywords},
+    }
+    return extend(base, changed, type_checker=base.TYPE_CHECKER.redefine("integer", is_integer))
+
+
+# Words for the model.
+
+_LIMITS = {
+    "minimum": "at least",
+    "maximum": "at most",
+    "exclusiveMinimum": "more than",
+    "exclusiveMaximum": "less than",
+    "multipleOf": "a multiple of",
+}
+_SIZES = {
+    "minLength": ("at least", "characters"),
+    "maxLength": ("at most", "characters"),
+    "minItems": ("at least", "items"),
+    "maxItems": ("at most", "items"),
+}
+
+
+def _rank(error: ValidationError) -> bool:
+    """What is missing comes first; of the others, the first that was found."""
+    return not (error.validator == "required" and not error.absolute_path)
+
+
+def _explain(error: ValidationError) -> str:
+    keyword, value, instance, path = error.validator, error.validator_value, error.instance, [*error.absolute_path]
+    what = f"argument {_where(path)}" if path else "the object of all arguments"
+    if keyword is None:  # the schema `false`; its errors have no path
+        return f"{_short(instance)} stands where nothing is allowed"
+    if keyword == "required":
+        missing = next(name for name in value if name not in instance)
+        return f"argument {_where([*path, missing])!r} is missing"
+    if keyword == "additionalProperties":
+        extra = next(name for name in instance if name not in error.schema.get("properties", {}))
+        return f"unexpected argument {_where([*path, extra])!r}"
+    wanted, found = _type_name(error.schema), _json_type(instance)
+    if keyword in ("type", "anyOf", "oneOf") and {found, "any"}.isdisjoint(wanted.split(" or ")):
+        return f"{what} must be {wanted}, not {found}"
+    if keyword in ("enum", "const"):
+        return f"{what} must be {wanted}, not {_short(instance)}"
+    if keyword in _LIMITS:
+        return f"{what} must be {_LIMITS[keyword]} {_short(value)}, not {_short(instance)}"
+    if keyword in _SIZES:
+        bound, unit = _SIZES[keyword]
+        return f"{what} must have {bound} {value} {unit}, not {len(instance)}"
+    return f"{what} is {_short(instance)}, which does not fit the schema's {keyword}: {_short(value)}"
+
+
+def _where(path: Sequence[str | int]) -> str:
+    """`["hours", 1, "from"]` -> `hours[1].from`."""
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).removeprefix(".")[:200]
+
+
+def _json_type(value: Any) -> str:
+    if value is None:
+        return "null"
+    return "object" if isinstance(value, dict) else _JSON_TYPES.get(type(value), type(value).__name__)
+
+
+def _type_name(schema: Any) -> str:
+    """What a schema asks for, in a few words."""
+    if not isinstance(schema, dict):
+        return "any"
+    if "const" in schema:
+        return _short(schema["const"])
+    if "enum" in schema:
+        return "one of " + ", ".join(map(_short, schema["enum"]))
+    for keyword in ("anyOf", "oneOf"):
+        if keyword in schema:
+            return " or ".join(dict.fromkeys(map(_type_name, schema[keyword])))
+    allowed = schema.get("type", "any")
+    return allowed if isinstance(allowed, str) else " or ".join(allowed)
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= MAX_VALUE_CHARS else f"{text[:MAX_VALUE_CHARS]}..."

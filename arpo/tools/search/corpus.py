@@ -1,0 +1,172 @@
+"""Passages from files: JSON lines, a JSON list, parquet, or tab-separated triples of a knowledge base.
+
+Promises: JSON lines and parquet are read as a stream; rows that do not fit are named by number with what was expected,
+up to 20 at once, and then nothing is accepted.
+A row has a `text`, or `contents` as in Search-R1's corpora (`"Title"`, a line break, the text), and may have a `title`;
+other columns are not looked at.
+
+Triples (`subject TAB relation TAB object`, in files named .tsv or .txt) become one passage per subject, with all that
+is known of it. So it is found by its name even where a question puts the relation in other words ("other half" for
+`spouse`), and all values of a relation are read at once. Its name is counted twice, so that it comes before those who
+only mention it. Underscores become spaces.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from arpo.types import ArpoError, Document
+
+SHOWN = 20
+MAX_SUBJECT_CHARS = 1000  # what is known of a subject beyond this goes into a further passage
+EXPECTED = '{"title": "...", "text": "..."}'
+
+Rows = Iterator[tuple[str, Any, float]]  # where the row is, what it is, the share of the file read so far
+
+
+def load_documents(path: str | Path) -> list[Document]:
+    """All passages of a file."""
+    return [document for document, _ in read_corpus(path)]
+
+
+def read_corpus(path: str | Path) -> Iterator[tuple[Document, float]]:
+    """The passages of a file one by one, each with the share of the file that has been read."""
+    path = Path(path).expanduser()
+    problems: list[str] = []
+    empty = True
+    try:
+        for where, row, share in _reader(path)(path):
+            empty = False
+            try:
+                document = _document(row)
+            except ValueError as error:
+                problems.append(f"{path}, {where}: {error}")
+                if len(problems) == SHOWN:
+                    break
+            else:
+                if not problems:
+                    yield document, share
+    except OSError as error:
+        raise ArpoError(f"cannot read the documents in {path}: {error.strerror or error}") from error
+    if problems:
+        more = [f"(only the first {SHOWN} are shown)"] if len(problems) == SHOWN else []
+        raise ArpoError("\n".join(problems + more))
+    if empty:
+        raise ArpoError(f"{path} holds no documents; expected rows like {EXPECTED}")
+
+
+def split_contents(contents: str) -> tuple[str, str]:
+    """Title and text of `"Title"`, a line break and the text; what looks otherwise has no title."""
+    first, _, rest = contents.partition("\n")
+    first = first.strip()
+    quoted = len(first) > 1 and first[0] == first[-1] == '"'
+    return (first[1:-1], rest) if quoted and rest.strip() else ("", contents)
+
+
+def _reader(path: Path) -> Callable[[Path], Rows]:
+    readers = {".json": _json_list, ".parquet": _parquet, ".tsv": _triples, ".txt": _triples}
+    return readers.get(path.suffix, _json_lines)
+
+
+def _json_lines(path: Path) -> Rows:
+    size, done = max(1, path.stat().st_size), 0
+    with path.open("rb") as file:
+        for number, row in enumerate(file, 1):
+            done += len(row)
+            if row.strip():
+                yield f"line {number}", row, done / size
+
+
+def _json_list(path: Path) -> Rows:
+    try:
+        rows = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ArpoError(f"{path}: expected a JSON list of objects like {EXPECTED}: {error}") from None
+    if not isinstance(rows, list):
+        raise ArpoError(f"{path}: expected a JSON list of objects like {EXPECTED}, found {type(rows).__name__}")
+    for number, row in enumerate(rows, 1):
+        yield f"item {number}", row, number / len(rows)
+
+
+def _parquet(path: Path) -> Rows:
+    try:
+        parquet: Any = importlib.import_module("pyarrow.parquet")
+    except ImportError:
+        raise ArpoError(f"reading {path} needs pyarrow: pip install 'arpo[parquet]'") from None
+    with path.open("rb") as file:
+        try:
+            table = parquet.ParquetFile(file)
+            names = table.schema_arrow.names
+            columns = [name for name in ("title", "text", "contents") if name in names]
+            if columns in ([], ["title"]):
+                found = ", ".join(names) or "none"
+                raise ArpoError(f"{path}: expected a column `text` or `contents`, found these columns: {found}")
+            number = 0
+            for batch in table.iter_batches(batch_size=4096, columns=columns):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"row {number}", row, number / table.metadata.num_rows
+        except ValueError as error:  # what pyarrow raises for a file that is damaged, or of another kind
+            raise ArpoError(f"{path} cannot be read as parquet: {error}") from None
+
+
+def _triples(path: Path) -> Rows:
+    """One row per subject; a line that is no triple comes as a tuple of its fields, to be refused."""
+    subjects: dict[str, dict[str, dict[str, None]]] = {}
+    for number, text in enumerate(path.read_bytes().split(b"\n"), 1):
+        try:
+            fields = tuple(" ".join(field.split()) for field in text.decode().split("\t"))
+        except UnicodeDecodeError:
+            fields = ("not UTF-8",)
+        if len(fields) == 3 and all(fields):
+            subject, relation, value = (" ".join(field.replace("_", " ").split()) for field in fields)
+            subjects.setdefault(subject, {}).setdefault(relation, {})[value] = None
+        elif any(fields):
+            yield f"line {number}", fields, 0.0
+    for number, (subject, relations) in enumerate(subjects.items(), 1):
+        for part in _parts(relations):
+            yield f"subject {number}", {"title": subject, "text": f"{subject}: {part}"}, number / len(subjects)
+
+
+def _parts(relations: dict[str, dict[str, None]]) -> Iterator[str]:
+    """`relation: value, value; relation: value`, in pieces of limited length."""
+    part = ""
+    for relation, values in relations.items():
+        joint = f"; {relation}: "
+        for value in values:
+            if part and len(part) + len(joint) + len(value) > MAX_SUBJECT_CHARS:
+                yield part
+                part, joint = "", f"; {relation}: "
+            part += f"{joint}{value}" if part else f"{relation}: {value}"
+            joint = ", "
+    yield part
+
+
+def _document(row: Any) -> Document:
+    if isinstance(row, bytes):
+        try:
+            row = json.loads(row)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"expected a JSON object like {EXPECTED}: {error}") from None
+    elif isinstance(row, tuple):
+        raise ValueError(f"expected subject TAB relation TAB object, found {' | '.join(row)[:100]!r}")
+    if not isinstance(row, dict):
+        raise ValueError(f"expected a JSON object, found {type(row).__name__}")
+    title, text = row.get("title"), row.get("text")
+    if text is None and isinstance(contents := row.get("contents"), str):
+        inner, text = split_contents(contents)
+        title = inner if title is None else title
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError("expected a non-empty string under `text` (or `contents`)")
+    if title is not None and not isinstance(title, str):
+        raise ValueError(f"expected a string under `title`, found {type(title).__name__}")
+    title = title or ""
+    try:
+        (title + text).encode()
+    except UnicodeEncodeError:
+        raise ValueError("holds half a character (a lone surrogate)") from None
+    return Document(title, text)

@@ -1,0 +1,137 @@
+"""An index: passages, and what finds them. In memory, or a folder that is mapped into memory.
+
+Promises: opening a folder takes milliseconds whatever its size, and processes share its pages; a file that is missing
+or was cut off is noticed at opening.
+Does not cover: adding or removing passages (build it anew) and damage inside a file.
+
+    open_index("wiki-index").search("birthplace of Mira Tolven", 3)
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from arpo.tools.search.bm25 import Bm25, Longs
+from arpo.tools.search.dense import EMBEDDINGS, Dense, Embedder
+from arpo.types import ArpoError, Document
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+FUSED = 100  # how far down both rankings a hybrid search looks
+RANK_OFFSET = 60  # a passage gets 1 / (60 + rank) from each ranking
+
+Mode = Literal["bm25", "dense", "hybrid"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Index:
+    """Passages that can be searched. Title and text of passage `i` begin at `text_starts[2 * i]` and `[2 * i + 1]`."""
+
+    texts: memoryview
+    text_starts: Longs  # 2 * passages + 1
+    bm25: Bm25
+    fingerprint: str  # of the passages and of how they are found by words
+    split_underscores: bool  # no passage has one, so an underscore in a query is a space
+    dense: Dense | None = None
+
+    def __len__(self) -> int:
+        return self.bm25.size
+
+    def document(self, number: int) -> Document:
+        """Passage `number`, counted from 0."""
+        start, middle, end = self.text_starts[2 * number : 2 * number + 3].tolist()
+        return Document(str(self.texts[start:middle], "utf-8"), str(self.texts[middle:end], "utf-8"))
+
+    def search(self, query: str, count: int, mode: Mode = "bm25") -> list[Document]:
+        """The `count` best passages for a query, best first; fewer if fewer match."""
+        if self.split_underscores:
+            query = query.replace("_", " ")
+        if mode == "bm25":
+            found = self.bm25.top(query, count)
+        elif mode == "dense":
+            found = self._dense().top(query, count)
+        else:
+            depth = max(FUSED, count)
+            found = fuse([self.bm25.top(query, depth), self._dense().top(query, depth)], count)
+        return [self.document(number) for number in found]
+
+    def version(self, mode: str) -> str:
+        """Changes with whatever can change a result; refuses a mode in which this index cannot be searched."""
+        if mode not in get_args(Mode):
+            raise ArpoError(f"there is no search mode {mode!r}; there are: {', '.join(get_args(Mode))}")
+        return self.fingerprint if mode == "bm25" else f"{self.fingerprint} {mode} {self._dense().digest}"
+
+    def _dense(self) -> Dense:
+        if self.dense is None:
+            raise ArpoError("this index can only be searched by bm25; for dense and hybrid, build it with --dense")
+        return self.dense
+
+
+def fuse(rankings: Sequence[Sequence[int]], count: int) -> list[int]:
+    """Reciprocal rank fusion: the `count` best of several rankings, equal ones in the order of their numbers."""
+    scores: dict[int, float] = {}
+    for ranking in rankings:
+        for rank, number in enumerate(ranking, 1):
+            scores[number] = scores.get(number, 0.0) + 1 / (RANK_OFFSET + rank)
+    return sorted(scores, key=lambda number: (-scores[number], number))[:count]
+
+
+def open_index(directory: str | Path, device: str = "auto") -> Index:
+    """Open an index on disk. `device` is where dense search computes; auto: CUDA if there is any."""
+    folder = Path(directory).expanduser()
+    manifest = _manifest(folder)
+    for name, size in manifest["files"].items():
+        path = folder / name
+        if not path.is_file() or path.stat().st_size != size:
+            raise ArpoError(f"{path} is missing or was cut off; build the index anew")
+    bm25 = Bm25(
+        manifest["passages"],
+        _bytes(folder, "words"),
+        _array(folder, "word_starts"),
+        _array(folder, "lists"),
+        _array(folder, "starts"),
+        _array(folder, "peaks"),
+        _array(folder, "passages"),
+        _array(folder, "impacts"),
+    )
+    texts, text_starts = _bytes(folder, "texts"), _array(folder, "text_starts")
+    dense = _open_dense(folder, manifest["dense"], device)
+    return Index(texts, text_starts, bm25, manifest["fingerprint"], manifest["split_underscores"], dense)
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads((folder / MANIFEST).read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        raise ArpoError(f"{folder} is no search index; make one with `arpo index build CORPUS -o DIR`") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ArpoError(f"cannot read {folder / MANIFEST}: {error}") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or "files" not in manifest:
+        raise ArpoError(f"{folder} was not made by this version of arpo; build the index anew")
+    return manifest
+
+
+def _open_dense(folder: Path, about: dict[str, Any] | None, device: str) -> Dense | None:
+    if about is None:
+        return None
+    vectors = np.asarray(np.load(folder / EMBEDDINGS, mmap_mode="r"))
+    return Dense(
+        vectors, Embedder(about["model"], about["query_prefix"], about["passage_prefix"]), about["digest"], device
+    )
+
+
+def _array(folder: Path, name: str) -> NDArray[Any]:
+    return np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r"))
+
+
+def _bytes(folder: Path, name: str) -> memoryview:
+    with (folder / f"{name}.bin").open("rb") as file:
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))

@@ -1,0 +1,241 @@
+"""Search by asking others: a retrieval server of one's own, or a web search engine.
+
+Promises: what comes back is taken as hostile: its size is bounded, only texts in the expected places are used, and HTML
+tags are dropped. Whatever else happens (no connection, too slow, refused, nonsense) is ToolUnavailable with the cause
+in words. A key is sent to its provider's address only, redirects are not followed, and it never shows in an error, a
+result or a repr.
+Does not cover: whether the answer is true, and whether it is the same tomorrow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import html
+import json
+import os
+import re
+import ssl
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from arpo.tools.base import Tool, ToolUnavailable
+from arpo.tools.search.corpus import split_contents
+from arpo.tools.search.hits import search_tool
+from arpo.types import ArpoError, Document
+
+MAX_BYTES = 4_000_000  # of an answer, unpacked
+MAX_WEB_RESULTS = 20  # what every provider allows
+MAX_WEB_WORDS, MAX_WEB_CHARS = 50, 400
+_TAG = re.compile(r"</?[a-zA-Z][^<>]*>")
+_CAUSES = {
+    401: "access was refused",
+    403: "access was refused",
+    404: "there is nothing at this address",
+    429: "too many requests",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Provider:
+    """A web search engine: where it is, which variable holds its key, how it is asked and what it answers."""
+
+    url: str
+    variable: str
+    request: Callable[[str, str, int], dict[str, Any]]  # key, query, results
+    hits: Callable[[Any], Any]  # the list of hits in an answer; None: there is none
+    text: str  # what a hit calls its text
+
+
+PROVIDERS: Mapping[str, Provider] = {
+    "serper": Provider(
+        "https://google.serper.dev/search",
+        "SERPER_API_KEY",
+        lambda key, query, results: {
+            "method": "POST",
+            "headers": {"X-API-KEY": key},
+            "json": {"q": query, "num": results},
+        },
+        lambda answer: answer.get("organic"),
+        "snippet",
+    ),
+    "tavily": Provider(
+        "https://api.tavily.com/search",
+        "TAVILY_API_KEY",
+        lambda key, query, results: {
+            "method": "POST",
+            "headers": {"Authorization": f"Bearer {key}"},
+            "json": {"query": query, "max_results": results},
+        },
+        lambda answer: answer.get("results"),
+        "content",
+    ),
+    "brave": Provider(
+        "https://api.search.brave.com/res/v1/web/search",
+        "BRAVE_API_KEY",
+        lambda key, query, results: {
+            "method": "GET",
+            "headers": {"X-Subscription-Token": key},
+            "params": {"q": query, "count": results},
+        },
+        lambda answer: None if answer.get("web") is None else answer["web"].get("results"),
+        "description",
+    ),
+}
+
+
+def http_search(url: str, results: int = 3, max_tokens: int = 512, timeout: float = 10.0) -> Tool:
+    """The tool over a server that speaks Search-R1's protocol; `url` is its whole address, up to `/retrieve`."""
+    caller = _Caller(url, timeout)
+
+    async def find(query: str) -> list[Document]:
+        body = {"queries": [_clean(query)], "topk": results, "return_scores": True}
+        answer = await caller.ask(trust_env=False, method="POST", json=body)
+        try:
+            hits = answer["result"][0]
+        except (LookupError, TypeError):
+            hits = None
+        if not isinstance(hits, list):
+            raise ToolUnavailable(f"{caller.name} did not answer in Search-R1's form: a list under `result`")
+        return _usable(map(_retrieved, hits), hits, caller.name)
+
+    return search_tool(
+        find, results, max_tokens, timeout=timeout + 1, concurrency=64, cacheable=True, version=caller.name
+    )
+
+
+def web_search(
+    provider: str, results: int = 3, max_tokens: int = 512, timeout: float = 10.0, base_url: str | None = None
+) -> Tool:
+    """The tool over a web search engine (serper, tavily, brave); the key comes from the environment."""
+    if provider not in PROVIDERS:
+        raise ArpoError(f"there is no search provider {provider!r}; there are: {', '.join(PROVIDERS)}")
+    if results > MAX_WEB_RESULTS:
+        raise ArpoError(f"a web search returns at most {MAX_WEB_RESULTS} results, not {results}")
+    engine = PROVIDERS[provider]
+    key = _key(provider, engine.variable)
+    caller = _Caller(base_url or engine.url, timeout, f"; check {engine.variable}")
+
+    async def find(query: str) -> list[Document]:
+        asked = " ".join(_clean(query).split()[:MAX_WEB_WORDS])[:MAX_WEB_CHARS]
+        answer = await caller.ask(trust_env=True, **engine.request(key, asked, results))
+        try:
+            hits = engine.hits(answer)
+        except (AttributeError, TypeError):
+            hits = ""
+        if not isinstance(hits, list | None):
+            raise ToolUnavailable(f"{caller.name} did not answer in {provider}'s form")
+        found = _usable((_web_hit(hit, engine.text) for hit in hits or []), hits or [], caller.name)
+        return [Document(hit.title.replace(key, "***"), hit.text.replace(key, "***")) for hit in found]
+
+    return search_tool(find, results, max_tokens, timeout=timeout + 1, concurrency=8, cacheable=True, version=provider)
+
+
+@dataclass(frozen=True, slots=True)
+class _Caller:
+    """Makes requests to one address."""
+
+    url: str
+    timeout: float
+    hint: str = ""  # what to do when access is refused
+    tls: ssl.SSLContext = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        try:
+            import httpx2
+        except ImportError:
+            raise ArpoError("search over HTTP needs httpx2: pip install 'arpo[web]'") from None
+        try:
+            parts, host = urlsplit(self.url), httpx2.URL(self.url).host
+            valid = parts.scheme in ("http", "https") and parts.port != 0 and bool(host)
+        except (ValueError, httpx2.InvalidURL):
+            valid = False
+        if not valid:
+            shown = self.url.rpartition("@")[2]
+            raise ArpoError(f"{shown!r} is no server's address; expected one like http://127.0.0.1:8000/retrieve")
+        object.__setattr__(self, "tls", httpx2.create_ssl_context())
+
+    @property
+    def name(self) -> str:
+        """The address without anything secret."""
+        parts = urlsplit(self.url)
+        return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+    async def ask(self, *, trust_env: bool, headers: Mapping[str, str] | None = None, **request: Any) -> Any:
+        """What the server answers, read from JSON."""
+        import httpx2
+
+        headers = {"Accept": "application/json", "Accept-Encoding": "gzip", **(headers or {})}
+        try:
+            async with (
+                asyncio.timeout(self.timeout),
+                httpx2.AsyncClient(verify=self.tls, trust_env=trust_env, timeout=None) as client,
+                client.stream(url=self.url, headers=headers, **request) as response,
+            ):
+                if response.status_code != 200:
+                    raise ToolUnavailable(self._refusal(response.status_code))
+                body = await self._body(response.aiter_bytes())
+        except TimeoutError:
+            raise ToolUnavailable(f"{self.name} did not answer within {self.timeout:g} seconds") from None
+        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+            raise ToolUnavailable(f"{self.name} cannot be reached: {type(error).__name__}") from None
+        try:
+            return json.loads(body)
+        except (ValueError, RecursionError):
+            raise ToolUnavailable(f"{self.name} did not answer with JSON") from None
+
+    async def _body(self, chunks: Any) -> bytes:
+        body = bytearray()
+        async for chunk in chunks:
+            body += chunk
+            if len(body) > MAX_BYTES:
+                raise ToolUnavailable(f"{self.name} answered with more than {MAX_BYTES:,} bytes")
+        return bytes(body)
+
+    def _refusal(self, status: int) -> str:
+        cause = _CAUSES.get(status, "the request failed")
+        return f"{self.name}: {cause} (HTTP status {status}){self.hint if status in (401, 403) else ''}"
+
+
+def _key(provider: str, variable: str) -> str:
+    key = os.environ.get(variable, "").strip()
+    if not key:
+        raise ArpoError(f"{provider} needs a key: set the environment variable {variable}")
+    if not (key.isascii() and key.isprintable() and " " not in key):
+        raise ArpoError(f"the environment variable {variable} holds characters that no key has")
+    return key
+
+
+def _clean(query: str) -> str:
+    return query.encode("utf-8", "replace").decode().replace("\0", " ")
+
+
+def _retrieved(hit: Any) -> Document | None:
+    """A passage as Search-R1's server sends it, with or without a score around it."""
+    document = hit.get("document", hit) if isinstance(hit, dict) else None
+    if not isinstance(document, dict):
+        return None
+    if isinstance(document.get("contents"), str) and not isinstance(document.get("text"), str):
+        title, text = split_contents(document["contents"])
+        return Document(_text(document, "title") or title, text)
+    return Document(_text(document, "title"), _text(document, "text"))
+
+
+def _web_hit(hit: Any, text: str) -> Document | None:
+    if not isinstance(hit, dict):
+        return None
+    return Document(*(html.unescape(_TAG.sub("", _text(hit, name))) for name in ("title", text)))
+
+
+def _text(values: Mapping[str, Any], name: str) -> str:
+    value = values.get(name)
+    return value if isinstance(value, str) else ""
+
+
+def _usable(documents: Iterable[Document | None], hits: list[Any], name: str) -> list[Document]:
+    """The documents with a text (or at least a title); there must be some if there were hits."""
+    found = [document for document in documents if document and (document.title + document.text).strip()]
+    if hits and not found:
+        raise ToolUnavailable(f"{name} answered with hits that have no text")
+    return found

@@ -1,0 +1,130 @@
+"""Two thousand calls from 128 paths, three in ten of them faulty: every path ends, every call is accounted for."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import threading
+from collections import Counter
+from typing import Any
+
+from arpo.engine.scripted import ScriptedEngine
+from arpo.render import make_format
+from arpo.rollout import Agent, rollouts
+from arpo.settings import Branching, Rollout
+from arpo.tools.base import tool
+from arpo.tools.call import Toolbox
+from arpo.tools.python import build_python
+from arpo.tools.sandbox import Sandbox
+from arpo.types import End, Fault, Kind, Task
+
+TASKS, LEAVES, CALLS = 16, 8, 16
+SECONDS = 0.5  # that code may run
+KINDS = ("fine search", "fine code", "slow", "hanging", "broken", "wrong", "crashing", "flood")
+FAULTY = (0.35, 0.35, *[0.05] * 6)
+CODE = {
+    "fine code": "1 + 1",
+    "hanging": "while True: pass",
+    "wrong": "1 / 0",
+    "crashing": "import ctypes; ctypes.string_at(0)",
+    "flood": "print('x' * 10**7)",
+}
+
+
+@tool(timeout=5, retries=2)
+async def search(query: str) -> str:
+    """Search: `slow` takes its time, and `broken` always fails."""
+    if query == "slow":
+        await asyncio.sleep(0.3)
+    if query == "broken":
+        raise ConnectionError("refused")
+    return f"found {query}"
+
+
+def script(prefix: str, seed: int) -> str:
+    """One of the kinds, drawn by the turn's seed, until the calls are used up."""
+    if prefix.count("<result>") == CALLS:
+        return "<think> Done.</think><answer>\\boxed{1}</answer>"
+    kind = random.Random(seed).choices(KINDS, FAULTY)[0]
+    call = f"<python>{CODE[kind]}</python>" if kind in CODE else f"<search>{kind.split()[0]}</search>"
+    return f"<think> {kind}</think>{call}"
+
+
+def descendants(pid: int) -> list[int]:
+    """Living processes below one, nearest first."""
+    found = [pid]
+    for parent in found:
+        try:
+            with open(f"/proc/{parent}/task/{parent}/children") as file:
+                found += map(int, file.read().split())
+        except OSError:
+            continue
+    return found[1:]
+
+
+def kill_now_and_then(stop: threading.Event, killed: list[int]) -> None:
+    """Somebody, or the memory, keeps killing processes of the sandbox: now a worker, now code that runs."""
+    rng = random.Random(0)
+    while not stop.wait(0.15):
+        pids = descendants(os.getpid())
+        if len(pids) > 3:
+            victim = rng.choice(pids)
+            try:
+                os.kill(victim, signal.SIGKILL)
+                killed.append(victim)
+            except ProcessLookupError:
+                continue
+
+
+def test_a_storm_of_faults(tokenizer: Any) -> None:
+    before = set(descendants(os.getpid()))
+    killed: list[int] = []
+    stop = threading.Event()
+    with Sandbox(workers=6, packages=()) as sandbox:
+        box = Toolbox([search, build_python(sandbox, timeout=SECONDS, max_tokens=50)])
+        engine = ScriptedEngine(tokenizer, script, max_context=1 << 20)
+        agent = Agent(engine, tokenizer, box, make_format("tags", [t.spec for t in box.values()]), result_tokens=40)
+        how = Rollout(leaves=LEAVES, initial=LEAVES, max_calls=CALLS, max_tokens=1 << 19, concurrency=TASKS * LEAVES)
+        tasks = [Task(str(n), f"Question {n}?", ("1",)) for n in range(TASKS)]
+        killer = threading.Thread(target=kill_now_and_then, args=(stop, killed))
+
+        async def play() -> Any:
+            trees = await rollouts(agent, tasks, how, Branching(policy="never"), range(TASKS))
+            return trees, asyncio.all_tasks() - {asyncio.current_task()}
+
+        killer.start()
+        try:
+            trees, left_running = asyncio.run(play())
+        finally:
+            stop.set()
+            killer.join()
+    nodes = [node for tree in trees for node in tree.nodes if node.kind is Kind.TOOL]
+    assert [leaf.end for tree in trees for leaf in tree.leaves] == [End.ANSWER] * TASKS * LEAVES
+    assert len(nodes) == TASKS * LEAVES * CALLS >= 2000
+
+    stats = box.stats()
+    ends = Counter(node.result.fault for node in nodes if node.result)
+    assert sum(tool.calls for tool in stats.values()) == len(nodes)
+    assert all(tool.in_flight == tool.cancelled == 0 for tool in stats.values())
+    for fault in Fault:
+        assert ends[fault] == sum(getattr(tool, fault.value) for tool in stats.values())
+
+    said = Counter(
+        tree.nodes[node.parent].text.split("</think>")[0][8:]
+        for tree in trees
+        for node in tree.nodes
+        if node.kind is Kind.TOOL
+    )
+    assert 0.25 < sum(said[kind] for kind in KINDS[2:]) / len(nodes) < 0.35
+    assert stats["search"].infra == said["broken"] and stats["search"].retries == 2 * said["broken"]
+    unlucky = len(killed)  # a killed process costs at most one call its answer
+    assert stats["python"].infra <= unlucky
+    assert said["hanging"] - unlucky <= stats["python"].timeout <= said["hanging"]
+    mistakes = said["wrong"] + said["crashing"] + said["flood"]
+    assert abs(stats["python"].model - mistakes) <= unlucky
+    assert len(killed) > 3
+
+    assert not left_running
+    assert set(descendants(os.getpid())) <= before
