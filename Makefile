@@ -3,13 +3,24 @@ PYTHON ?= python3
 BIN := .venv/bin
 SEED ?= 0
 
-.PHONY: demo test check format clean
+.PHONY: demo test check format clean bench-sandbox bench-search test-mcp-npm
 
 demo: .venv/installed  ## watch a small agent learn, a few minutes
 	$(BIN)/arpo demo --seed $(SEED)
 
 test: .venv/installed-dev  ## all tests
 	$(BIN)/python -m pytest
+
+bench-sandbox: .venv/installed  ## the sandbox against a new interpreter per call; JSON on the last line
+	$(BIN)/python benchmarks/bench_sandbox.py
+
+bench-search: .venv/installed  ## building and asking an index of a million passages; JSON on the last line
+	$(BIN)/python benchmarks/bench_search.py
+
+test-mcp-npm: .venv/installed-dev  ## MCP against a server from npm; needs node
+	npm install --prefix .venv/npm --no-audit --no-fund --loglevel=error @modelcontextprotocol/server-everything@2026.8.31
+	ARPO_TEST_NPM_MCP=$(CURDIR)/.venv/npm/node_modules/@modelcontextprotocol/server-everything/dist/index.js \
+		$(BIN)/python -m pytest tests/test_mcp.py -k npm
 
 check: .venv/installed-dev  ## lint, format, types, import direction
 	$(BIN)/ruff check .

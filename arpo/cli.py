@@ -95,10 +95,9 @@ def rollout(
     from arpo.train import need_test_questions, open_session
 
     with closing(open_session(_config_of(target, overrides or []))) as session:
-        if ask is None and number >= len(session.bench.test) > 0:
-            raise ArpoError(
-                f"--number {number}: there are {len(session.bench.test)} held-out questions, counted from 0"
-            )
+        held_out = session.bench.test
+        if ask is None and number >= len(held_out) > 0:
+            raise ArpoError(f"--number {number}: there are {len(held_out)} held-out questions, counted from 0")
         if ask is None:
             need_test_questions(session.bench)
         try:

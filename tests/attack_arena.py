@@ -115,7 +115,6 @@ class Arena:
     def __init__(self, tier: str, folder: Path) -> None:
         self.tier, self.signals = tier, 0
         self.secret = ctypes.create_string_buffer(b"a secret of the supervisor")
-        os.environ["ARPO_SECRET"] = "a secret of the environment"
         self.canary, self.shared = folder / "canary", folder / "shared"
         self.canary.write_text("canary")
         self.canary.chmod(0o666)
@@ -304,6 +303,7 @@ def verdicts(tier: str) -> dict[str, str]:
         tempfile.tempdir = place
         folder = Path(place)
         folder.chmod(0o755)
+        os.environ["ARPO_SECRET"] = "a secret of the environment"
         sandbox = Sandbox(tier=tier, workers=2, packages=(), **LIMITS)
         try:
             sandbox.start()

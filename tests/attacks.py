@@ -482,15 +482,14 @@ print("held")
 ### writes to files that are only mapped -> held killed
 size = (W["limits"]["scratch_mb"] - 1) << 20
 block = b"x" * size
-held = []
 def more():
-    for number in range(400):
+    for number in range(100):
         with open(f"big{number}", "wb+", buffering=0) as file:
             os.unlink(f"big{number}")
             file.truncate(size)
             with mmap.mmap(file.fileno(), size) as area:
                 area[:] = block
-            held.append(mmap.mmap(file.fileno(), 4096))
+            libc.mmap(None, 4096, mmap.PROT_READ, mmap.MAP_PRIVATE, file.fileno(), 0)  # it stays when it is closed
         time.sleep(0.01)
 refused(more)
 print("held")
@@ -530,13 +529,12 @@ with open("sparse", "wb") as file:
 
 ### reserves space -> held killed
 def more():
-    for number in range(400):
-        with open(f"big{number}", "wb") as file:
+    for number in range(100):
+        with open(f"big{number}", "wb+") as file:
             os.posix_fallocate(file.fileno(), 0, (W["limits"]["scratch_mb"] - 1) << 20)
-            held.append(os.dup(file.fileno()))
+            libc.mmap(None, 4096, mmap.PROT_READ, mmap.MAP_PRIVATE, file.fileno(), 0)  # it stays when it is closed
         os.unlink(f"big{number}")
-        time.sleep(0.01)
-held = []
+        time.sleep(0.002)
 refused(more)
 print("held")
 

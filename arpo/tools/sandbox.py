@@ -152,7 +152,10 @@ class Sandbox:
         with tempfile.NamedTemporaryFile(prefix="arpo-canary-") as canary:
             given = f"CANARY, PLACES, PID = {canary.name!r}, {places!r}, {os.getpid()}\n"
             result = self.run(given + _PROBES, START_SECONDS)
-            written = [place for place in places if os.path.lexists(place)] + [canary.name] * bool(canary.read())
+            written = [place for place in places if os.path.lexists(place)]
+            for place in written:
+                os.unlink(place)
+            written += [canary.name] * bool(canary.read())
         if written or result.status != "ok" or result.stdout != "held\n":
             said = " ".join([*f"{result.stdout}{result.stderr}".split(), *written])
             raise SandboxBroken(f"a probe got through ({result.status}): {said}")
