@@ -16,6 +16,7 @@ import resource
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,18 +93,18 @@ def measure(folder: Path, passages: int, queries: int, seed: int) -> dict[str, f
         seconds, peak = pool.apply(build, (corpus, directory))
     print(f"build: {seconds:.1f} s, {passages / seconds:,.0f} passages/s, peak memory {peak:,.0f} MB", flush=True)
     size = sum(path.stat().st_size for path in directory.iterdir()) / 1e6
-    opened = float(np.median([milliseconds(lambda: open_index(directory)) for _ in range(5)]))
+    opened = float(np.median([milliseconds(partial(open_index, directory)) for _ in range(5)]))
     index = open_index(directory)
     print(f"index: {size:,.0f} MB, {len(index.bm25.impacts):,} postings, {len(index.bm25.lists):,} words")
     print(f"open: {opened:.2f} ms")
     asked = make_queries(index, queries, seed)
     for query in asked:  # the first time, pages come from disk
         index.search(query, RESULTS)
-    times = [milliseconds(lambda query=query: index.search(query, RESULTS)) for query in asked]
+    times = [milliseconds(partial(index.search, query, RESULTS)) for query in asked]
     p50, p95, slowest = np.percentile(times, [50, 95, 100])
     print(f"query: p50 {p50:.2f} ms, p95 {p95:.2f} ms, slowest {slowest:.2f} ms, over {len(times)}")
     hardest = " ".join(spell(rank) for rank in range(32))
-    print(f"the 32 commonest words: {milliseconds(lambda: index.search(hardest, RESULTS)):.2f} ms")
+    print(f"the 32 commonest words: {milliseconds(partial(index.search, hardest, RESULTS)):.2f} ms")
     checked = [*asked[:50], hardest]
     assert all(index.bm25.top(query, RESULTS) == slow_top(index.bm25, query) for query in checked)
     print(f"{len(checked)} queries gave exactly what scoring every passage gives")

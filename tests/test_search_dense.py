@@ -13,7 +13,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
-from arpo.tools.search import Document, Embedder, build_index, index_search, open_index
+from arpo.tools.base import Tool
+from arpo.tools.search import Document, Embedder, Mode, build_index, index_search, open_index
 from arpo.tools.search import dense as dense_module
 from arpo.tools.search.hits import line
 from arpo.tools.search.index import fuse
@@ -112,8 +113,16 @@ def test_equal_passages_keep_their_order(built: Path) -> None:
 
 def test_fusion_adds_reciprocal_ranks() -> None:
     assert fuse([[5, 3, 1], [3, 9]], 4) == [3, 5, 9, 1]  # 1/62 + 1/61, 1/61, 1/62, 1/63
+    assert fuse([[5, 6, 3], [7, 8, 3]], 2) == [3, 5]  # third twice beats first once
     assert fuse([[2], [1]], 2) == [1, 2]  # equal: by number
     assert fuse([[], [4]], 3) == [4]
+
+
+def ask(tool: Tool, query: str) -> str:
+    async def wait() -> str:
+        return await tool.run(query=query)
+
+    return asyncio.run(wait())
 
 
 def test_modes(built: Path) -> None:
@@ -123,9 +132,10 @@ def test_modes(built: Path) -> None:
         both = fuse([index.bm25.top(query, 100), index.dense.top(query, 100)], 5)
         assert index.search(query, 5, "hybrid") == [index.document(number) for number in both]
         assert index.search(query, 5, "dense") == [index.document(number) for number in index.dense.top(query, 5)]
-    texts = [asyncio.run(index_search(index, 3, mode).run(query=QUERIES[1])) for mode in ("bm25", "dense", "hybrid")]  # type: ignore[arg-type]
+    modes: tuple[Mode, ...] = ("bm25", "dense", "hybrid")
+    texts = [ask(index_search(index, 3, mode), QUERIES[1]) for mode in modes]
     assert all(len(text.split("\n")) == 3 for text in texts) and texts[0] != texts[1]
-    assert len({index.version(mode) for mode in ("bm25", "dense", "hybrid")}) == 3
+    assert len({index.version(mode) for mode in modes}) == 3
 
 
 def test_an_index_without_vectors_and_modes_that_do_not_exist(tmp_path: Path) -> None:

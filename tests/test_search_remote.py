@@ -87,7 +87,10 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 
 def ask(tool: Tool, query: str = "mira tolven") -> str:
-    return asyncio.run(tool.run(query=query))  # type: ignore[arg-type]
+    async def wait() -> str:
+        return await tool.run(query=query)
+
+    return asyncio.run(wait())
 
 
 def failure(tool: Tool, query: str = "mira tolven") -> str:
@@ -221,7 +224,7 @@ HITS = [
     None,
 ]
 SHOWN = ["Mira T: born in Upper Kelso & 1 < 2 <b>", "second", "third: "]
-ANSWERS = {
+ANSWERS: dict[str, tuple[Any, str, tuple[Any, ...]]] = {
     "serper": ({"organic": "HITS"}, "snippet", ({}, {"organic": None}, {"organic": []})),
     "tavily": ({"results": "HITS"}, "content", ({}, {"results": None}, {"results": []})),
     "brave": ({"web": {"results": "HITS"}}, "description", ({}, {"web": None}, {"web": {}}, {"web": {"results": []}})),

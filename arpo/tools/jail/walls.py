@@ -16,6 +16,7 @@ import itertools
 import os
 import resource
 import stat
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -40,6 +41,8 @@ class Limits:
 
 def missing(tier: str) -> str | None:
     """What this machine lacks for a tier, as far as can be told without trying; None if nothing."""
+    if sys.platform != "linux":
+        return "Linux is needed"
     if not seccomp.supported():
         return f"the list of system calls is only known for {' and '.join(seccomp.AUDIT_ARCH)}"
     version = kernel.landlock_version()

@@ -140,7 +140,7 @@ def _parts(relations: dict[str, dict[str, None]]) -> Iterator[str]:
         for value in values:
             if part and len(part) + len(joint) + len(value) > MAX_SUBJECT_CHARS:
                 yield part
-                part, joint = "", f"; {relation}: "
+                part = ""
             part += f"{joint}{value}" if part else f"{relation}: {value}"
             joint = ", "
     yield part

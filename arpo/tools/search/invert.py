@@ -100,8 +100,6 @@ class Inverter:
         counts = np.empty_like(passages)
         for run in self._runs:
             low, high = np.searchsorted(run.words, [first, last])
-            if low == high:
-                continue
             numbers, ends = run.words[low:high] - first, run.starts[low : high + 1]
             lengths = np.diff(ends)
             to = np.repeat(free[numbers] - (ends[:-1] - ends[0]), lengths) + np.arange(ends[-1] - ends[0])
