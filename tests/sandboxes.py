@@ -72,8 +72,8 @@ def family(pid: int) -> list[int]:
 
 def zygote_pid(sandbox: Sandbox) -> int:
     """The process of the sandbox that this one has started."""
-    assert until(lambda: sandbox._pools[False]._zygote)
-    return sandbox._pools[False]._zygote.process.pid  # type: ignore[union-attr]
+    assert until(lambda: sandbox._pools[()]._zygote)
+    return sandbox._pools[()]._zygote.process.pid  # type: ignore[union-attr]
 
 
 def line(pid: int, cell: int) -> list[int]:

@@ -253,7 +253,7 @@ def test_many_threads_share_few_workers(sandbox: Sandbox) -> None:
     with ThreadPoolExecutor(16) as callers:
         results = list(callers.map(lambda n: sandbox.run(f"print({n} * {n})").stdout, range(100)))
     assert results == [f"{n * n}\n" for n in range(100)]
-    assert len(sandbox._pools[False]._idle) <= sandbox.workers
+    assert len(sandbox._pools[()]._idle) <= sandbox.workers
 
 
 def test_many_coroutines_share_few_workers(sandbox: Sandbox) -> None:

@@ -131,14 +131,14 @@ def test_a_killed_process_of_the_code_is_no_fault_of_the_worker(fresh: Sandbox) 
 def test_what_died_while_idle_is_not_used(fresh: Sandbox, which: str) -> None:
     with ThreadPoolExecutor(2) as callers:
         list(callers.map(lambda _: fresh.run("import time; time.sleep(0.1)"), range(2)))
-    assert len(fresh._pools[False]._idle) == 2
+    assert len(fresh._pools[()]._idle) == 2
     guard = zygote_pid(fresh)
     zygote = children(guard)[0] if fresh.tier == "namespaces" else guard
     below = family(zygote)[1:]
     for pid in children(zygote) if which == "workers" else [zygote]:
         os.kill(pid, signal.SIGKILL)
     assert until(lambda: not any(map(alive, below)))
-    assert fresh._pools[False].run(Call("print('well')", 5.0, "", False)).stdout == "well\n"  # at the first attempt
+    assert fresh._pools[()].run(Call("print('well')", 5.0, "", False)).stdout == "well\n"  # at the first attempt
 
 
 def test_nothing_survives_the_supervisor(tmp_path: Path) -> None:

@@ -44,7 +44,8 @@ class Sandbox:
 
     A call may use `memory_mb` above what Python itself needs and `scratch_mb` of files; of each output the first
     `max_output` bytes are kept. Code that names one of `packages` is forked from a process that has imported them
-    already. `tier` demands one tier; `unsafe_no_isolation` allows to run without walls where there are none.
+    already, and no others. `tier` demands one tier; `unsafe_no_isolation` allows to run without walls where there are
+    none.
     """
 
     def __init__(
@@ -63,12 +64,12 @@ class Sandbox:
         self.tier: str | None = None
         self.workers = workers or max(8, 2 * (os.cpu_count() or 1))
         self._limits = {"memory": memory_mb << 20, "scratch": scratch_mb << 20, "output": max_output}
-        self._packages = tuple(packages)
-        self._heavy = re.compile(rf"\b(?:{'|'.join(map(re.escape, packages))})\b") if packages else None
+        self._packages = {name: re.compile(rf"\b{re.escape(name)}\b") for name in packages}
         self._wanted = (tier,) if tier else (*TIERS, "none") if unsafe_no_isolation else TIERS
         self._gate = threading.Semaphore(self.workers)
         self._threads: ThreadPoolExecutor | None = None
-        self._pools: dict[bool, Pool] = {}
+        self._pools: dict[tuple[str, ...], Pool] = {}  # by the packages that its zygote has imported
+        self._lock = threading.Lock()
 
     def __enter__(self) -> Sandbox:
         self.start()
@@ -84,10 +85,7 @@ class Sandbox:
         reasons = []
         for tier in self._wanted:
             try:
-                self._pools = {
-                    heavy: Pool({**self._limits, "tier": tier, "imports": self._packages if heavy else ()})
-                    for heavy in (False, True)
-                }
+                self._pools = {}
                 self.tier = tier
                 self._attack_itself()
                 break
@@ -107,8 +105,10 @@ class Sandbox:
 
     def close(self) -> None:
         """End every process; calls that are running fail."""
-        self.tier = None
-        for pool in self._pools.values():
+        with self._lock:
+            self.tier = None
+            pools = list(self._pools.values())
+        for pool in pools:
             pool.close()
         if self._threads is not None:
             self._threads.shutdown()
@@ -130,9 +130,7 @@ class Sandbox:
             raise
 
     def _run(self, call: Call) -> SandboxResult:
-        if self.tier is None:
-            raise SandboxBroken("the sandbox is not open")
-        pool = self._pools[bool(self._heavy and self._heavy.search(call.code))]
+        pool = self._pool(call.code)
         with self._gate:
             reason = ""
             for _ in range(2):
@@ -143,6 +141,16 @@ class Sandbox:
                 if call.cancelled:
                     break
             raise SandboxBroken(f"no worker answered ({reason}){pool.last_words()}")
+
+    def _pool(self, code: str) -> Pool:
+        """The workers that have imported what the code names, and no more: a small process is forked faster."""
+        named = tuple(name for name, found in self._packages.items() if found.search(code))
+        with self._lock:
+            if self.tier is None:
+                raise SandboxBroken("the sandbox is not open")
+            if named not in self._pools:
+                self._pools[named] = Pool({**self._limits, "tier": self.tier, "imports": named})
+            return self._pools[named]
 
     def _attack_itself(self) -> None:
         """Run the probes; SandboxBroken if one of them gets through."""
