@@ -121,6 +121,14 @@ def test_a_call_whose_workers_are_killed_twice_fails(fresh: Sandbox, which: str)
     assert fresh.run("print('well')").stdout == "well\n"
 
 
+def test_a_process_that_is_killed_while_it_waits_is_not_blamed_on_the_code(fresh: Sandbox) -> None:
+    fresh.run("")
+    for pid in family(zygote_pid(fresh)):
+        if not children(pid):
+            os.kill(pid, signal.SIGKILL)  # the ones that wait for code
+    assert fresh.run("print('well')").stdout == "well\n"
+
+
 def test_a_killed_process_of_the_code_is_no_fault_of_the_worker(fresh: Sandbox) -> None:
     call = in_thread(lambda: fresh.run(f"{MARKED.format('arpo-killed')}import time; time.sleep(30)", 60))
     os.kill(running(fresh, "arpo-killed")["cell"], signal.SIGKILL)

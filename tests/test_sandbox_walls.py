@@ -176,3 +176,9 @@ def test_the_filter_of_this_machine_is_installed_whole() -> None:
     assert seccomp.supported()
     assert seccomp.program(True) == seccomp.program(True, os.uname().machine)
     assert seccomp.program(True) != seccomp.program(False)
+
+
+def test_scratch_hides_nothing_that_is_to_be_read() -> None:
+    assert walls.scratch_place(["/usr/lib", "/home/me/tmp/lib", "/tmpfs/lib"]) == "/tmp"
+    assert walls.scratch_place(["/usr/lib", "/tmp/venv/lib"]) == "/scratch"
+    assert walls.scratch_place(["/tmp"]) == "/scratch"

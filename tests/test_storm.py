@@ -64,11 +64,11 @@ def descendants(pid: int) -> list[int]:
     return found[1:]
 
 
-def kill_now_and_then(stop: threading.Event, killed: list[int]) -> None:
+def kill_now_and_then(spared: set[int], stop: threading.Event, killed: list[int]) -> None:
     """Somebody, or the memory, keeps killing processes of the sandbox: now a worker, now code that runs."""
     rng = random.Random(0)
     while not stop.wait(0.15):
-        pids = descendants(os.getpid())
+        pids = [pid for pid in descendants(os.getpid()) if pid not in spared]
         if len(pids) > 3:
             victim = rng.choice(pids)
             try:
@@ -88,7 +88,7 @@ def test_a_storm_of_faults(tokenizer: Any) -> None:
         agent = Agent(engine, tokenizer, box, make_format("tags", [t.spec for t in box.values()]), result_tokens=40)
         how = Rollout(leaves=LEAVES, initial=LEAVES, max_calls=CALLS, max_tokens=1 << 19, concurrency=TASKS * LEAVES)
         tasks = [Task(str(n), f"Question {n}?", ("1",)) for n in range(TASKS)]
-        killer = threading.Thread(target=kill_now_and_then, args=(stop, killed))
+        killer = threading.Thread(target=kill_now_and_then, args=(before, stop, killed))
 
         async def play() -> Any:
             trees = await rollouts(agent, tasks, how, Branching(policy="never"), range(TASKS))

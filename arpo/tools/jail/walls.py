@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from arpo.tools.jail import kernel, seccomp
 
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
-HERE = "/tmp"  # scratch, as the code sees it
+HERE, ELSEWHERE = "/tmp", "/scratch"  # scratch, as the code sees it; elsewhere if Python itself lies in the first
 MAX_FILES, MAX_OPEN, MAX_THREADS = 8192, 128, 64
 NOBODY, INSIDE = 65534, 1000  # what root becomes, and the number it has inside
 ON_DISK, MAX_DEPTH, MAX_WRITTEN = 1024, 64, 16  # files (removing them takes time), depth, bytes per byte of scratch
@@ -85,6 +85,11 @@ def _with_mapper() -> None:
         raise PermissionError("root may not map other users here")
 
 
+def scratch_place(readable: list[str]) -> str:
+    """Where scratch goes in the new root: it must not hide anything that is to be read."""
+    return ELSEWHERE if any(f"{path}/".startswith(f"{HERE}/") for path in readable) else HERE
+
+
 def build_root(at: str, readable: list[str]) -> None:
     """Build a root folder at `at` that holds `readable` and a few devices, nothing of it writable."""
     kernel.mount("none", "/", None, kernel.MS_RECURSIVE | kernel.MS_PRIVATE)
@@ -103,15 +108,15 @@ def build_root(at: str, readable: list[str]) -> None:
         os.makedirs(os.path.dirname(at + path), exist_ok=True)
         _write(at + path, "")
         kernel.bind(path, at + path, kernel.MS_READONLY | kernel.MS_NOSUID | kernel.MS_NOEXEC)
-    os.makedirs(at + HERE)
+    os.mkdir(at + scratch_place(readable))
     kernel.mount("none", at, None, kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_READONLY | kernel.MS_NOSUID)
 
 
-def mount_scratch(limits: Limits) -> None:
-    """A file system in memory at `HERE`, of limited size, for one worker."""
+def mount_scratch(place: str, limits: Limits) -> None:
+    """A file system in memory at `place`, of limited size, for one worker."""
     kernel.unshare(kernel.NEW_MOUNT)
     flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
-    kernel.mount("scratch", HERE, "tmpfs", flags, f"size={limits.scratch},nr_inodes={MAX_FILES},mode=777")
+    kernel.mount("scratch", place, "tmpfs", flags, f"size={limits.scratch},nr_inodes={MAX_FILES},mode=777")
 
 
 class Seal:

@@ -134,9 +134,9 @@ def _worker(settings: dict[str, Any], supervisor: socket.socket, own_pids: int, 
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         limits = walls.Limits(settings["memory"], settings["scratch"])
         apart = settings["tier"] == "namespaces"
+        folder = walls.scratch_place(settings["readable"]) if apart else _own_folder(settings["root"])
         if apart:
-            walls.mount_scratch(limits)
-        folder = walls.HERE if apart else _own_folder(settings["root"])
+            walls.mount_scratch(folder, limits)
         os.environ.update(HOME=folder, TMPDIR=folder)
         os.chdir(folder)
         seal = walls.Seal(settings["tier"], limits, base_memory, settings["readable"], folder)
@@ -220,6 +220,8 @@ class _Cell:
         """Run the request; its answer in parts. Watches a folder on disk, if scratch is there."""
         if os.read(self.out, 1) != b"r":
             raise RuntimeError(f"a process could not be shut in: {os.read(self.err, 1000).decode(errors='replace')}")
+        if select.select([self.pidfd], [], [], 0)[0]:
+            raise RuntimeError("a process was killed while it waited for its code")
         disk = None if folder is None else walls.Disk(folder, self.limits.scratch, self.pid)
         seconds = HEAD.unpack_from(request)[2]
         started = time.monotonic()
