@@ -20,7 +20,7 @@ from sandboxes import MARKED, ROOT, alive, children, family, in_thread, marked, 
 
 import arpo.tools.sandbox as module
 from arpo.tools.jail import walls
-from arpo.tools.jail.workers import Call
+from arpo.tools.jail.workers import Call, libraries
 from arpo.tools.sandbox import TIERS, Sandbox, SandboxBroken, SandboxResult
 from arpo.types import ArpoError
 
@@ -254,7 +254,7 @@ def test_the_process_as_seen_from_outside(fresh: Sandbox) -> None:
             assert os.readlink(f"/proc/{pid}/ns/{kind}") != os.readlink(f"/proc/self/ns/{kind}")
         assert status["NSpid"].split()[-1] == "1"
         mounts = [line.split() for line in Path(f"/proc/{pid}/mountinfo").read_text().splitlines()]
-        assert [mount[4] for mount in mounts if "ro" not in mount[5].split(",")] == ["/tmp"]
+        assert [mount[4] for mount in mounts if "ro" not in mount[5].split(",")] == [walls.scratch_place(libraries())]
         assert len(mounts) > 5
         assert status["Uid"].split() == status["Gid"].split() == ["65534"] * 4
         assert status["Groups"].split() == []
