@@ -83,7 +83,8 @@ def extract(html: str) -> tuple[str, str]:
     title = str(tree.findtext(".//title") or "")
     text = None
     before = signal.signal(signal.SIGVTALRM, _stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, EXTRACT_CPU_SECONDS)
+    # Again and again: an exception raised while a destructor or a weak reference's callback runs is lost.
+    signal.setitimer(signal.ITIMER_VIRTUAL, EXTRACT_CPU_SECONDS, EXTRACT_CPU_SECONDS)
     try:
         text = trafilatura.extract(tree, include_comments=False)
     except _TooLong:
