@@ -19,14 +19,14 @@ class StopFinder:
         self._window = max((len(stop.encode()) for stop in stops), default=0) + 1
         last = {stop[-1] for stop in stops}
         if not all("!" <= char <= "~" for char in last):  # vocabularies write other characters in ways of their own
-            self._candidates = set(range(len(tokenizer)))
+            self.candidates = frozenset(range(len(tokenizer)))
         else:
             pieces = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
-            self._candidates = {i for i, piece in enumerate(pieces) if piece is None or last & set(piece)}
+            self.candidates = frozenset(i for i, p in enumerate(pieces) if p is None or last & set(p))
 
     def find(self, tokens: Sequence[int]) -> str | None:
         """The stop string that the last of these sampled tokens completed, if any."""
-        if not tokens or tokens[-1] not in self._candidates:
+        if not tokens or tokens[-1] not in self.candidates:
             return None
         tail = self._tokenizer.decode(
             list(tokens[-self._window :]), skip_special_tokens=False, clean_up_tokenization_spaces=False
