@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SEED ?= 0
 
-.PHONY: demo test check format clean bench-sandbox bench-search test-mcp-npm
+.PHONY: demo test check format clean bench-sandbox bench-search bench-engine bench-gpu test-kernels test-mcp-npm
 
 demo: .venv/installed  ## watch a small agent learn, a few minutes
 	$(BIN)/arpo demo --seed $(SEED)
@@ -16,6 +16,17 @@ bench-sandbox: .venv/installed  ## the sandbox against a new interpreter per cal
 
 bench-search: .venv/installed  ## building and asking an index of a million passages; JSON on the last line
 	$(BIN)/python benchmarks/bench_search.py
+
+bench-engine: .venv/installed  ## the engine against transformers (and vLLM, if there); JSON on the last line
+	$(BIN)/python benchmarks/bench_engine.py
+
+bench-gpu: .venv/installed  ## the engine on a CUDA device; JSON on the last line
+	$(BIN)/python benchmarks/bench_gpu.py
+
+test-kernels: .venv/installed-dev  ## the GPU kernels without a GPU: in Triton's interpreter, and compiled
+	$(BIN)/python -m pip install --quiet --no-deps --target .venv/triton --upgrade triton==3.6.0
+	PYTHONPATH=.venv/triton $(BIN)/python tests/compile_kernels.py
+	TRITON_INTERPRET=1 PYTHONPATH=.venv/triton $(BIN)/python -m pytest tests/test_kernels.py
 
 test-mcp-npm: .venv/installed-dev  ## MCP against a server from npm; needs node
 	npm install --prefix .venv/npm --no-audit --no-fund --loglevel=error @modelcontextprotocol/server-everything@2026.8.31

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
+import io
+import json
+import random
 import signal
 import sys
 from contextlib import closing
@@ -31,6 +35,8 @@ index_app = typer.Typer(no_args_is_help=True, help="Build and try the indexes th
 app.add_typer(index_app, name="index")
 ConfigFile = Annotated[Path, typer.Argument(help="a TOML file with settings")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="settings as key=value, like train.steps=50")]
+# Of a chat, below what the user gives: calmer than in training, one path at a time, and nothing is rewarded.
+CHAT_SETTINGS = ("rollout.temperature=0.7", "rollout.concurrency=1", "reward.bonus=0")
 
 
 def main() -> None:
@@ -113,6 +119,63 @@ def rollout(
             f"{len(tree.leaves)} paths, {tree.tool_calls} tool calls, {tree.branch_points} branch points, "
             f"{shared:.0%} of tokens shared"
         )
+
+
+@app.command()
+def chat(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help='"tiny" (built in), a Hugging Face directory, a hub name, a .gguf file, a run\'s directory (its last '
+            "checkpoint is used) or a TOML file"
+        ),
+    ],
+    overrides: Overrides = None,
+    tools: Annotated[str | None, typer.Option(help='tools the model may call, like python,search; "" for none')] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="repeats a conversation; fresh if not given")] = None,
+) -> None:
+    """Talk to a model and watch it call tools. The temperature is 0.7 unless rollout.temperature=... is given here."""
+    from arpo.chat import Conversation, Screen, open_agent, talk
+
+    given = [] if tools is None else [f"tools.enabled={json.dumps(tools.replace(',', ' ').split())}"]
+    config = _chat_config(model, [*CHAT_SETTINGS, *(overrides or []), *given])
+    seed = random.SystemRandom().randrange(2**32) if seed is None else seed
+    try:
+        with open_agent(config) as agent:
+            screen = Screen(console, agent.tokenizer)
+            names = ", ".join(agent.tools) or "none"
+            screen.note(f"{model}; tools: {names}; temperature {config.rollout.temperature:g}; seed {seed}; /help")
+            conversation = Conversation(agent, config.rollout, config.branching.probe_tokens, seed)
+            talk(conversation, screen, *_reader())
+    except KeyboardInterrupt:  # typer would swallow it, and with it the message of `main`
+        raise asyncio.CancelledError from None
+
+
+def _reader() -> tuple[Callable[[], str], bool]:
+    """Reads one line of what the user types, or of what is piped in; and whether there is a person to go on with."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
+    if not sys.stdin.isatty():
+        return input, False
+    with contextlib.suppress(ImportError):
+        importlib.import_module("readline")  # makes `input` edit lines and remember them
+    return lambda: input("> "), True
+
+
+def _chat_config(model: str, overrides: list[str]) -> Config:
+    """The settings that `arpo chat` means by MODEL."""
+    path = Path(model).expanduser()
+    if path.suffix == ".toml" or _is_run(path):
+        return _config_of(path, overrides)
+    return load_config(None, [f"model.path={model}", *overrides])
+
+
+def _is_run(directory: Path) -> bool:
+    """Runs and models both keep a config.json; that of a run has our settings in it."""
+    try:
+        return "rollout" in json.loads((directory / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return False
 
 
 @app.command()
@@ -209,7 +272,9 @@ def _config_of(target: Path, overrides: list[str]) -> Config:
     checkpoint = log.latest_checkpoint()
     if checkpoint is None:
         raise ArpoError(f"{target} has no checkpoint yet")
-    return load_config(target / "config.json", [f"model.path={checkpoint[1] / 'model'}", *overrides])
+    return load_config(
+        target / "config.json", [f"model.path={checkpoint[1] / 'model'}", "model.adapter=none", *overrides]
+    )
 
 
 def _show_evaluation(result: Evaluation, tools: Toolbox) -> None:

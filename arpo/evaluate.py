@@ -61,6 +61,7 @@ async def evaluate(
             "initial": settings.samples,
             "temperature": settings.temperature,
             "top_p": settings.top_p,
+            "top_k": settings.top_k,
         }
     )
 

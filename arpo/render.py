@@ -6,6 +6,7 @@ around a result is always complete. Nothing sampled is ever tokenised again.
 
     fmt = make_format("tags", [spec])                            # or "json"
     ids = encode_prompt(tokenizer, task.question, fmt.instructions)
+    more = encode_follow_up(tokenizer, (*ids, *sampled), "And her mother?")
     call = fmt.find_call("<think>..</think><search>Mira Tolven", "</search>")
     ids, text = encode_result(tokenizer, fmt, "Mira Tolven was born in Upper Kelso.", max_tokens=200)
 
@@ -158,6 +159,22 @@ def encode_prompt(tokenizer: Any, question: str, system: str) -> tuple[int, ...]
     return (*start, *middle, *_plain_ids(tokenizer, question.strip()), *_ids(tokenizer, after))
 
 
+def encode_follow_up(tokenizer: Any, history: Sequence[int], question: str) -> tuple[int, ...] | None:
+    """Token ids of the user's next message, from the end of the model's turn in `history` to where it writes again.
+
+    None where the chat template does not mark the end of a model's turn: every question then stands alone.
+    """
+    pieces = _follow_up_pieces(tokenizer, repr(getattr(tokenizer, "chat_template", None)))
+    if pieces is None:
+        return None
+    between, after = (_ids(tokenizer, piece) for piece in pieces)
+    _, control = _control_tokens(tokenizer, len(tokenizer), True)
+    end = next((place for place, token in enumerate(between) if token in control), None)
+    if end is not None and tuple(history[-1:]) == (between[end],):  # the model wrote the end of its turn itself
+        between = between[end + 1 :]
+    return (*between, *_plain_ids(tokenizer, question.strip()), *after)
+
+
 def encode_result(tokenizer: Any, fmt: CallFormat, text: str, max_tokens: int) -> tuple[tuple[int, ...], str]:
     """Token ids and text of a tool result in its wrapper; the tool's part is cut to `max_tokens`, note included."""
     body = neutralise(text, fmt.specs)
@@ -256,6 +273,16 @@ def _turn_wrapper(tokenizer: Any, template: str) -> tuple[str, str]:
                 return pieces[1:]
     before, _, after = f"\n{tagged}\n".partition(_SLOT_2)
     return before, after
+
+
+@lru_cache(maxsize=8)
+def _follow_up_pieces(tokenizer: Any, template: str) -> tuple[str, str] | None:
+    """What stands between a model's turn and the user's next message, and after that; `template` keys the cache."""
+    talk = [{"role": "user", "content": "..."}, {"role": "assistant", "content": _SLOT_1}]
+    pieces = _pieces(tokenizer, [*talk, {"role": "user", "content": _SLOT_2}])
+    if pieces is None or not tokenizer.apply_chat_template(talk, tokenize=False).partition(_SLOT_1)[2].strip():
+        return None
+    return pieces[1:]
 
 
 @lru_cache(maxsize=8)

@@ -181,6 +181,7 @@ class _Grower:
             max_tokens=room,
             temperature=self.settings.temperature,
             top_p=self.settings.top_p,
+            top_k=self.settings.top_k,
             stop=self.agent.format.stops,
             seed=self._seed(path),
         )

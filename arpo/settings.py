@@ -33,11 +33,24 @@ class _Section(BaseModel):
 class Model(_Section):
     """The model that is trained."""
 
-    path: Text = Field(default="tiny", description='"tiny" (built in), a Hugging Face directory, or a hub name')
+    path: Text = Field(
+        default="tiny", description='"tiny" (built in), a Hugging Face directory, a hub name, or a GGUF file'
+    )
+    adapter: Annotated[Text | None, _NoneWord] = Field(
+        default=None, description="directory of a LoRA adapter that is merged into the model; none: the model as it is"
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="where to compute; auto: CUDA if any")
     dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="number format; training needs float32"
     )
+
+    @field_validator("adapter")
+    @classmethod
+    def _adapter_has_a_base(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is not None and info.data.get("path") == "tiny":
+            text = '"none" where model.path is "tiny"'
+            raise PydanticCustomError("conflict", "{text}", {"text": text, "other": ("model", "path")})
+        return value
 
 
 class Data(_Section):
@@ -135,7 +148,11 @@ class Rollout(_Section):
     max_seconds: float = Field(default=600.0, gt=0, description="wall-clock limit of one path")
     temperature: float = Field(default=1.0, gt=0, description="sampling temperature")
     top_p: float = Field(default=1.0, gt=0, le=1, description="keep the likeliest tokens of this total probability")
+    top_k: int = Field(default=0, ge=0, description="keep this many of the likeliest tokens; 0: all")
     concurrency: int = Field(default=128, ge=1, description="paths sampled at the same time, over all questions")
+    kv_tokens: int = Field(
+        default=0, ge=0, description="tokens whose keys and values the engine has room for; 0: as many as memory allows"
+    )
 
     @field_validator("initial")
     @classmethod
@@ -209,6 +226,7 @@ class Eval(_Section):
     samples: int = Field(default=1, ge=1, description="paths per question")
     temperature: float = Field(default=0.6, ge=0, description="sampling temperature; 0: always the likeliest token")
     top_p: float = Field(default=0.95, gt=0, le=1, description="keep the likeliest tokens of this total probability")
+    top_k: int = Field(default=0, ge=0, description="keep this many of the likeliest tokens; 0: all")
 
 
 class Run(_Section):

@@ -167,10 +167,17 @@ def make_model(config: Config, bench: Bench, progress: Progress) -> tuple[Any, A
     return load_model(Model(path=str(path), device=config.model.device, dtype=config.model.dtype))
 
 
-def make_agent(config: Config, bench: Bench, model: Any, tokenizer: Any) -> Agent:
-    """The agent that plays rollouts, over the local engine."""
-    threaded = not all(tool.quick for tool in bench.tools.values())
-    engine = LocalEngine(model, tokenizer, rows=config.rollout.concurrency, threaded=threaded)
+def make_agent(config: Config, bench: Bench, model: Any, tokenizer: Any, threaded: bool | None = None) -> Agent:
+    """The agent that plays rollouts; its engine has a thread of its own (`threaded`) if some tool takes time."""
+    if threaded is None:
+        threaded = not all(tool.quick for tool in bench.tools.values())
+    engine = LocalEngine(
+        model,
+        tokenizer,
+        rows=config.rollout.concurrency,
+        kv_tokens=config.rollout.kv_tokens or None,
+        threaded=threaded,
+    )
     fmt = make_format(config.rollout.format, [tool.spec for tool in bench.tools.values()])
     agent = Agent(engine, tokenizer, bench.tools, fmt, config.tools.result_tokens)
     for task in (*bench.train, *bench.test):

@@ -58,8 +58,8 @@ class Run:
     step: int
 
 
-def open_session(config: Config, bench: Bench | None = None) -> Session:
-    """Load (or make) the model that the config names and all that goes with it."""
+def open_session(config: Config, bench: Bench | None = None, threaded: bool | None = None) -> Session:
+    """Load (or make) the model that the config names and all that goes with it; `threaded` as in `make_agent`."""
     bench = bench or make_bench(config)
     with progress_bar("cold start", config.coldstart.steps) as bar:
         bar.update(bar.task_ids[0], visible=False)  # nothing to see unless the built-in model must be made
@@ -74,7 +74,7 @@ def open_session(config: Config, bench: Bench | None = None) -> Session:
 
         model, tokenizer = make_model(config, bench, show)
     reward = make_reward(config.reward.accuracy, config.reward.bonus, config.reward.bonus_tools)
-    return Session(config, bench, model, make_agent(config, bench, model, tokenizer), reward)
+    return Session(config, bench, model, make_agent(config, bench, model, tokenizer, threaded), reward)
 
 
 @contextmanager
@@ -90,8 +90,8 @@ def open_run(config: Config, resume: bool = False) -> Iterator[Run]:
         if log is None:
             runlog.refuse_used(directory)
         checkpoint = log.latest_checkpoint() if log else None
-        path = str(checkpoint[1] / "model") if checkpoint else config.model.path
-        model = config.model.model_copy(update={"path": path})
+        trained = {"path": str(checkpoint[1] / "model"), "adapter": None} if checkpoint else {}
+        model = config.model.model_copy(update=trained)
         session = open_session(config.model_copy(update={"model": model}), bench)
         trainer = Trainer(session.model, session.agent.tokenizer, config)
         step = load_checkpoint(trainer, checkpoint[1]) if checkpoint else 0
@@ -126,7 +126,8 @@ async def train(run: Run) -> int:
             with _saving(run, step, saved):
                 trees = await sample_step(run.session, step + 1)
             seconds = {"rollout_seconds": time.monotonic() - started}
-            metrics = {**learn_step(run, step + 1, trees), **seconds}
+            told = {f"engine_{name}": value for name, value in engine.stats().items()}
+            metrics = {**learn_step(run, step + 1, trees), **seconds, **told}
             step += 1
             await engine.update_weights(step)
             with _saving(run, step, saved):

@@ -89,13 +89,15 @@ class SamplingParams:
     top_p: float = 1.0
     stop: tuple[str, ...] = ()
     seed: int = 0
+    top_k: int = 0  # 0: all tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
     """One sampled turn: ids as sampled, with log-prob and entropy of the distribution each was drawn from.
 
-    `finish` is "stop" (a stop string, named in `stop`; its last token is kept), "eos" or "length".
+    `finish` is "stop" (a stop string, named in `stop`; its last token is kept), "eos" or "length". Numbers are those
+    before any top-k or top-p cut; where there was one, `cut_logprobs` and `cut_entropies` are those after it.
     """
 
     tokens: tuple[int, ...]
@@ -104,6 +106,8 @@ class Completion:
     finish: str
     stop: str | None = None
     policy_version: int = 0
+    cut_logprobs: tuple[float, ...] = ()
+    cut_entropies: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         _same_length(self.tokens, self.logprobs, self.entropies)

@@ -41,7 +41,7 @@ ROWS = (
     ("coldstart",),
     ("setup",),
     ("train",),
-    ("demo", "doctor", "pretrain"),
+    ("chat", "demo", "doctor", "pretrain"),
     ("cli",),
 )
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}

@@ -140,7 +140,7 @@ def test_config_cannot_be_changed() -> None:
             "[advantage]\nzzz = 4",
             "advantage.zzz: got 4, but there is no such setting; there are advantage.attribution",
         ),
-        ("model = 3", "model: got 3, expected a section with model.path, model.device, model.dtype"),
+        ("model = 3", "model: got 3, expected a section with model.path, model.adapter, model.device, model.dtype"),
         (
             'preset = "gppo"',
             'preset: got "gppo", expected one of "arpo", "arpo-hard", "grpo" (did you mean "grpo"?)',

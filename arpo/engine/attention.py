@@ -51,7 +51,7 @@ def install(model: Any) -> None:
         return
     name = f"arpo-{before}"
     if name not in ALL_ATTENTION_FUNCTIONS:
-        usual = ALL_ATTENTION_FUNCTIONS[before] if before in ALL_ATTENTION_FUNCTIONS else None
+        usual = ALL_ATTENTION_FUNCTIONS.get(before)
         AttentionInterface.register(name, partial(_attention, usual))
         AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[before])
     model.config._attn_implementation = name
@@ -85,7 +85,7 @@ def _attention(
             **kwargs,
         )
     heads = key.shape[1]
-    q_THGD = query[0].transpose(0, 1).unflatten(1, (heads, -1))
+    q_THGD = query[0].view(heads, -1, *query.shape[2:]).permute(2, 0, 1, 3)
     k_THD, v_THD = key[0].transpose(0, 1), value[0].transpose(0, 1)
     out_THGD = step.attend(module.layer_idx, q_THGD, k_THD, v_THD, scaling, sliding_window)
     return out_THGD.flatten(1, 2).unsqueeze(0), None

@@ -45,6 +45,10 @@ class Engine(Protocol):
         """Sample one turn after `prefix`. Cancelling the call frees all it held."""
         ...
 
+    def stats(self) -> dict[str, float]:
+        """What the engine has to tell of its work since the last call, for the metrics."""
+        ...
+
     async def update_weights(self, version: int) -> None:
         """Tell the engine that the weights changed: nothing computed with older ones may be used again."""
         ...

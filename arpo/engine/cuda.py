@@ -2,7 +2,7 @@
 
 A graph holds the whole step, from token ids to the drawn tokens and their numbers, for one batch size out of a few
 (powers of two); a batch is filled up to the next with rows that write into the pool's trash block. Graphs are recorded
-when first needed, at most one per size and kind of sampling; what that took is counted in `graphs` and `seconds`.
+when first needed, at most one per size and kind of sampling; what that took is counted (`recorded`).
 Updating the weights in place, as optimisers do, leaves them valid; if the weights moved, they are recorded again.
 """
 
@@ -21,7 +21,7 @@ from arpo.engine.attention import install
 from arpo.engine.fused import fused
 from arpo.engine.kernels import Tiles
 from arpo.engine.kvpool import BLOCK, KVPool
-from arpo.engine.runner import Columns, Network
+from arpo.engine.runner import NOTHING, Columns, Network
 from arpo.engine.sampling import Drawn
 from arpo.engine.schedule import Batch
 
@@ -70,7 +70,7 @@ class CudaRunner:
         self._memory = torch.cuda.graph_pool_handle()
         self._recorded: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._places = _places(model)
-        self.graphs, self.seconds = 0, 0.0
+        self._graphs, self._seconds = 0, 0.0
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> Columns:
@@ -79,6 +79,8 @@ class CudaRunner:
             if batch.copies:
                 self._pool.copy(batch.copies)
             got = self._replay(batch) if batch.decoding else self._read(batch)
+            if got is None:
+                return NOTHING
             token, logprob, entropy, *cut = got.tolist()  # the one place that waits for the GPU
         cut_logprob, cut_entropy = cut or (None, None)
         return list(map(int, token)), logprob, entropy, cut_logprob, cut_entropy
@@ -88,6 +90,12 @@ class CudaRunner:
         if _places(self._model) != self._places:
             self._recorded.clear()
             self._places = _places(self._model)
+
+    def recorded(self) -> tuple[int, float]:
+        """CUDA graphs recorded since the last call, and the seconds it took."""
+        got = self._graphs, self._seconds
+        self._graphs, self._seconds = 0, 0.0
+        return got
 
     def _replay(self, batch: Batch) -> Tensor:
         rows = len(batch.tokens)
@@ -110,7 +118,7 @@ class CudaRunner:
         if (size, cuts) not in self._recorded:
             started = time.monotonic()
             with fused(self._model):
-                side = torch.cuda.Stream()
+                side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
                 side.wait_stream(torch.cuda.current_stream())
                 with torch.cuda.stream(side):
                     self._decode(size, cuts)  # compiles what was not compiled yet; what it stores is stored again
@@ -119,8 +127,8 @@ class CudaRunner:
                 with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
                     got = self._decode(size, cuts)
             self._recorded[size, cuts] = graph, got
-            self.graphs += 1
-            self.seconds += time.monotonic() - started
+            self._graphs += 1
+            self._seconds += time.monotonic() - started
         return self._recorded[size, cuts]
 
     def _decode(self, size: int, cuts: bool) -> Tensor:
@@ -132,8 +140,8 @@ class CudaRunner:
         hidden = self._network.hidden(token, position, step)
         return self._draw(hidden, self._floats[:, :size], cuts)
 
-    def _read(self, batch: Batch) -> Tensor:
-        """A step that reads prompts."""
+    def _read(self, batch: Batch) -> Tensor | None:
+        """A step that reads prompts; None if no row is at the end of its own."""
         device = self._pool.data.device
         first = np.cumsum(batch.counts) - batch.counts
         row = np.repeat(np.arange(len(batch.counts)), batch.counts)
@@ -146,6 +154,8 @@ class CudaRunner:
         step = _Step(self._pool, block_T, offset_T, table, Tiles(*tiles), 1, False)
         with fused(self._model):
             hidden = self._network.hidden(token_T, position_T, step)
+        if not len(batch.asking):
+            return None
         ends = torch.from_numpy(first[batch.asking] + batch.counts[batch.asking] - 1).to(device)
         return self._draw(hidden[ends], torch.from_numpy(batch.sampling).to(device), batch.cuts)
 

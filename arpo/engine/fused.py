@@ -86,13 +86,13 @@ def rotate(x_1HTD: Tensor, cos_1TD: Tensor, sin_1TD: Tensor) -> Tensor:
 
 
 @triton.jit
-def _rms_norm(x, weight, out, eps, N: tl.constexpr, SIZE: tl.constexpr, PLUS_ONE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _rms_norm(x, weight, out, eps, N: tl.constexpr, SIZE: tl.constexpr, PLUS_ONE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * N
     i = tl.arange(0, SIZE)
     value = tl.load(x + row + i, mask=i < N, other=0.0).to(tl.float32)
     value = value * tl.rsqrt(tl.sum(value * value, 0) / N + eps)
     factor = tl.load(weight + i, mask=i < N, other=0.0).to(tl.float32)
-    if PLUS_ONE:
+    if PLUS_ONE:  # noqa: SIM108
         value = value * (1.0 + factor)
     else:
         value = value.to(out.dtype.element_ty).to(tl.float32) * factor
@@ -100,9 +100,7 @@ def _rms_norm(x, weight, out, eps, N: tl.constexpr, SIZE: tl.constexpr, PLUS_ONE
 
 
 @triton.jit
-def _rotate(  # type: ignore[no-untyped-def]
-    x, cos, sin, out, x_h, x_t, x_d, H: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr
-):
+def _rotate(x, cos, sin, out, x_h, x_t, x_d, H: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr):
     t = tl.program_id(0).to(tl.int64)
     h, d = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
     there = (h < H) & (d < D // 2)

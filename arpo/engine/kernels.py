@@ -35,7 +35,7 @@ def rows_per_tile(group: int, decoding: bool, dtype: torch.dtype) -> int:
     Exact float32 products are unrolled one by one: large tiles of them take minutes to compile.
     """
     small = decoding or dtype == torch.float32
-    return max(16 if small else 64, triton.next_power_of_2(group))
+    return max(16 if small else 64, int(triton.next_power_of_2(group)))
 
 
 def store(k_THD: Tensor, v_THD: Tensor, keys: Tensor, values: Tensor, block_T: Tensor, offset_T: Tensor) -> None:

@@ -6,8 +6,10 @@ reads. There is one block more than asked for, `trash`, for what is computed onl
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import numpy as np
 import torch
 
 BLOCK = 32
@@ -19,7 +21,12 @@ class KVPool:
 
     def __init__(self, config: Any, blocks: int, dtype: torch.dtype, device: torch.device) -> None:
         shape = (config.num_hidden_layers, 2, blocks + 1, config.num_key_value_heads, BLOCK, head_dim(config))
-        self.data = torch.zeros(shape, dtype=dtype, device=device)  # finite from the start: unused slots are masked
+        # Zero, so that what is masked is finite. On a CPU, memory that nothing was written to is never taken.
+        if device.type == "cpu":
+            room = torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8))
+            self.data = room.view(dtype).view(shape)
+        else:
+            self.data = torch.zeros(shape, dtype=dtype, device=device)
         self.trash = blocks
 
     @property
@@ -44,4 +51,4 @@ def head_dim(config: Any) -> int:
 
 def token_bytes(config: Any, dtype: torch.dtype) -> int:
     """Memory that the keys and values of one token take."""
-    return 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim(config) * dtype.itemsize
+    return int(2 * config.num_hidden_layers * config.num_key_value_heads * head_dim(config) * dtype.itemsize)

@@ -57,7 +57,7 @@ class LocalEngine:
         context = model.config.max_position_embeddings
         blocks = (kv_tokens or default_kv_tokens(model, rows)) // BLOCK
         if blocks < 2:
-            raise ArpoError(f"the engine needs room for at least {2 * BLOCK} tokens, not {kv_tokens}")
+            raise ArpoError(f"rollout.kv_tokens: the engine needs room for at least {2 * BLOCK} tokens")
         self._pool = KVPool(model.config, blocks, next(model.parameters()).dtype, device)
         self._runner = make_runner(model, self._pool, rows)
         prefill = prefill_tokens or PREFILL_TOKENS[device.type]
@@ -88,7 +88,7 @@ class LocalEngine:
         if limit > self.kv_tokens:
             raise ArpoError(
                 f"{len(prefix)} tokens and up to {limit - len(prefix)} new ones can never fit into the engine's "
-                f"{self.kv_tokens}: raise engine.kv_tokens, or lower rollout.max_tokens"
+                f"{self.kv_tokens}: raise rollout.kv_tokens, or lower rollout.max_tokens"
             )
         done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         if params.stop not in self._finders:
@@ -113,6 +113,13 @@ class LocalEngine:
         self._scheduler.clear()
         self._runner.weights_changed()
         self.version = version
+
+    def stats(self) -> dict[str, float]:
+        """What was done since the last call: tokens read and re-used, requests put back, CUDA graphs recorded."""
+        scheduler, (graphs, seconds) = self._scheduler, self._runner.recorded()
+        counts = {"read": scheduler.read, "reused": scheduler.reused, "put_back": scheduler.preempted}
+        scheduler.read = scheduler.reused = scheduler.preempted = 0
+        return {**counts, "graphs": graphs, "graph_seconds": seconds}
 
     async def _drive(self) -> None:
         """The only task that runs the model."""
@@ -184,13 +191,13 @@ class LocalEngine:
 
 
 def default_kv_tokens(model: Any, rows: int) -> int:
-    """Room for every row to be as long as the context, within a quarter of the machine's memory or half of the GPU's."""
+    """Room for every row to fill the context, within a quarter of the machine's memory or half of what the GPU has."""
     parameter = next(model.parameters())
     if parameter.is_cuda:
         memory = torch.cuda.mem_get_info(parameter.device)[0] // 2
     else:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
-    return min(rows * model.config.max_position_embeddings, memory // token_bytes(model.config, parameter.dtype))
+    return min(rows * int(model.config.max_position_embeddings), memory // token_bytes(model.config, parameter.dtype))
 
 
 def _eos_ids(model: Any, tokenizer: Any) -> set[int]:

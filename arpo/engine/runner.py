@@ -23,6 +23,9 @@ Columns = tuple[list[int], list[float], list[float], list[float] | None, list[fl
 """Tokens, log-probs, entropies, and the last two once more after cuts."""
 
 
+NOTHING: Columns = [], [], [], None, None
+
+
 class StepRunner(Protocol):
     """What computes steps."""
 
@@ -32,6 +35,10 @@ class StepRunner(Protocol):
 
     def weights_changed(self) -> None:
         """The model's weights were updated."""
+        ...
+
+    def recorded(self) -> tuple[int, float]:
+        """CUDA graphs recorded since the last call, and the seconds it took."""
         ...
 
 
@@ -58,6 +65,8 @@ class Runner:
             self._pool.copy(batch.copies)
         plan = BlockPlan(self._pool.data, batch.table, batch.starts, batch.counts)
         hidden_TE = self._network.hidden(torch.from_numpy(batch.tokens), plan.position_T, plan)
+        if not len(batch.asking):
+            return NOTHING
         ends_A = torch.from_numpy(batch.counts.cumsum()[batch.asking] - 1)
         temperature_A, uniform_A, top_p_A, top_k_A = torch.from_numpy(batch.sampling)
         cuts = (top_p_A, top_k_A) if batch.cuts else ()
@@ -65,6 +74,10 @@ class Runner:
 
     def weights_changed(self) -> None:
         """Nothing here depends on the weights."""
+
+    def recorded(self) -> tuple[int, float]:
+        """Nothing is recorded here."""
+        return 0, 0.0
 
 
 class Network:
@@ -96,7 +109,8 @@ class Network:
 
 def columns(drawn: Drawn) -> Columns:
     """Off the device, as plain lists."""
-    token, logprob, entropy, cut_logprob, cut_entropy = (None if x is None else x.tolist() for x in drawn)
+    token, logprob, entropy, *cut = (x.tolist() for x in drawn if x is not None)
+    cut_logprob, cut_entropy = cut or (None, None)
     return token, logprob, entropy, cut_logprob, cut_entropy
 
 

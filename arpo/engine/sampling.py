@@ -59,7 +59,7 @@ def draw(weights_BV: Tensor, uniform_B: Tensor) -> Tensor:
     missing = -weights_BV.shape[1] % CHUNK
     if missing:
         weights_BV = torch.nn.functional.pad(weights_BV, (0, missing))
-    weights_BCK = weights_BV.unflatten(1, (-1, CHUNK))
+    weights_BCK = weights_BV.view(len(weights_BV), -1, CHUNK)
     chunk_B1, rest_B1 = _pass(weights_BCK.sum(-1, dtype=torch.float64), uniform_B.double().unsqueeze(1), share=True)
     inside_BK = weights_BCK.gather(1, chunk_B1.unsqueeze(2).expand(-1, -1, CHUNK)).squeeze(1).double()
     token_B1, _ = _pass(inside_BK, rest_B1, share=False)

@@ -87,7 +87,7 @@ class Scheduler:
         self.tree = BlockTree(blocks, BLOCK)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
-        self.preempted = 0
+        self.read = self.reused = self.preempted = 0  # tokens of prefixes computed and found; requests put back
         self._free_rows = list(range(rows))[::-1]
         self._table = np.zeros((rows, -(-context // BLOCK)), dtype=np.int32)
         self._prefill_tokens, self._patience = prefill_tokens, patience
@@ -189,6 +189,8 @@ class Scheduler:
                 break
             self._start(request, path, tail)
             missing = len(request.tokens) - request.computed
+            self.reused += request.computed
+            self.read += missing - 1
             count = min(left, missing) if missing > 1 else 1
             self._make_room(request, count)
             chosen.append((request, count))

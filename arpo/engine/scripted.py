@@ -50,6 +50,10 @@ class ScriptedEngine:
         filled = tuple(entropies[min(i, len(entropies) - 1)] for i in range(len(tokens)))
         return Completion(tuple(tokens), (0.0,) * len(tokens), filled, finish, stop, self.version)
 
+    def stats(self) -> dict[str, float]:
+        """Nothing to tell."""
+        return {}
+
     async def update_weights(self, version: int) -> None:
         """A script has no weights; only the version changes."""
         self.version = version
