@@ -30,6 +30,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from arpo.engine.kvpool import BLOCK
 
 Ints = npt.NDArray[np.integer[Any]]
+BLOCKS_PER_RUN = 16  # blocks in runs shorter than that, on average, are copied together if many queries ask
 GAP = 4  # unused blocks between two used ones that are computed along rather than skipped
 HIDDEN = -1e30  # the score of what a query may not see; finite, so that nothing becomes NaN
 
@@ -93,11 +94,23 @@ def _attention(
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Blocks with at most W queries each, in runs of blocks that lie together in the pool."""
+    """Blocks with at most W queries each, in runs of blocks that lie together in the pool, or one by one."""
 
     runs: list[tuple[int, int]]  # first block, and one past the last
+    scattered: Tensor | None  # the blocks' numbers where copying them together is cheaper than many small products
     query_nW: Tensor  # which token asks
     reach_nW: Tensor  # the last offset in the block that it may see; -1 where nobody asks
+
+    def over(self, blocks: Tensor) -> Iterator[tuple[tuple[int, int], Tensor]]:
+        """Each run's place among the group's (block, head) matrices, and its matrices."""
+        heads, at = blocks.shape[1], 0
+        if self.scattered is not None:
+            yield (0, len(self.scattered) * heads), blocks.index_select(0, self.scattered).flatten(0, 1).float()
+            return
+        for first, last in self.runs:
+            size = (last - first) * heads
+            yield (at, at + size), blocks[first:last].flatten(0, 1).float()
+            at += size
 
 
 class BlockPlan:
@@ -148,13 +161,13 @@ class BlockPlan:
         q_nHWGD = q_THGD[group.query_nW].transpose(1, 2).reshape(n * H, width * G, D)
         score = q_THGD.new_empty(n * H, width * G, BLOCK)
         out = q_THGD.new_empty(n * H, width * G, D)
-        for (a, b), keys_run in _over(group.runs, keys, H):
+        for (a, b), keys_run in group.over(keys):
             torch.bmm(q_nHWGD[a:b], keys_run.transpose(1, 2), out=score[a:b])
         score_nHWGS = score.view(n, H, width, G, BLOCK)
         score_nHWGS.masked_fill_(self._hides(number, window), HIDDEN)
         top_nHWG = score_nHWGS.amax(-1)
         score_nHWGS.sub_(top_nHWG.unsqueeze(-1)).exp_()
-        for (a, b), values_run in _over(group.runs, values, H):
+        for (a, b), values_run in group.over(values):
             torch.bmm(score[a:b], values_run, out=out[a:b])
         sum_nHWG = score_nHWGS.sum(-1)
         by_pair = (x.transpose(1, 2).reshape(n * width, H * G) for x in (top_nHWG, sum_nHWG))
@@ -175,15 +188,6 @@ class BlockPlan:
         return torch.nn.functional.embedding_bag(
             self._order_P, x_PF, self._offset_T1, mode="sum", include_last_offset=True
         )
-
-
-def _over(runs: list[tuple[int, int]], blocks: Tensor, heads: int) -> Iterator[tuple[tuple[int, int], Tensor]]:
-    """Each run's place among the group's (block, head) matrices, and its matrices in the pool."""
-    at = 0
-    for first, last in runs:
-        size = (last - first) * heads
-        yield (at, at + size), blocks[first:last].flatten(0, 1).float()
-        at += size
 
 
 def _groups(table: Ints, ends: Ints, counts: Ints, first: Ints, position_T: Ints) -> list[_Group]:
@@ -231,4 +235,6 @@ def _group(numbers: Ints, widths: Ints, slot: Ints, token: Ints, reach: Ints) ->
     query_nW[place, slot] = token
     reach_nW[place, slot] = reach
     runs = list(zip(starts.tolist(), ends.tolist(), strict=True))
-    return _Group(runs, torch.from_numpy(query_nW), torch.from_numpy(reach_nW))
+    scattered = widths.max() > 1 and len(runs) > 1 + len(numbers) // BLOCKS_PER_RUN
+    together = torch.from_numpy(numbers.astype(np.int64)) if scattered else None
+    return _Group(runs, together, torch.from_numpy(query_nW), torch.from_numpy(reach_nW))

@@ -57,26 +57,21 @@ class BlockTree:
 
         Of several such blocks, one that holds nothing else and is not in use comes first: it can be written on.
         """
-        path: list[Block] = []
-        at, start = self.root, 0
+        at, start, tail = [self.root], 0, None
         while start < len(tokens):
             wanted = list(tokens[start : start + self.size])
-            best, rank = None, (0, False)
-            for child in at.children.get(wanted[0], ()):
-                if child.tokens == wanted and len(wanted) == self.size:
-                    best, rank = child, (self.size, False)
-                    break
-                shared = common(child.tokens, wanted)
-                child_rank = (shared, not child.users and shared == len(child.tokens) < self.size)
-                if child_rank > rank:
-                    best, rank = child, child_rank
-            if best is None:
+            children = [child for block in at for child in block.children.get(wanted[0], ())]
+            same = [child for child in children if child.tokens == wanted and len(wanted) == self.size]
+            if not same:
+                tail = _best(children, wanted, self.size)
                 break
-            if rank[0] < self.size:
-                return path, (best, rank[0])
-            path.append(best)
-            at, start = best, start + self.size
-        return path, None
+            at, start = same, start + self.size
+        path: list[Block] = []
+        block = tail[0].parent if tail else at[0]
+        while block is not None and block is not self.root:
+            path.append(block)
+            block = block.parent
+        return path[::-1], tail
 
     def hold(self, path: Iterable[Block]) -> None:
         """One more sequence uses these blocks."""
@@ -112,15 +107,18 @@ class BlockTree:
         block.tokens.extend(tokens)
 
     def _offer(self, block: Block) -> None:
+        if len(self._idle) > 4 * self.blocks:  # most of them out of date
+            self._idle = [entry for entry in self._idle if _is_idle(*entry)]
+            heapq.heapify(self._idle)
         heapq.heappush(self._idle, (block.used, next(self._order), block))
 
     def _evict(self) -> bool:
         """Free the leaf that was left alone for longest."""
         while self._idle:
-            used, _, block = heapq.heappop(self._idle)
-            if block.users or block.children or block.used != used or block.parent is None:
+            entry = heapq.heappop(self._idle)
+            block, parent = entry[2], entry[2].parent
+            if parent is None or not _is_idle(*entry):
                 continue
-            parent = block.parent
             siblings = parent.children[block.tokens[0]]
             siblings.remove(block)
             if not siblings:
@@ -131,6 +129,22 @@ class BlockTree:
                 self._offer(parent)
             return True
         return False
+
+
+def _is_idle(used: int, _: int, block: Block) -> bool:
+    """Whether this is still a leaf of the tree that nobody used since."""
+    return not block.users and not block.children and block.used == used and block.parent is not None
+
+
+def _best(blocks: Iterable[Block], wanted: list[int], size: int) -> tuple[Block, int] | None:
+    """The block that starts with most of `wanted`; among equals, an idle one with nothing else in it."""
+    best, rank = None, (0, False)
+    for block in blocks:
+        shared = common(block.tokens, wanted)
+        block_rank = (shared, not block.users and shared == len(block.tokens) < size)
+        if block_rank > rank:
+            best, rank = block, block_rank
+    return (best, rank[0]) if best else None
 
 
 def common(a: Sequence[int], b: Sequence[int]) -> int:

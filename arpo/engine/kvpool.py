@@ -22,12 +22,15 @@ class KVPool:
     def __init__(self, config: Any, blocks: int, dtype: torch.dtype, device: torch.device) -> None:
         shape = (config.num_hidden_layers, 2, blocks + 1, config.num_key_value_heads, BLOCK, head_dim(config))
         # Zero, so that what is masked is finite. On a CPU, memory that nothing was written to is never taken.
-        if device.type == "cpu":
-            room = torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8))
-            self.data = room.view(dtype).view(shape)
-        else:
-            self.data = torch.zeros(shape, dtype=dtype, device=device)
+        self.data = _untouched(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
         self.trash = blocks
+
+    def clear(self) -> None:
+        """Zero again, where a step went wrong: a value that is not finite would spoil whoever gets its block next."""
+        if self.data.is_cuda:
+            self.data.zero_()  # in place: recorded graphs know where it lies
+        else:
+            self.data = _untouched(tuple(self.data.shape), self.data.dtype)
 
     @property
     def tokens(self) -> int:
@@ -42,6 +45,10 @@ class KVPool:
         else:
             for source, target in pairs:
                 self.data[:, :, target] = self.data[:, :, source]
+
+
+def _untouched(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
 
 
 def head_dim(config: Any) -> int:

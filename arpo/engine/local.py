@@ -84,6 +84,9 @@ class LocalEngine:
             raise ValueError(
                 f"cannot sample {params.max_tokens} tokens after {len(prefix)} within a context of {context}"
             )
+        vocab = self.capabilities.vocab_size
+        if not 0 <= min(prefix) <= max(prefix) < vocab:
+            raise ValueError(f"the prefix holds token {max(prefix)}, but the model's vocabulary ends before {vocab}")
         limit = min(len(prefix) + params.max_tokens, context)
         if limit > self.kv_tokens:
             raise ArpoError(
@@ -108,8 +111,11 @@ class LocalEngine:
 
     async def update_weights(self, version: int) -> None:
         """The shared weights changed: forget every key and value computed with older ones."""
-        if self._scheduler.running or self._scheduler.waiting:
+        requests = [*self._scheduler.running, *self._scheduler.waiting]
+        if not all(request.done.done() for request in requests):
             raise RuntimeError("weights may not change while requests are being sampled")
+        if requests and self._driver is not None:  # cancelled ones, in a step that is under way
+            await asyncio.wait([self._driver])
         self._scheduler.clear()
         self._runner.weights_changed()
         self.version = version
@@ -130,12 +136,21 @@ class LocalEngine:
                 batch = scheduler.plan()
                 if batch is not None:
                     self._take(batch, await self._in_thread(batch) if self._threaded else self._runner.run(batch))
-        except Exception as error:
-            for request in [*scheduler.waiting, *scheduler.running]:
-                if not request.done.done():
-                    request.done.set_exception(error)
-                scheduler.finish(request)
-            scheduler.clear()  # whatever was under way is half written
+        except BaseException as error:  # cancelled as well: the event loop ends
+            self._give_up(error)
+            if not isinstance(error, Exception):
+                raise
+            self._pool.clear()
+
+    def _give_up(self, error: BaseException) -> None:
+        """Let go of every request, and of all that was computed: what was under way is half written."""
+        for request in [*self._scheduler.waiting, *self._scheduler.running]:
+            if isinstance(error, asyncio.CancelledError):
+                request.done.cancel()
+            elif not request.done.done():
+                request.done.set_exception(error)
+            self._scheduler.finish(request)
+        self._scheduler.clear()
 
     async def _in_thread(self, batch: Batch) -> Columns:
         self._computing = True
@@ -157,12 +172,11 @@ class LocalEngine:
             request.tokens.append(token)
             request.logprobs.append(logprob)
             request.entropies.append(entropy)
-            if request.on_token is not None:
+            if request.on_token is not None and not request.done.done():
                 try:
                     request.on_token(token, logprob, entropy)
                 except Exception as error:  # the caller's mistake must not take the others down
-                    if not request.done.done():
-                        request.done.set_exception(error)
+                    request.done.set_exception(error)
         if cut_logprobs is not None and cut_entropies is not None:
             for request, logprob, entropy in zip(asking, cut_logprobs, cut_entropies, strict=True):
                 if request.params.top_p < 1 or request.params.top_k > 0:
@@ -171,7 +185,7 @@ class LocalEngine:
         for request in asking:
             if request.tokens[-1] in request.watched or len(request.tokens) == request.limit:
                 self._settle(request)
-        for request in batch.requests:
+        for request in [*self._scheduler.running, *self._scheduler.waiting]:  # some were cancelled meanwhile
             if request.done.done():
                 self._scheduler.finish(request)
 
@@ -197,7 +211,8 @@ def default_kv_tokens(model: Any, rows: int) -> int:
         memory = torch.cuda.mem_get_info(parameter.device)[0] // 2
     else:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
-    return min(rows * int(model.config.max_position_embeddings), memory // token_bytes(model.config, parameter.dtype))
+    longest = -(-int(model.config.max_position_embeddings) // BLOCK) * BLOCK
+    return min(max(rows * longest, 2 * BLOCK), memory // token_bytes(model.config, parameter.dtype))
 
 
 def _eos_ids(model: Any, tokenizer: Any) -> set[int]:

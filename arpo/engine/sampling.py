@@ -76,7 +76,7 @@ def _pass(weights_BN: Tensor, target_B1: Tensor, share: bool) -> tuple[Tensor, T
     at_B1 = (sums_BN <= target_B1).sum(-1, keepdim=True)
     last_B1 = (sums_BN < sums_BN[:, -1:]).sum(-1, keepdim=True)
     at_B1 = torch.minimum(at_B1, last_B1)
-    return at_B1, target_B1 - (sums_BN - weights_BN).gather(1, at_B1)
+    return at_B1, (target_B1 - (sums_BN - weights_BN).gather(1, at_B1)).clamp_min(0)
 
 
 def cut(weights_BV: Tensor, top_p_B: Tensor, top_k_B: Tensor) -> Tensor:

@@ -183,7 +183,7 @@ class Scheduler:
                 continue
             self.tree.hold(path)
             new_blocks = -(-len(request.tokens) // BLOCK) - len(path)
-            if new_blocks > self.tree.available - len(self.running):  # one more block for each that runs
+            if new_blocks > self.tree.available - self._growing():
                 self.tree.release(path)
                 postponed.append(request)
                 break
@@ -198,6 +198,10 @@ class Scheduler:
                 left -= count
                 reading.append(request)
         self.waiting.extendleft(reversed(postponed))
+
+    def _growing(self) -> int:
+        """Running requests that may need one more block: it is left to them."""
+        return sum(request.limit - 1 > len(request.path) * BLOCK for request in self.running)
 
     def _start(self, request: Request, path: list[Block], tail: tuple[Block, int] | None) -> None:
         """Give a request a row, the blocks it shares (held already), and the start of one more."""

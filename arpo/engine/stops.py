@@ -22,7 +22,9 @@ class StopFinder:
             self.candidates = frozenset(range(len(tokenizer)))
         else:
             pieces = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
-            self.candidates = frozenset(i for i, p in enumerate(pieces) if p is None or last & set(p))
+            self.candidates = frozenset(
+                i for i, p in enumerate(pieces) if p is None or p.startswith("<0x") or last & set(p)
+            )
 
     def find(self, tokens: Sequence[int]) -> str | None:
         """The stop string that the last of these sampled tokens completed, if any."""
