@@ -5,11 +5,11 @@ it reads and writes the pool, without one (training, `generate`) it does what th
 the engine is one flat row of tokens [1, T], whatever sequences they belong to.
 
 The CPU's way (`BlockPlan`): for every block, one matrix product of all queries that see it, wherever they come from:
-one per path in decoding, many for a prefix that paths share, many for a prompt being read. Nothing is gathered, padded
-or expanded per path, and a shared block is read once.
+one in decoding, several where paths share a prefix. Nothing is gathered, padded or expanded per path, and a shared
+block is read once. Rows that read a piece of a prompt have queries enough for the usual attention, one row at a time.
 
 Letters: T tokens, H key/value heads, G query heads per key/value head, D head width, n blocks, W queries per block,
-S tokens per block, P = n * W pairs.
+S tokens per block, A = T * H askers, P = n * H * W pairs of one asker and one block's head.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from arpo.engine.kvpool import BLOCK
 Ints = npt.NDArray[np.integer[Any]]
 BLOCKS_PER_RUN = 16  # blocks in runs shorter than that, on average, are copied together if many queries ask
 GAP = 4  # unused blocks between two used ones that are computed along rather than skipped
+READS = 16  # new tokens from which on a row is a reader
 HIDDEN = -1e30  # the score of what a query may not see; finite, so that nothing becomes NaN
 
 
@@ -101,16 +102,46 @@ class _Group:
     query_nW: Tensor  # which token asks
     reach_nW: Tensor  # the last offset in the block that it may see; -1 where nobody asks
 
-    def over(self, blocks: Tensor) -> Iterator[tuple[tuple[int, int], Tensor]]:
+    def over(self, blocks_BHSD: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Each run's place among the group's (block, head) matrices, and its matrices."""
-        heads, at = blocks.shape[1], 0
+        heads, at = blocks_BHSD.shape[1], 0
         if self.scattered is not None:
-            yield (0, len(self.scattered) * heads), blocks.index_select(0, self.scattered).flatten(0, 1).float()
+            yield slice(None), blocks_BHSD.index_select(0, self.scattered).flatten(0, 1).float()
             return
+        matrices = blocks_BHSD.flatten(0, 1)
         for first, last in self.runs:
             size = (last - first) * heads
-            yield (at, at + size), blocks[first:last].flatten(0, 1).float()
+            yield slice(at, at + size), matrices[first * heads : last * heads].float()
             at += size
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """A row that reads a piece of a prompt."""
+
+    tokens: slice  # its new tokens
+    blocks: Tensor
+    position_C: Tensor
+    masks: dict[int | None, Tensor]
+
+    def attend(self, q_CHGD: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
+        """What its tokens see, by the usual attention over a copy of its keys and values."""
+        k_H1LD, v_H1LD = (
+            x.index_select(0, self.blocks).transpose(0, 1).flatten(1, 2).unsqueeze(1).float() for x in (keys, values)
+        )
+        q_HGCD, group = q_CHGD.permute(1, 2, 0, 3), q_CHGD.shape[2]
+        k, v = k_H1LD.expand(-1, group, -1, -1), v_H1LD.expand(-1, group, -1, -1)
+        mask_CL = self._mask(k.shape[2], window)
+        return torch.nn.functional.scaled_dot_product_attention(q_HGCD, k, v, mask_CL, scale=1.0).permute(2, 0, 1, 3)
+
+    def _mask(self, length: int, window: int | None) -> Tensor:
+        if window not in self.masks:
+            behind_CL = self.position_C.unsqueeze(1) - torch.arange(length)
+            hidden_CL = behind_CL < 0
+            if window is not None:
+                hidden_CL |= behind_CL >= window
+            self.masks[window] = torch.zeros(hidden_CL.shape).masked_fill_(hidden_CL, -torch.inf)
+        return self.masks[window]
 
 
 class BlockPlan:
@@ -120,18 +151,34 @@ class BlockPlan:
     """
 
     def __init__(self, data: Tensor, table: Ints, starts: Ints, counts: Ints) -> None:
-        self._data = data
+        self._data, heads = data, data.shape[3]
         row_T = np.repeat(np.arange(len(counts)), counts)
         first = np.cumsum(counts) - counts
         position_T = starts[row_T] + np.arange(len(row_T)) - first[row_T]
         self._block_T = torch.from_numpy(table[row_T, position_T // BLOCK].astype(np.int64))
         self._offset_T = torch.from_numpy(position_T % BLOCK)
         self.position_T = torch.from_numpy(position_T)
-        self._groups = _groups(table, starts + counts, counts, first, position_T)
-        self._query_P = torch.cat([group.query_nW.flatten() for group in self._groups])
-        # For each token, the pairs that it takes part in: sorted by token, with the first of each.
-        self._order_P = torch.argsort(self._query_P, stable=True)
-        self._offset_T1 = torch.searchsorted(self._query_P[self._order_P], torch.arange(len(row_T) + 1))
+        ends = starts + counts
+        self._readers = [
+            _Reader(
+                slice(first[row], first[row] + counts[row]),
+                torch.from_numpy(table[row, : -(-ends[row] // BLOCK)].astype(np.int64)),
+                self.position_T[first[row] : first[row] + counts[row]],
+                {},
+            )
+            for row in np.flatnonzero(counts >= READS)
+        ]
+        few = counts < READS
+        self._groups = _groups(table[few], ends[few], counts[few], first[few], position_T) if few.any() else []
+        if not self._groups:
+            return
+        head_H1 = torch.arange(heads).unsqueeze(1)
+        askers = [(group.query_nW.unsqueeze(1) * heads + head_H1).flatten() for group in self._groups]  # token and head
+        self._asker_P = torch.cat(askers)
+        self._sizes = [len(part) for part in askers]
+        # For each token and head, the pairs that it takes part in: sorted, with the first of each.
+        self._order_P = torch.argsort(self._asker_P, stable=True)
+        self._begins = torch.searchsorted(self._asker_P[self._order_P], torch.arange(len(row_T) * heads + 1))
         self._hidden: dict[tuple[int, int | None], Tensor] = {}
 
     def attend(
@@ -142,36 +189,53 @@ class BlockPlan:
         keys[self._block_T, :, self._offset_T] = k_THD
         values[self._block_T, :, self._offset_T] = v_THD
         q_THGD = q_THGD.float() * scaling
-        parts = [self._part(number, q_THGD, keys, values, window) for number in range(len(self._groups))]
-        top_PF, sum_PF, out_PFD = (torch.cat(column) if len(parts) > 1 else column[0] for column in zip(*parts))  # noqa: B905
-        tokens, heads = len(q_THGD), top_PF.shape[1]
-        index_PF = self._query_P.unsqueeze(1).expand_as(top_PF)
-        top_TF = torch.full((tokens, heads), HIDDEN).scatter_reduce_(0, index_PF, top_PF, "amax")
-        weight_PF = top_PF.sub_(top_TF[self._query_P]).exp_()
-        sum_TF = self._sum(sum_PF.mul_(weight_PF))
-        out_TFD = self._sum(out_PFD.mul_(weight_PF.unsqueeze(2)).flatten(1)).view(tokens, heads, -1)
-        return out_TFD.div_(sum_TF.unsqueeze(2)).view_as(q_THGD).to(k_THD.dtype)
+        out_THGD = self._decode(q_THGD, keys, values, window) if self._groups else torch.empty_like(q_THGD)
+        for reader in self._readers:
+            out_THGD[reader.tokens] = reader.attend(q_THGD[reader.tokens], keys, values, window)
+        return out_THGD.to(k_THD.dtype)
+
+    def _decode(self, q_THGD: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
+        """What the tokens of all but the reading rows see; for the others, nothing of any use."""
+        q_AGD = q_THGD.flatten(0, 1)
+        q_PGD = q_AGD.index_select(0, self._asker_P)
+        out_PGD, top_PG = torch.empty_like(q_PGD), q_PGD.new_empty(q_PGD.shape[:2])
+        sum_PG = torch.empty_like(top_PG)
+        parts = (torch.split(x, self._sizes) for x in (q_PGD, top_PG, sum_PG, out_PGD))
+        for number, part in enumerate(zip(*parts, strict=True)):
+            self._part(number, keys, values, window, *part)
+        index_PG = self._asker_P.unsqueeze(1).expand_as(top_PG)
+        top_AG = torch.full(q_AGD.shape[:2], HIDDEN).scatter_reduce_(0, index_PG, top_PG, "amax")
+        weight_PG = top_PG.sub_(top_AG.index_select(0, self._asker_P)).exp_()
+        sum_AG = self._sum(sum_PG.mul_(weight_PG))
+        out_AGD = self._sum(out_PGD.mul_(weight_PG.unsqueeze(2)).flatten(1)).view_as(q_AGD)
+        return out_AGD.div_(sum_AG.unsqueeze(2)).view(q_THGD.shape)
 
     def _part(
-        self, number: int, q_THGD: Tensor, keys: Tensor, values: Tensor, window: int | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Of one group, per pair and query head: the highest score, the sum of exponentials, the weighted values."""
+        self,
+        number: int,
+        keys: Tensor,
+        values: Tensor,
+        window: int | None,
+        q_PGD: Tensor,
+        top_PG: Tensor,
+        sum_PG: Tensor,
+        out_PGD: Tensor,
+    ) -> None:
+        """Fill in, for the pairs of one group: the highest score, the sum of exponentials, the weighted values."""
         group = self._groups[number]
-        (n, width), (_, H, G, D) = group.query_nW.shape, q_THGD.shape
-        q_nHWGD = q_THGD[group.query_nW].transpose(1, 2).reshape(n * H, width * G, D)
-        score = q_THGD.new_empty(n * H, width * G, BLOCK)
-        out = q_THGD.new_empty(n * H, width * G, D)
-        for (a, b), keys_run in group.over(keys):
-            torch.bmm(q_nHWGD[a:b], keys_run.transpose(1, 2), out=score[a:b])
-        score_nHWGS = score.view(n, H, width, G, BLOCK)
+        (n, width), heads, (_, G, D) = group.query_nW.shape, keys.shape[1], q_PGD.shape
+        q, out = (x.view(n * heads, width * G, D) for x in (q_PGD, out_PGD))
+        score = q.new_empty(n * heads, width * G, BLOCK)
+        for at, keys_run in group.over(keys):
+            torch.bmm(q[at], keys_run.transpose(1, 2), out=score[at])
+        score_nHWGS = score.view(n, heads, width, G, BLOCK)
         score_nHWGS.masked_fill_(self._hides(number, window), HIDDEN)
-        top_nHWG = score_nHWGS.amax(-1)
-        score_nHWGS.sub_(top_nHWG.unsqueeze(-1)).exp_()
-        for (a, b), values_run in group.over(values):
-            torch.bmm(score[a:b], values_run, out=out[a:b])
-        sum_nHWG = score_nHWGS.sum(-1)
-        by_pair = (x.transpose(1, 2).reshape(n * width, H * G) for x in (top_nHWG, sum_nHWG))
-        return *by_pair, out.view(n, H, width, G, D).transpose(1, 2).reshape(n * width, H * G, D)  # type: ignore[return-value]
+        score_PGS = score.view(-1, G, BLOCK)
+        torch.amax(score_PGS, -1, out=top_PG)
+        score_PGS.sub_(top_PG.unsqueeze(-1)).exp_()
+        for at, values_run in group.over(values):
+            torch.bmm(score[at], values_run, out=out[at])
+        torch.sum(score_PGS, -1, out=sum_PG)
 
     def _hides(self, number: int, window: int | None) -> Tensor:
         """[n, 1, W, 1, S]: true where the query may not see that offset of the block."""
@@ -184,9 +248,9 @@ class BlockPlan:
         return self._hidden[number, window]
 
     def _sum(self, x_PF: Tensor) -> Tensor:
-        """Add up what belongs to the same token."""
+        """Add up what belongs to the same token and head."""
         return torch.nn.functional.embedding_bag(
-            self._order_P, x_PF, self._offset_T1, mode="sum", include_last_offset=True
+            self._order_P, x_PF, self._begins, mode="sum", include_last_offset=True
         )
 
 

@@ -44,7 +44,9 @@ def sample(
     entropy_B = total_B.log() - torch.linalg.vecdot(weights_BV, scores_BV) / total_B
     cuts = top_p_B is not None and top_k_B is not None
     kept_BV = cut(weights_BV, top_p_B, top_k_B) if top_p_B is not None and top_k_B is not None else weights_BV
-    token_B = torch.where(greedy_B, logits_BV.argmax(-1), draw(kept_BV, uniform_B))
+    token_B = draw(kept_BV, uniform_B)
+    if greedy_B.is_cuda or greedy_B.any():  # looking would make a GPU wait
+        token_B = torch.where(greedy_B, logits_BV.argmax(-1), token_B)
     score_B = scores_BV.gather(1, token_B.unsqueeze(1)).squeeze(1)
     numbers = token_B, score_B - total_B.log(), entropy_B
     if not cuts:
