@@ -24,7 +24,7 @@ bench-gpu: .venv/installed  ## the engine on a CUDA device; JSON on the last lin
 	$(BIN)/python benchmarks/bench_gpu.py
 
 test-kernels: .venv/installed-dev  ## the GPU kernels without a GPU: in Triton's interpreter, and compiled
-	$(BIN)/python -m pip install --quiet --no-deps --target .venv/triton --upgrade triton==3.6.0
+	$(BIN)/python -m pip install --quiet --no-deps --target .venv/triton --upgrade triton==3.9.0
 	PYTHONPATH=.venv/triton $(BIN)/python tests/compile_kernels.py
 	TRITON_INTERPRET=1 PYTHONPATH=.venv/triton $(BIN)/python -m pytest tests/test_kernels.py
 

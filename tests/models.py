@@ -31,7 +31,7 @@ class Letters:
         return "".join(self.convert_ids_to_tokens(ids))
 
 
-def make_model(family: str, attention: str = "sdpa", seed: int = 0) -> Any:
+def make_model(family: str, attention: str = "sdpa", seed: int = 0, context: int = CONTEXT) -> Any:
     """A model of a few thousand weights, wild enough that a wrong position or mask shows in every number."""
     shape: dict[str, Any] = {
         "vocab_size": VOCAB,
@@ -39,7 +39,7 @@ def make_model(family: str, attention: str = "sdpa", seed: int = 0) -> Any:
         "intermediate_size": 32,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
-        "max_position_embeddings": CONTEXT,
+        "max_position_embeddings": context,
         "initializer_range": 0.3,
         "bos_token_id": None,
         "eos_token_id": EOS,
@@ -80,7 +80,7 @@ def make_model(family: str, attention: str = "sdpa", seed: int = 0) -> Any:
 def logits_of(model: Any, tokens: Sequence[int]) -> torch.Tensor:
     """One plain forward pass over a sequence: what stands at i predicts token i + 1."""
     with torch.no_grad():
-        return model(torch.tensor([list(tokens)])).logits[0].double()  # type: ignore[no-any-return]
+        return model(torch.tensor([list(tokens)], device=model.device)).logits[0].double().cpu()  # type: ignore[no-any-return]
 
 
 def plain_numbers(

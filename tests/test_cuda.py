@@ -8,79 +8,25 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from models import FAMILIES, VOCAB, Letters, make_model, plain_numbers
 
+from arpo.engine.kvpool import BLOCK
 from arpo.engine.local import LocalEngine
 from arpo.types import Completion, SamplingParams
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
-SHAPE: dict[str, Any] = {
-    "vocab_size": 300,
-    "hidden_size": 96,
-    "intermediate_size": 128,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
-    "eos_token_id": None,
-    "bos_token_id": None,
-    "pad_token_id": None,
-}
-FAMILIES: dict[str, Any] = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE)),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE)),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=32)),
-    "gemma3": lambda: Gemma3ForCausalLM(
-        Gemma3TextConfig(
-            **SHAPE,
-            head_dim=32,
-            sliding_window=24,
-            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-        )
-    ),
-}
-
-
-class NoTokenizer:
-    """Enough of one for requests without stop strings."""
-
-    eos_token_id = None
-
-    def __len__(self) -> int:
-        return 300
-
-    def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
-        return ["x"] * len(ids)
-
 
 def build(family: str, dtype: torch.dtype = torch.float32) -> Any:
-    torch.manual_seed(0)
-    model = FAMILIES[family]().eval()
-    for parameter in model.parameters():
-        parameter.data += 0.05 * torch.randn_like(parameter)
-    return model.to("cuda", dtype)
+    return make_model(family, context=2048).to("cuda", dtype)
 
 
 def check(model: Any, prefix: list[int], done: Completion, temperature: float, tolerance: float) -> None:
-    with torch.no_grad():
-        logits = model(torch.tensor([[*prefix, *done.tokens]], device="cuda")).logits[0, len(prefix) - 1 : -1]
-    logprobs = (logits.double() / (temperature or 1.0)).log_softmax(-1).cpu()
-    entropies = -(logprobs.exp() * logprobs).sum(-1)
-    taken = logprobs[torch.arange(len(done.tokens)), torch.tensor(done.tokens)]
-    assert done.logprobs == pytest.approx(taken.tolist(), abs=tolerance)
-    assert done.entropies == pytest.approx(entropies.tolist(), abs=tolerance)
-    if temperature == 0:
-        assert list(done.tokens) == logits.argmax(-1).tolist() or tolerance > 1e-3
+    logprobs, entropies, likeliest = plain_numbers(model, prefix, done.tokens, temperature)
+    assert done.logprobs == pytest.approx(logprobs, abs=tolerance)
+    assert done.entropies == pytest.approx(entropies, abs=tolerance)
+    if temperature == 0 and tolerance < 1e-3:
+        assert list(done.tokens) == likeliest
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -88,7 +34,7 @@ def check(model: Any, prefix: list[int], done: Completion, temperature: float, t
 def test_numbers_equal_a_plain_forward_pass(family: str, kv_tokens: int) -> None:
     """Conversations that pause, fork and go on, with room for all and with far too little; prompts in chunks."""
     model = build(family)
-    engine = LocalEngine(model, NoTokenizer(), rows=24, kv_tokens=kv_tokens, prefill_tokens=64)
+    engine = LocalEngine(model, Letters(), rows=24, kv_tokens=kv_tokens, prefill_tokens=64)
     rng = random.Random(3)
 
     async def conversation(prefix: list[int], depth: int) -> None:
@@ -96,24 +42,24 @@ def test_numbers_equal_a_plain_forward_pass(family: str, kv_tokens: int) -> None
         done = await engine.generate(prefix, params)
         check(model, prefix, done, params.temperature, 1e-4)
         if depth:
-            after = [*prefix, *done.tokens, *(rng.randrange(300) for _ in range(rng.randint(0, 50)))]
+            after = [*prefix, *done.tokens, *(rng.randrange(VOCAB) for _ in range(rng.randint(0, 50)))]
             await asyncio.gather(*(conversation(after, depth - 1) for _ in range(rng.randint(1, 3))))
 
     async def many() -> None:
-        starts = [[rng.randrange(300) for _ in range(rng.randint(1, 300))] for _ in range(12)]
+        starts = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 300))] for _ in range(12)]
         await asyncio.gather(*(conversation(prefix, 2) for prefix in starts))
 
     asyncio.run(many())
-    assert engine._scheduler.tree.available == engine.kv_tokens // 32
+    assert engine._scheduler.tree.available == engine.kv_tokens // BLOCK
     assert (engine.stats()["put_back"] > 0) == (kv_tokens == 1_600)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_stays_close(family: str) -> None:
     model = build(family, torch.bfloat16)
-    engine = LocalEngine(model, NoTokenizer(), rows=24, kv_tokens=100_000)
+    engine = LocalEngine(model, Letters(), rows=24, kv_tokens=100_000)
     rng = random.Random(3)
-    prefix = [rng.randrange(300) for _ in range(500)]
+    prefix = [rng.randrange(VOCAB) for _ in range(500)]
 
     async def many() -> None:
         asked = [(prefix[: 20 * i + 1], SamplingParams(30, 1.0, seed=i)) for i in range(24)]
@@ -126,33 +72,33 @@ def test_bfloat16_stays_close(family: str) -> None:
 
 def test_a_long_context_is_shared_out_among_programs_and_stays_exact() -> None:
     model = build("llama")
-    engine = LocalEngine(model, NoTokenizer(), rows=4, kv_tokens=20_000)
+    engine = LocalEngine(model, Letters(), rows=4, kv_tokens=20_000)
     rng = random.Random(1)
-    prefix = [rng.randrange(300) for _ in range(1900)]
+    prefix = [rng.randrange(VOCAB) for _ in range(1900)]
     done = asyncio.run(engine.generate(prefix, SamplingParams(60, 1.0, seed=1)))
     check(model, prefix, done, 1.0, 1e-4)
 
 
 def test_cuts_report_both_numbers() -> None:
     model = build("llama")
-    engine = LocalEngine(model, NoTokenizer(), rows=4, kv_tokens=20_000)
+    engine = LocalEngine(model, Letters(), rows=4, kv_tokens=20_000)
 
     async def both() -> list[Completion]:
         plain = SamplingParams(20, 1.0, seed=1)
-        cut = SamplingParams(20, 1.0, top_p=0.5, top_k=20, seed=1)
+        cut = SamplingParams(20, 1.0, top_p=0.5, top_k=5, seed=1)
         return list(await asyncio.gather(engine.generate([5, 6], plain), engine.generate([5, 6], cut)))
 
     plain, cut = asyncio.run(both())
     check(model, [5, 6], plain, 1.0, 1e-4)
     check(model, [5, 6], cut, 1.0, 1e-4)
-    assert plain.cut_logprobs == () and len(cut.cut_logprobs) == 20
+    assert plain.cut_logprobs == () and len(cut.cut_logprobs) == len(cut.tokens)
     assert all(after > before for after, before in zip(cut.cut_logprobs, cut.logprobs, strict=True))
     assert all(after < before for after, before in zip(cut.cut_entropies, cut.entropies, strict=True))
 
 
 def test_graphs_are_recorded_once_and_follow_the_weights() -> None:
     model = build("llama")
-    engine = LocalEngine(model, NoTokenizer(), rows=8, kv_tokens=20_000)
+    engine = LocalEngine(model, Letters(), rows=8, kv_tokens=20_000)
 
     async def ask(count: int) -> list[Completion]:
         asked = (engine.generate([5, i], SamplingParams(10, 1.0, seed=i)) for i in range(count))
@@ -184,7 +130,7 @@ def test_graphs_are_recorded_once_and_follow_the_weights() -> None:
 
 def test_training_beside_the_engine_uses_the_original_modules() -> None:
     model = build("llama")
-    LocalEngine(model, NoTokenizer(), rows=4, kv_tokens=20_000)
-    tokens = torch.randint(0, 300, (2, 20), device="cuda")
+    LocalEngine(model, Letters(), rows=4, kv_tokens=20_000)
+    tokens = torch.randint(0, VOCAB, (2, 20), device="cuda")
     model(tokens, labels=tokens).loss.backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
