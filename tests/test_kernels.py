@@ -67,6 +67,10 @@ def test_attention_equals_the_cpu_path(seed: int) -> None:
         assert (got - expected).abs().max() < 2e-5
 
 
+def test_rows_are_cut_only_where_programs_are_few() -> None:
+    assert [cuda._splits(n) for n in (1, 3, 16, 17, 66, 132, 133, 264, 265, 5000)] == [16, 16, 16, 8, 4, 2, 1, 1, 1, 1]
+
+
 @pytest.mark.parametrize("vocab", [40, 64, 300])
 def test_sampling_equals_the_cpu_path(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "VOCAB_CHUNK", 64)

@@ -135,7 +135,7 @@ class CudaRunner:
         """The step that a graph holds, over the first `size` rows of the fixed inputs."""
         token, position, block, offset = self._ints[:, :size]
         tiles = Tiles(self._order[:size], self._order[:size], self._ones[:size], position)
-        splits = min(16, max(1, 1 << (PROGRAMS // (size * self._kv_heads)).bit_length() - 1))
+        splits = _splits(size * self._kv_heads)
         step = _Step(self._pool, block, offset, self._table[:size], tiles, splits, True)
         hidden = self._network.hidden(token, position, step)
         return self._draw(hidden, self._floats[:, :size], cuts)
@@ -177,6 +177,11 @@ def _tiles(starts: np.ndarray, counts: np.ndarray, first: np.ndarray, per_tile: 
     row = np.repeat(np.arange(len(counts)), tiles)
     skip = (np.arange(len(row)) - (np.cumsum(tiles) - tiles)[row]) * per_tile
     return np.stack([row, first[row] + skip, np.minimum(per_tile, counts[row] - skip), starts[row] + skip])
+
+
+def _splits(programs: int) -> int:
+    """Into how many parts a row's keys are cut where there is one program for each row and head: a power of two."""
+    return min(16, 1 << max(1, PROGRAMS // programs).bit_length() - 1)
 
 
 def _places(model: Any) -> list[int]:
