@@ -37,9 +37,16 @@ def main() -> None:
         exact = dtype == "fp32"
         sizes = {"H": 3, "BLOCK": 32}
         build(kernels._store, [pointer] * 4 + ["*i64"] * 2 + ["i32"] * 6, {**sizes, "D": 64, "WIDTH": 256})
-        for group, width in ((3, 64), (7, 64), (4, 128), (4, 256)):
+        for group, width in ((2, 6), (3, 64), (7, 64), (3, 96), (4, 128), (4, 256)):
             for rows, splits, window in ((16, 1, False), (16, 8, True), (16 if exact else 64, 1, True)):
-                shape = {**sizes, "G": group, "D": width, "WIDTH": width, "M": rows, "N": 32 if exact else 64}
+                shape = {
+                    **sizes,
+                    "G": group,
+                    "D": width,
+                    "WIDTH": max(16, triton.next_power_of_2(width)),
+                    "M": rows,
+                    "N": 32 if exact else 64,
+                }
                 how = {"SPLITS": splits, "WINDOW": window, "PRECISION": "ieee" if exact else "tf32"}
                 pointers = [pointer] * 2 + ["*fp32"] * 3 + [pointer] * 2 + ["*i32"] + ["*i64"] * 4
                 build(kernels._attend, [*pointers, "fp32", *["i32"] * 6], {**shape, **how})

@@ -3,7 +3,8 @@
 A graph holds the whole step, from token ids to the drawn tokens and their numbers, for one batch size out of a few
 (powers of two); a batch is filled up to the next with rows that write into the pool's trash block. Graphs are recorded
 when first needed, at most one per size and kind of sampling; what that took is counted (`recorded`).
-Updating the weights in place, as optimisers do, leaves them valid; if the weights moved, they are recorded again.
+Updating the weights in place, as optimisers do, leaves them valid; where `weights_changed` finds that they moved, they
+are recorded again.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ class CudaRunner:
         self._ones = torch.ones(rows, dtype=torch.int64, device=device)
         self._sizes = sorted({*(2**i for i in range(rows.bit_length()) if 2**i < rows), rows})
         self._memory = torch.cuda.graph_pool_handle()
+        self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # cuBLAS has a workspace per stream
         self._recorded: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._places = _places(model)
         self._graphs, self._seconds = 0, 0.0
@@ -81,14 +83,14 @@ class CudaRunner:
             got = self._replay(batch) if batch.decoding else self._read(batch)
             if got is None:
                 return NOTHING
-            token, logprob, entropy, *cut = got.tolist()  # the one place that waits for the GPU
+            token, logprob, entropy, *cut = got.tolist()
         cut_logprob, cut_entropy = cut or (None, None)
         return list(map(int, token)), logprob, entropy, cut_logprob, cut_entropy
 
     def weights_changed(self) -> None:
         """Graphs read the weights where they were: recorded again only if they moved."""
         if _places(self._model) != self._places:
-            self._recorded.clear()
+            self._forget()
             self._places = _places(self._model)
 
     def recorded(self) -> tuple[int, float]:
@@ -114,22 +116,33 @@ class CudaRunner:
         graph.replay()
         return got[:, :rows]
 
+    def _forget(self) -> None:
+        """Graphs go all together: they share memory and a workspace, and memory once left cannot be used again."""
+        self._recorded.clear()
+        self._memory = torch.cuda.graph_pool_handle()
+
     def _graph(self, size: int, cuts: bool) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         if (size, cuts) not in self._recorded:
             started = time.monotonic()
-            with fused(self._model):
-                side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-                side.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(side):
-                    self._decode(size, cuts)  # compiles what was not compiled yet; what it stores is stored again
-                torch.cuda.current_stream().wait_stream(side)
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-                    got = self._decode(size, cuts)
-            self._recorded[size, cuts] = graph, got
+            try:
+                self._recorded[size, cuts] = self._record(size, cuts)
+            except BaseException:
+                self._forget()
+                raise
             self._graphs += 1
             self._seconds += time.monotonic() - started
         return self._recorded[size, cuts]
+
+    def _record(self, size: int, cuts: bool) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        here, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
+        with fused(self._model):
+            self._side.wait_stream(here)
+            with torch.cuda.stream(self._side):
+                self._decode(size, cuts)  # compiles what was not compiled yet; what it stores is stored again
+            here.wait_stream(self._side)
+            with torch.cuda.graph(graph, pool=self._memory, stream=self._side, capture_error_mode="thread_local"):
+                got = self._decode(size, cuts)
+        return graph, got
 
     def _decode(self, size: int, cuts: bool) -> Tensor:
         """The step that a graph holds, over the first `size` rows of the fixed inputs."""
@@ -152,12 +165,12 @@ class CudaRunner:
         tiles = torch.from_numpy(_tiles(batch.starts, batch.counts, first, per_tile)).to(device)
         table = torch.from_numpy(batch.table).to(device)
         step = _Step(self._pool, block_T, offset_T, table, Tiles(*tiles), 1, False)
+        # All that is sent goes before the pass, since sending waits for what was launched.
+        ends = torch.from_numpy(first[batch.asking] + batch.counts[batch.asking] - 1).to(device)
+        floats = torch.from_numpy(batch.sampling).to(device)
         with fused(self._model):
             hidden = self._network.hidden(token_T, position_T, step)
-        if not len(batch.asking):
-            return None
-        ends = torch.from_numpy(first[batch.asking] + batch.counts[batch.asking] - 1).to(device)
-        return self._draw(hidden[ends], torch.from_numpy(batch.sampling).to(device), batch.cuts)
+        return self._draw(hidden[ends], floats, batch.cuts) if len(ends) else None
 
     def _draw(self, hidden_AE: Tensor, floats: Tensor, cuts: bool) -> Tensor:
         """Drawn tokens and their numbers, packed into one tensor [3 or 5, A]."""

@@ -1,12 +1,13 @@
 """Two small things that Hugging Face models do in twenty kernels, each done in one: RMS norm and rotary embedding.
 
-`fused(model)` puts them in place for the engine's own steps; the rounding is that of the originals, so engine and
-trainer agree as before. Outside inference mode (training in another thread, say) the originals are used all along.
+`fused(model)` puts them in place for the engine's own steps, rounding to the model's number format where the originals
+do. In other threads, and outside inference mode, the originals are used all along.
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,42 +17,55 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+_ONE_AT_A_TIME = threading.RLock()  # engines of one family patch the same file
+
 
 @contextmanager
 def fused(model: Any) -> Iterator[None]:
     """Within, the model's norms and rotary embeddings are single kernels."""
+    with _ONE_AT_A_TIME:
+        yield from _patched(model, threading.get_ident())
+
+
+def _patched(model: Any, thread: int) -> Iterator[None]:
     norms = [m for m in model.modules() if type(m).__name__.endswith("RMSNorm") and m.weight.dtype == model.dtype]
     files = {sys.modules[type(m).__module__] for m in model.modules()}
     rotary = {file: file.apply_rotary_pos_emb for file in files if hasattr(file, "apply_rotary_pos_emb")}
     try:
         for norm in norms:
-            norm.forward = _norm(norm)
+            norm.forward = _norm(norm, thread)
         for file, original in rotary.items():
-            file.apply_rotary_pos_emb = _rotary(original)  # type: ignore[attr-defined]
+            file.apply_rotary_pos_emb = _rotary(original, thread)  # type: ignore[attr-defined]
         yield
     finally:
         for norm in norms:
-            del norm.forward
+            vars(norm).pop("forward", None)
         for file, original in rotary.items():
             file.apply_rotary_pos_emb = original  # type: ignore[attr-defined]
 
 
-def _norm(module: Any) -> Callable[[Tensor], Tensor]:
+def _norm(module: Any, thread: int) -> Callable[[Tensor], Tensor]:
     original = type(module).forward
     gemma = type(module).__name__.startswith("Gemma")
     eps = module.eps if gemma else module.variance_epsilon
 
     def forward(x: Tensor) -> Tensor:
-        if not torch.is_inference_mode_enabled():
+        if threading.get_ident() != thread or not torch.is_inference_mode_enabled():
             return original(module, x)  # type: ignore[no-any-return]
         return rms_norm(x, module.weight, eps, plus_one=gemma)
 
     return forward
 
 
-def _rotary(original: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+def _rotary(original: Callable[..., tuple[Tensor, Tensor]], thread: int) -> Callable[..., tuple[Tensor, Tensor]]:
     def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if not torch.is_inference_mode_enabled() or q.shape[0] != 1 or args or kwargs:
+        if (
+            threading.get_ident() != thread
+            or not torch.is_inference_mode_enabled()
+            or q.shape[0] != 1
+            or args
+            or kwargs
+        ):
             return original(q, k, cos, sin, *args, **kwargs)
         return rotate(q, cos, sin), rotate(k, cos, sin)
 

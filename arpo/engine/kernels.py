@@ -73,7 +73,7 @@ def attend(
     """What each query sees of its row's blocks; with `splits`, a row's keys are shared out among as many programs."""
     T, H, G, D = q_THGD.shape
     out_THGD = torch.empty((T, H, G, D), dtype=q_THGD.dtype, device=q_THGD.device)
-    many = splits > 1
+    many, width = splits > 1, max(16, triton.next_power_of_2(D))  # a product wants at least 16
     parts = q_THGD.new_empty((T, H, G, splits, D), dtype=torch.float32) if many else out_THGD
     tops = q_THGD.new_empty((T, H, G, splits), dtype=torch.float32) if many else out_THGD
     sums = torch.empty_like(tops) if many else out_THGD
@@ -94,7 +94,7 @@ def attend(
         H=H,
         G=G,
         D=D,
-        WIDTH=triton.next_power_of_2(D),
+        WIDTH=width,
         BLOCK=BLOCK,
         M=rows_per_tile(G, decoding, q_THGD.dtype),
         N=32 if q_THGD.dtype == torch.float32 else 64,
@@ -103,7 +103,7 @@ def attend(
         PRECISION="ieee" if q_THGD.dtype == torch.float32 else "tf32",
     )
     if many:
-        _join[(T, H * G)](out_THGD, parts, tops, sums, F=H * G, D=D, WIDTH=triton.next_power_of_2(D), SPLITS=splits)
+        _join[(T, H * G)](out_THGD, parts, tops, sums, F=H * G, D=D, WIDTH=width, SPLITS=splits)
     return out_THGD
 
 
@@ -246,16 +246,17 @@ def _sample(
     for start in range(0, vocab, CHUNK):
         score = tl.load(logits + start + i, mask=start + i < vocab, other=float("-inf")).to(tl.float32) / scale
         mass = tl.sum(tl.exp(score - top), 0)
-        here = (found == 0) & (mass > 0.0)  # the last one with any mass, if rounding puts the target past the end
+        here = (found == 0) & (mass > 0.0)
         chosen = tl.where(here, start, chosen)
         before = tl.where(here, passed, before)
         found = tl.where(passed + mass > target, 1, found)
         passed += mass
     score = tl.load(logits + chosen + i, mask=chosen + i < vocab, other=float("-inf")).to(tl.float32) / scale
     weight = tl.exp(score - top)
-    last = tl.max(tl.where(weight > 0.0, i, 0), 0)
-    drawn = chosen + tl.minimum(tl.sum((before + tl.cumsum(weight, 0) <= target).to(tl.int32), 0), last)
-    token = tl.where(temperature == 0.0, likeliest, drawn)
+    past = (before + tl.cumsum(weight, 0) > target) & (weight > 0.0)
+    at = tl.min(tl.where(past, i, CHUNK), 0)
+    drawn = tl.where((found == 1) & (at < CHUNK), chosen + at, likeliest)  # rounding may put the target past the end
+    token = tl.minimum(tl.where(temperature == 0.0, likeliest, drawn), vocab - 1)  # of NaNs, none is the likeliest
     tl.store(token_B + row, token.to(tl.int64))
     tl.store(logprob_B + row, tl.load(logits + token).to(tl.float32) / scale - top - tl.log(total))
     tl.store(entropy_B + row, tl.log(total) - mean / total)

@@ -53,7 +53,11 @@ class LocalEngine:
     ) -> None:
         check_supported(model.config)
         self._model, self._tokenizer = model, tokenizer
-        device = next(model.parameters()).device
+        devices = {parameter.device for parameter in model.parameters()}
+        device = next(iter(devices))
+        if len(devices) > 1 or device.type not in PREFILL_TOKENS:
+            where = ", ".join(sorted(map(str, devices)))
+            raise ArpoError(f"the local engine needs the whole model on one CPU or CUDA device, not on {where}")
         context = model.config.max_position_embeddings
         blocks = (kv_tokens or default_kv_tokens(model, rows)) // BLOCK
         if blocks < 2:
@@ -205,7 +209,7 @@ class LocalEngine:
 
 
 def default_kv_tokens(model: Any, rows: int) -> int:
-    """Room for every row to fill the context, within a quarter of the machine's memory or half of what the GPU has."""
+    """Room for every row to fill the context, within a quarter of the machine's memory or half of the GPU's that is free."""
     parameter = next(model.parameters())
     if parameter.is_cuda:
         memory = torch.cuda.mem_get_info(parameter.device)[0] // 2

@@ -1,6 +1,6 @@
 """One step of the model: a batch of tokens in, one new token with its numbers for every row that asks.
 
-`Runner` is the plain way, for any device whose steps need no preparation. `make_runner` picks the way of the model's
+`Runner` is the plain way, on a CPU. `make_runner` picks the way of the model's
 device. Which models can be run at all is decided here (`check_supported`), by name.
 """
 
@@ -45,7 +45,10 @@ class StepRunner(Protocol):
 def make_runner(model: Any, pool: KVPool, rows: int) -> StepRunner:
     """The way of the model's device."""
     if pool.data.is_cuda:
-        from arpo.engine.cuda import CudaRunner
+        try:
+            from arpo.engine.cuda import CudaRunner
+        except ModuleNotFoundError as error:
+            raise ArpoError("the engine on a GPU needs Triton: pip install triton") from error
 
         return CudaRunner(model, pool, rows)
     return Runner(model, pool)

@@ -192,7 +192,8 @@ class Scheduler:
             self.reused += request.computed
             self.read += missing - 1
             count = min(left, missing) if missing > 1 else 1
-            self._make_room(request, count)
+            if not self._make_room(request, count):
+                raise RuntimeError("blocks were promised to a request and are gone")
             chosen.append((request, count))
             if missing > 1:
                 left -= count
