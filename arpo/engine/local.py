@@ -209,7 +209,7 @@ class LocalEngine:
 
 
 def default_kv_tokens(model: Any, rows: int) -> int:
-    """Room for every row to fill the context, within a quarter of the machine's memory or half of the GPU's that is free."""
+    """Room for every row to fill the context, in a quarter of the machine's memory or half of the GPU's free one."""
     parameter = next(model.parameters())
     if parameter.is_cuda:
         memory = torch.cuda.mem_get_info(parameter.device)[0] // 2
