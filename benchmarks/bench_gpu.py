@@ -18,6 +18,7 @@ import time
 from typing import Any
 
 import torch
+from bench_engine import make_model
 
 from arpo.engine.kvpool import token_bytes
 from arpo.engine.local import LocalEngine
@@ -39,20 +40,7 @@ class NoTokenizer:
 def build(path: str | None, dtype: torch.dtype) -> Any:
     """The model, without its end-of-sequence token, so that every request has its full length."""
     if path is None:
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        torch.manual_seed(0)
-        config = LlamaConfig(
-            vocab_size=49152,
-            hidden_size=576,
-            intermediate_size=1536,
-            num_hidden_layers=30,
-            num_attention_heads=9,
-            num_key_value_heads=3,
-            max_position_embeddings=8192,
-            tie_word_embeddings=True,
-        )
-        model: Any = LlamaForCausalLM(config)
+        model = make_model("smollm2", 0)
     else:
         from arpo.settings import Model
         from arpo.trainer.model import load_model
