@@ -265,6 +265,7 @@ def _stages() -> Iterator[Callable[[str, float], None]]:
 def _config_of(target: Path, overrides: list[str]) -> Config:
     """The settings in a TOML file, or those of a run with its last checkpoint as the model."""
     from arpo.runlog import open_run
+    from arpo.trainer.checkpoint import model_settings
 
     if not target.is_dir():
         return load_config(target, overrides)
@@ -272,9 +273,8 @@ def _config_of(target: Path, overrides: list[str]) -> Config:
     checkpoint = log.latest_checkpoint()
     if checkpoint is None:
         raise ArpoError(f"{target} has no checkpoint yet")
-    return load_config(
-        target / "config.json", [f"model.path={checkpoint[1] / 'model'}", "model.adapter=none", *overrides]
-    )
+    trained = [f"model.{key}={value or 'none'}" for key, value in model_settings(checkpoint[1]).items()]
+    return load_config(target / "config.json", [*trained, *overrides])
 
 
 def _show_evaluation(result: Evaluation, tools: Toolbox) -> None:

@@ -1,61 +1,111 @@
-"""The clipped policy loss on plain trajectories. Pure functions of tensors.
+"""The policy loss on a tree, each shared token once. Pure functions of tensors.
 
-    r    = exp(logprob - old logprob)
-    term = min(r A, clip(r, 1 - low, 1 + high) A);   where A < 0 also term = max(term, c A), the dual clip
-    loss = - sum over model tokens of weight * term
+For one path i, with weight w and advantage A (which may differ from token to token under hard attribution):
 
-Promises: positions outside the mask contribute exactly zero to loss and gradient, whatever stands there. Losses and
-metrics of micro-batches add up to those of the batch. The log-ratio is cut at +-20 so that no gradient overflows.
-Does not cover: KL to a reference model, entropy bonus, sequence-level ratios.
+    ppo     term = min(r A, clip(r, 1 - low, 1 + high) A);   where A < 0 also term = max(term, c A), the dual clip
+    gspo    the same, with the path's ratio s = exp(mean of log r over its model tokens) in place of r
+    cispo   term = clip(r, 1 - low, 1 + high) A logprob, the clipped ratio without gradient
+    loss  = - sum over paths and their model tokens of w (f term + entropy H - kl k3)
 
-Shapes: B rows, T positions, N tokens, V vocabulary; position t speaks of token t.
+where r = exp(logprob - old logprob), f = min(exp(old - engine's log-prob), cap) without gradient or 1, and
+k3 = exp(d) - d - 1 with d = reference - logprob.
+
+On a shared token all paths have the same r, so the sum over paths of their terms is that of two numbers, P the sum of
+the positive and Q that of the negative w A:  P min(r, 1 + high) + Q min(max(r, 1 - low), c).  This is exact also where
+clipping bites; one minimum with the summed advantage would not be.
+
+Promises: losses and metrics of disjoint targets add up to those of all (under gspo, if no path is torn apart). All
+log-ratios are cut at +-20 so that no gradient overflows.
+
+Letters: K targets, M model nodes, X pairs of a model node and a path, I paths.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from arpo.settings import Loss
-from arpo.types import PathBatch
+from arpo.types import TreeBatch
 
 _LARGEST_LOG_RATIO = 20.0
+ADDITIVE = ("ppo", "cispo")  # losses that are sums over tokens
 
 
 def policy_loss(
-    logprobs_BT: Tensor, old_logprobs_BT: Tensor, batch: PathBatch, settings: Loss
+    logprobs_K: Tensor,
+    entropies_K: Tensor,
+    old_K: Tensor,
+    reference_K: Tensor | None,
+    batch: TreeBatch,
+    rows_K: Tensor,
+    settings: Loss,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss, and metrics as sums over model tokens: add them up, then divide all by "tokens"."""
-    mask_BT, advantages_BT = batch.loss_mask_BT, batch.advantages_BT
-    # Masked before exp: an exp that overflows turns a zero gradient into NaN.
-    log_ratio_BT = torch.where(mask_BT, logprobs_BT.float() - old_logprobs_BT.float(), 0.0)
-    ratio_BT = log_ratio_BT.clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO).exp()
-    clipped_ratio_BT = ratio_BT.clamp(1 - settings.clip_low, 1 + settings.clip_high)
-    plain_BT = ratio_BT * advantages_BT
-    term_BT = torch.minimum(plain_BT, clipped_ratio_BT * advantages_BT)
-    if settings.dual_clip is not None:
-        floor_BT = settings.dual_clip * advantages_BT
-        term_BT = torch.where(advantages_BT < 0, torch.maximum(term_BT, floor_BT), term_BT)
-    loss = -torch.where(mask_BT, batch.weights_BT * term_BT, 0.0).sum()
-    with torch.no_grad():
-        log_ratio, ratio = log_ratio_BT[mask_BT], ratio_BT[mask_BT]
-        metrics = {
-            "tokens": mask_BT.sum(),
-            "clip_fraction": (term_BT != plain_BT)[mask_BT].sum(),
-            "ratio": ratio.sum(),
-            "kl_k1": -log_ratio.sum(),
-            "kl_k3": (ratio - 1 - log_ratio).sum(),
-        }
-    return loss, metrics
+    """The loss of the targets `rows_K`, whose numbers are given, and metrics as sums: divide them by "tokens"."""
+    node_K = batch.node_K[rows_K]
+    log_ratio_K = _cut(logprobs_K - old_K)
+    ratio_K = log_ratio_K.exp()
+    engine_K = batch.engine_logprobs_K[rows_K]
+    factor_K = torch.ones_like(old_K)
+    if settings.importance_cap is not None:
+        factor_K = _cut(old_K - engine_K).exp().clamp(max=settings.importance_cap)
+    gain_X = batch.pair_weight_X * batch.pair_advantage_X
+    up_K, down_K, weight_K = (
+        _per_node(batch, value_X)[node_K].to(logprobs_K.dtype)
+        for value_X in (gain_X.clamp(min=0), gain_X.clamp(max=0), batch.pair_weight_X)
+    )
+    if settings.kind == "ppo":
+        term_K, clipped_K = _clipped(ratio_K, up_K, down_K, settings)
+        objective = (factor_K * term_K).sum()
+    elif settings.kind == "cispo":
+        fixed_K = ratio_K.detach().clamp(1 - settings.clip_low, 1 + settings.clip_high)
+        clipped_K = (fixed_K != ratio_K.detach()) & (up_K - down_K != 0)
+        objective = (factor_K * fixed_K * (up_K + down_K) * logprobs_K).sum()
+    else:
+        ratio_X = _path_ratios(logprobs_K - old_K, batch, node_K)[batch.pair_path_X]
+        gain_X = gain_X.to(logprobs_K.dtype)
+        term_X, clipped_X = _clipped(ratio_X, gain_X.clamp(min=0), gain_X.clamp(max=0), settings)
+        factor_M = factor_K.new_zeros(batch.nodes).index_add(0, node_K, factor_K)
+        objective = (factor_M[batch.pair_node_X] * term_X).sum()
+        clipped_K = _per_node(batch, clipped_X.float())[node_K] > 0
+    metrics = {
+        "tokens": logprobs_K.new_tensor(len(logprobs_K)),
+        "clip_fraction": clipped_K.sum(),
+        "ratio": ratio_K.sum(),
+        "kl_k1": -log_ratio_K.sum(),
+        "kl_k3": (ratio_K - 1 - log_ratio_K).sum(),
+        "train_entropy": entropies_K.sum(),
+        "engine_mismatch": (old_K - engine_K).abs().sum(),
+    }
+    if settings.entropy:
+        objective = objective + settings.entropy * (weight_K * entropies_K).sum()
+    if reference_K is not None:
+        apart_K = _cut(reference_K - logprobs_K)
+        far_K = apart_K.exp() - apart_K - 1
+        objective = objective - settings.kl * (weight_K * far_K).sum()
+        metrics["reference_kl"] = far_K.sum()
+    metrics["loss"] = -objective
+    return -objective, {name: value.detach() for name, value in metrics.items()}
 
 
-def token_logprobs(logits_NV: Tensor, tokens_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-prob of each token under its own logits, and the entropy there (without gradient), in float32."""
-    if temperature <= 0:
-        raise ValueError(f"temperature must be positive, not {temperature}")
-    all_NV = functional.log_softmax(logits_NV.float() / temperature, dim=-1)
-    with torch.no_grad():
-        probs_NV = all_NV.exp()
-        entropy_N = -(probs_NV * all_NV.masked_fill(probs_NV == 0, 0.0)).sum(dim=-1)
-    return all_NV.gather(-1, tokens_N.unsqueeze(-1)).squeeze(-1), entropy_N
+def _cut(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO)
+
+
+def _clipped(ratio: Tensor, up: Tensor, down: Tensor, settings: Loss) -> tuple[Tensor, Tensor]:
+    """P min(r, 1 + high) + Q min(max(r, 1 - low), c), and where something was clipped."""
+    good = ratio.clamp(max=1 + settings.clip_high)
+    bad = ratio.clamp(1 - settings.clip_low, settings.dual_clip)
+    return up * good + down * bad, ((up != 0) & (good != ratio)) | ((down != 0) & (bad != ratio))
+
+
+def _per_node(batch: TreeBatch, value_X: Tensor) -> Tensor:
+    """Pairs summed over the paths through each model node."""
+    return value_X.new_zeros(batch.nodes).index_add(0, batch.pair_node_X, value_X)
+
+
+def _path_ratios(log_ratio_K: Tensor, batch: TreeBatch, node_K: Tensor) -> Tensor:
+    """exp(mean log-ratio) over the model tokens of each path [I]."""
+    sum_M = log_ratio_K.new_zeros(batch.nodes).index_add(0, node_K, log_ratio_K)
+    sum_I = log_ratio_K.new_zeros(len(batch.path_tokens_I)).index_add(0, batch.pair_path_X, sum_M[batch.pair_node_X])
+    return _cut(sum_I / batch.path_tokens_I).exp()

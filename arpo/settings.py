@@ -37,20 +37,14 @@ class Model(_Section):
         default="tiny", description='"tiny" (built in), a Hugging Face directory, a hub name, or a GGUF file'
     )
     adapter: Annotated[Text | None, _NoneWord] = Field(
-        default=None, description="directory of a LoRA adapter that is merged into the model; none: the model as it is"
+        default=None,
+        description="directory of a LoRA adapter that is merged into the model, or trained on if train.lora_rank is "
+        "not 0; none: the model as it is",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="where to compute; auto: CUDA if any")
     dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32", description="number format; training needs float32"
+        default="float32", description="number format; bfloat16 trains with float32 master weights"
     )
-
-    @field_validator("adapter")
-    @classmethod
-    def _adapter_has_a_base(cls, value: str | None, info: ValidationInfo) -> str | None:
-        if value is not None and info.data.get("path") == "tiny":
-            text = '"none" where model.path is "tiny"'
-            raise PydanticCustomError("conflict", "{text}", {"text": text, "other": ("model", "path")})
-        return value
 
 
 class Data(_Section):
@@ -187,15 +181,28 @@ class Advantage(_Section):
 
 
 class Loss(_Section):
-    """The clipped policy-gradient objective."""
+    """The policy-gradient objective."""
 
+    kind: Literal["ppo", "gspo", "cispo"] = Field(
+        default="ppo",
+        description="what is clipped: each token's ratio, the whole path's ratio (gspo), or the weight of each token's "
+        "gradient (cispo)",
+    )
     clip_low: float = Field(default=0.2, gt=0, le=1, description="ratios below 1 - clip_low are clipped")
     clip_high: float = Field(default=0.2, gt=0, description="ratios above 1 + clip_high are clipped")
     dual_clip: Annotated[Annotated[float, Field(gt=1)] | None, _NoneWord] = Field(
         default=3.0, description="cap on the ratio where the advantage is negative"
     )
-    aggregation: Literal["token-mean", "sequence-mean"] = Field(
-        default="sequence-mean", description="every token weighs the same, or every path does"
+    aggregation: Literal["token-mean", "sequence-mean", "constant"] = Field(
+        default="sequence-mean",
+        description="every token weighs the same, or every path does; constant: every path's sum over tokens is "
+        "divided by rollout.max_tokens",
+    )
+    kl: float = Field(default=0.0, ge=0, description="weight of the KL divergence to the model before training")
+    entropy: float = Field(default=0.0, ge=0, description="weight of the entropy bonus")
+    importance_cap: Annotated[Annotated[float, Field(gt=0)] | None, _NoneWord] = Field(
+        default=None,
+        description="tokens weigh trainer's over engine's probability, at most this; none: the difference is ignored",
     )
 
 
@@ -211,6 +218,16 @@ class Train(_Section):
     max_grad_norm: float = Field(default=1.0, gt=0, description="longer gradients are scaled down to this norm")
     micro_tokens: int = Field(default=16384, ge=1, description="padded tokens in one forward pass")
     drop_infra: bool = Field(default=True, description="leave paths spoiled by a broken tool out of training")
+    lora_rank: int = Field(default=0, ge=0, description="rank of the LoRA adapter that is trained; 0: all weights are")
+    lora_alpha: int = Field(default=32, ge=1, description="the adapter counts lora_alpha / lora_rank times")
+    lora_targets: Names = Field(
+        default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+        min_length=1,
+        description="linear layers that get an adapter",
+    )
+    checkpointing: bool = Field(
+        default=False, description="recompute activations in the backward pass: less memory, a third more time"
+    )
 
     @field_validator("minibatches")
     @classmethod

@@ -17,7 +17,7 @@ from arpo.data.world import World, make_world
 from arpo.engine.local import LocalEngine
 from arpo.render import make_format
 from arpo.rollout import Agent
-from arpo.settings import Config, Mcp, Model
+from arpo.settings import Config, Mcp
 from arpo.tools.base import Tool
 from arpo.tools.cache import ToolCache
 from arpo.tools.call import Toolbox
@@ -30,7 +30,7 @@ from arpo.tools.search import (
     open_index,
     web_search,
 )
-from arpo.trainer.model import load_model
+from arpo.trainer.model import load_trainable
 from arpo.types import ArpoError, Task
 
 if TYPE_CHECKING:
@@ -160,11 +160,11 @@ BUILT_IN: dict[str, Callable[[Config, World], Tool]] = {"search": _search, "pyth
 def make_model(config: Config, bench: Bench, progress: Progress) -> tuple[Any, Any]:
     """The model and its tokenizer; the built-in model is made first if need be."""
     if config.model.path != "tiny":
-        return load_model(config.model)
+        return load_trainable(config.model, config.train, config.seed)
     if config.rollout.format != "tags":
         raise ArpoError('rollout.format: the built-in model ("tiny") was taught tags; use "tags" or another model.path')
     path = coldstart(config.coldstart, bench.world, lambda world: world_tools(config, world), progress)
-    return load_model(Model(path=str(path), device=config.model.device, dtype=config.model.dtype))
+    return load_trainable(config.model.model_copy(update={"path": str(path)}), config.train, config.seed)
 
 
 def make_agent(config: Config, bench: Bench, model: Any, tokenizer: Any, threaded: bool | None = None) -> Agent:

@@ -26,7 +26,7 @@ from arpo.rollout import Agent, rollouts
 from arpo.runlog import RunLog
 from arpo.settings import Config
 from arpo.setup import Bench, make_agent, make_bench, make_model
-from arpo.trainer.checkpoint import load_checkpoint, save_checkpoint
+from arpo.trainer.checkpoint import load_checkpoint, model_settings, save_checkpoint
 from arpo.trainer.update import Trainer
 from arpo.types import ArpoError, Credit, Reward, RolloutTree, Task, derive_seed
 
@@ -86,14 +86,20 @@ def open_run(config: Config, resume: bool = False) -> Iterator[Run]:
         stack.callback(bench.tools.close)
         if config.eval.every:
             need_test_questions(bench)
+        if config.loss.kl and config.train.lora_rank and config.model.adapter is not None:
+            raise ArpoError(
+                "loss.kl: the adapter that is trained on is not part of the model it would be compared with; "
+                "use loss.kl=0, or train.lora_rank=0 to train all weights"
+            )
         log = stack.enter_context(_resume_log(directory, config)) if resume else None
         if log is None:
             runlog.refuse_used(directory)
         checkpoint = log.latest_checkpoint() if log else None
-        trained = {"path": str(checkpoint[1] / "model"), "adapter": None} if checkpoint else {}
-        model = config.model.model_copy(update=trained)
+        model = config.model.model_copy(update=model_settings(checkpoint[1]) if checkpoint else {})
         session = open_session(config.model_copy(update={"model": model}), bench)
-        trainer = Trainer(session.model, session.agent.tokenizer, config)
+        apart = config.loss.kl and not config.train.lora_rank  # from a model of its own, the one before training
+        reference = make_model(config, bench, lambda *_: None)[0] if apart else None
+        trainer = Trainer(session.model, session.agent.tokenizer, config, reference)
         step = load_checkpoint(trainer, checkpoint[1]) if checkpoint else 0
         if log is None:  # only now: a mistake in data or model leaves no run behind
             log = stack.enter_context(runlog.create(directory, config.resolved()))

@@ -18,6 +18,9 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    import torch
     from torch import Tensor
 
 
@@ -279,23 +282,41 @@ class Credit:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PathBatch:
-    """Trajectories as right-padded rows [B, T]. Position t speaks of token t, which the tokens before it predict.
+class TreeBatch:
+    """A forest of N tokens, depth first: token k is an ancestor of token q, or q itself, iff k <= q < end_N[k].
 
-    Outside `loss_mask_BT` advantages, weights and engine log-probs are 0.
+    S spans are the nodes that have tokens; `first_S` ascends. K targets are the trained tokens, in M model nodes. Each
+    of X pairs is a model node and one of the I paths through it that teach: what each of the node's tokens weighs on
+    that path, and the advantage it has there.
     """
 
-    tokens_BT: Tensor  # long
-    attention_BT: Tensor  # bool: a real token
-    loss_mask_BT: Tensor  # bool: a token that the model sampled
-    advantages_BT: Tensor  # float32
-    weights_BT: Tensor  # float32
-    engine_logprobs_BT: Tensor  # float32: as sampled
+    tokens_N: Tensor  # long
+    depth_N: Tensor  # long: its position, the number of tokens before it on its path
+    parent_N: Tensor  # long: the token before it on its path; -1 for the first
+    end_N: Tensor  # long
+    first_S: npt.NDArray[np.int64]
+    parent_S: npt.NDArray[np.int64]  # the nearest node above that has tokens; -1 for a root
+    size_S: npt.NDArray[np.int64]  # tokens in it and below it
+    targets_K: Tensor  # long: places among the N
+    engine_logprobs_K: Tensor  # float32: as sampled
+    node_K: Tensor  # long: which of the M it belongs to
+    pair_node_X: Tensor  # long
+    pair_path_X: Tensor  # long
+    pair_weight_X: Tensor  # float64
+    pair_advantage_X: Tensor  # float64
+    path_tokens_I: Tensor  # long: model tokens of each path
+    nodes: int  # M
+    total_tokens: int  # of all paths written out one by one
 
-    def __post_init__(self) -> None:
-        shapes = {getattr(self, item.name).shape for item in fields(self)}
-        if len(shapes) != 1 or self.tokens_BT.dim() != 2:
-            raise ValueError(f"tensors of one batch differ in shape: {sorted(map(tuple, shapes))}")
+    @property
+    def unique_tokens(self) -> int:
+        """N."""
+        return len(self.tokens_N)
+
+    def to(self, device: torch.device) -> TreeBatch:
+        """The same with its tensors on that device."""
+        moved = {item.name: getattr(self, item.name) for item in fields(self)}
+        return TreeBatch(**{n: v.to(device) if hasattr(v, "to") else v for n, v in moved.items()})
 
 
 def derive_seed(*parts: int | str) -> int:

@@ -13,6 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from arpo.engine import fused, kernels
+from arpo.trainer import kernels as training
 
 POINTER = {"bf16": "*bf16", "fp32": "*fp32"}
 
@@ -53,6 +54,10 @@ def main() -> None:
         build(kernels._join, [pointer] + ["*fp32"] * 3, {"F": 9, "D": 64, "WIDTH": 64, "SPLITS": 8})
         types = [pointer, "*fp64", "*fp64", "*i64", "*fp32", "*fp32", "i32", "i32"]
         build(kernels._sample, types, {"CHUNK": kernels.VOCAB_CHUNK}, num_warps=8)
+        types = [pointer, "*i64", "*fp32", "*fp32", "*fp32", "fp32", "i32"]
+        build(training._numbers, types, {"CHUNK": training.CHUNK}, num_warps=8)
+        types = [pointer, "*i64", *["*fp32"] * 4, pointer, "fp32", "i32"]
+        build(training._gradient, types, {"CHUNK": training.CHUNK}, num_warps=8)
         build(fused._rms_norm, [pointer] * 3 + ["fp32"], {"N": 576, "SIZE": 1024, "PLUS_ONE": False})
         build(fused._rms_norm, [pointer] * 3 + ["fp32"], {"N": 576, "SIZE": 1024, "PLUS_ONE": True})
         build(fused._rotate, [pointer] * 4 + ["i32"] * 3, {"H": 9, "D": 64, "HEADS": 16, "HALF": 32})

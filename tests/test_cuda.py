@@ -38,7 +38,7 @@ def test_numbers_equal_a_plain_forward_pass(family: str, kv_tokens: int) -> None
     rng = random.Random(3)
 
     async def conversation(prefix: list[int], depth: int) -> None:
-        params = SamplingParams(rng.randint(1, 40), rng.choice([0.0, 0.7, 1.0]), seed=rng.randrange(10**6))
+        params = SamplingParams(rng.randint(1, 120), rng.choice([0.0, 0.7, 1.0]), seed=rng.randrange(10**6))
         done = await engine.generate(prefix, params)
         check(model, prefix, done, params.temperature, 1e-4)
         if depth:
@@ -129,8 +129,37 @@ def test_graphs_are_recorded_once_and_follow_the_weights() -> None:
 
 
 def test_training_beside_the_engine_uses_the_original_modules() -> None:
+    """While the engine samples in its thread, a training pass here has gradients and the usual loss."""
     model = build("llama")
-    LocalEngine(model, Letters(), rows=4, kv_tokens=20_000)
+    engine = LocalEngine(model, Letters(), rows=8, kv_tokens=20_000, threaded=True)
     tokens = torch.randint(0, VOCAB, (2, 20), device="cuda")
-    model(tokens, labels=tokens).loss.backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
+    expected = model(tokens, labels=tokens).loss.item()
+
+    async def both() -> None:
+        sampling = [asyncio.create_task(engine.generate([5, i], SamplingParams(300, 1.0, seed=i))) for i in range(8)]
+        for _ in range(30):
+            await asyncio.sleep(0)
+            model.zero_grad()
+            loss = model(tokens, labels=tokens).loss
+            loss.backward()
+            assert loss.item() == pytest.approx(expected, rel=1e-5)
+            assert all(parameter.grad is not None for parameter in model.parameters())
+        for i, done in enumerate(await asyncio.gather(*sampling)):
+            check(model, [5, i], done, 1.0, 1e-4)
+
+    asyncio.run(both())
+
+
+def test_many_rows_need_no_splitting_of_keys() -> None:
+    model = build("llama")
+    engine = LocalEngine(model, Letters(), rows=80, kv_tokens=100_000)
+    rng = random.Random(2)
+    asked = [
+        ([rng.randrange(VOCAB) for _ in range(rng.randint(1, 90))], SamplingParams(40, 1.0, seed=i)) for i in range(80)
+    ]
+
+    async def many() -> list[Completion]:
+        return list(await asyncio.gather(*(engine.generate(*request) for request in asked)))
+
+    for (prefix, _), done in zip(asked, asyncio.run(many()), strict=True):
+        check(model, prefix, done, 1.0, 1e-4)

@@ -28,6 +28,8 @@ from arpo.engine.fused import fused
 from arpo.engine.kernels import Tiles, attend, rows_per_tile, store
 from arpo.engine.kvpool import BLOCK
 from arpo.engine.sampling import sample
+from arpo.trainer import kernels as training
+from arpo.trainer import logprobs
 from arpo.types import SamplingParams
 
 
@@ -137,3 +139,19 @@ def test_the_gpu_step_has_the_numbers_of_a_plain_pass(family: str, monkeypatch: 
         await asyncio.gather(*(conversation(prefix, 1) for prefix in starts))
 
     asyncio.run(many())
+
+
+@pytest.mark.parametrize("vocab", [7, 300])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_of_tokens_equal_the_plain_ones(vocab: int, temperature: float, monkeypatch: Any) -> None:
+    monkeypatch.setattr(training, "CHUNK", 64)
+    torch.manual_seed(0)
+    logits_NV, tokens_N = 3 * torch.randn(9, vocab), torch.randint(0, vocab, (9,))
+    logits_NV[1, 0], logits_NV[2, :3] = -torch.inf, 500.0
+    tokens_N[1:3] = torch.tensor([1, 2])
+    expected = logprobs.numbers(logits_NV, tokens_N, temperature)
+    torch.testing.assert_close(training.numbers(logits_NV, tokens_N, temperature), expected)
+    _, entropy_N, total_N = expected
+    for grads in ((torch.randn(9), torch.randn(9)), (torch.randn(9), None), (None, torch.randn(9))):
+        given = logits_NV, tokens_N, total_N, entropy_N, *grads, temperature
+        torch.testing.assert_close(training.gradient(*given), logprobs.gradient(*given))

@@ -191,12 +191,6 @@ def test_an_adapter_given_as_the_model(adapter: Path) -> None:
     )
 
 
-def test_the_built_in_model_takes_no_adapter(adapter: Path) -> None:
-    with pytest.raises(ValueError, match=r'"none" where model\.path is "tiny"'):
-        Model(adapter=str(adapter))
-    assert Model(adapter="none").adapter is None
-
-
 def test_without_the_peft_package(base: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     assert "pip install 'arpo[lora]'" in refused(path=str(base), adapter=str(adapter))

@@ -159,15 +159,15 @@ class CudaRunner:
         first = np.cumsum(batch.counts) - batch.counts
         row = np.repeat(np.arange(len(batch.counts)), batch.counts)
         position = batch.starts[row] + np.arange(len(row)) - first[row]
-        ints = np.stack([batch.tokens, position, batch.table[row, position // BLOCK], position % BLOCK])
-        token_T, position_T, block_T, offset_T = torch.from_numpy(ints).to(device)
+        places = batch.table[row, position // BLOCK], position % BLOCK
+        token_T, position_T, block_T, offset_T = _send(np.stack([batch.tokens, position, *places]), device)
         per_tile = kernels.rows_per_tile(self._group, False, self._pool.data.dtype) // self._group
-        tiles = torch.from_numpy(_tiles(batch.starts, batch.counts, first, per_tile)).to(device)
+        tiles = _send(_tiles(batch.starts, batch.counts, first, per_tile), device)
         table = torch.from_numpy(batch.table).to(device)
         step = _Step(self._pool, block_T, offset_T, table, Tiles(*tiles), 1, False)
         # All that is sent goes before the pass, since sending waits for what was launched.
         ends = torch.from_numpy(first[batch.asking] + batch.counts[batch.asking] - 1).to(device)
-        floats = torch.from_numpy(batch.sampling).to(device)
+        floats = _send(batch.sampling, device)
         with fused(self._model):
             hidden = self._network.hidden(token_T, position_T, step)
         return self._draw(hidden[ends], floats, batch.cuts) if len(ends) else None
@@ -182,6 +182,12 @@ class CudaRunner:
         else:
             drawn = kernels.sample(logits, temperature, uniform)
         return torch.stack([x.double() for x in drawn if x is not None])
+
+
+def _send(rows: np.ndarray, device: torch.device) -> Tensor:
+    """On the device, each row at an address that is a multiple of 16: for others, Triton would compile anew."""
+    length = rows.shape[1]
+    return torch.from_numpy(np.pad(rows, ((0, 0), (0, length % 2)))).to(device)[:, :length]
 
 
 def _tiles(starts: np.ndarray, counts: np.ndarray, first: np.ndarray, per_tile: int) -> np.ndarray:

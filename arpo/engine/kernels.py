@@ -141,7 +141,7 @@ def _store(
     tl.store(values + target, tl.load(v + t * v_t + h * v_h + d * v_d, mask=i < H * D), mask=i < H * D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_row"])
 def _attend(
     q, out, parts, tops, sums, keys, values, table, row_X, first_X, count_X, position_X, scaling, window,
     q_t, q_h, q_g, q_d, table_row,

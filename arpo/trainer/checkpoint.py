@@ -1,5 +1,8 @@
-"""A checkpoint is a directory: `model/` in Hugging Face layout, `optimiser.safetensors`, `state.json`. Nothing is
-pickled.
+"""A checkpoint is a directory: `model/`, `optimiser.safetensors`, `state.json`. Nothing is pickled.
+
+`model/` is in Hugging Face layout, or, where an adapter was trained, that adapter in PEFT's: its base is the one that
+the run's settings name. A bfloat16 model lies there as the engine samples from it; the float32 weights that it was
+rounded from are among the optimiser's.
 
 All randomness of a run is derived from its seed and the step's number, so weights, optimiser and step are all there is
 to save: a resumed run goes on as if it had not stopped, to the last bit on a CPU.
@@ -10,19 +13,22 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
+from arpo.trainer import lora
 from arpo.trainer.update import Trainer
 from arpo.types import ArpoError
 
 
 def save_checkpoint(trainer: Trainer, step: int, directory: Path) -> None:
     """Write everything a run needs to go on after `step`."""
-    save_pretrained(trainer.model, trainer.tokenizer, directory / "model")
-    save_file(_optimiser_tensors(trainer), directory / "optimiser.safetensors")
-    state = {"step": step, "optimiser_steps": trainer.optimiser_steps}
+    if lora.has_adapter(trainer.model):
+        lora.save_adapter(trainer.model, directory / "model")
+    else:
+        save_pretrained(trainer.model, trainer.tokenizer, directory / "model")
+    save_file(trainer.optimiser.tensors(), directory / "optimiser.safetensors")
+    state = {"step": step, "optimiser_steps": trainer.optimiser.steps}
     (directory / "state.json").write_text(json.dumps(state))
 
 
@@ -32,26 +38,21 @@ def save_pretrained(model: object, tokenizer: object, directory: Path) -> None:
     tokenizer.save_pretrained(directory)  # type: ignore[attr-defined]
 
 
+def model_settings(directory: Path) -> dict[str, str | None]:
+    """What the settings of the section `model` must become to load a checkpoint's model in place of the run's first."""
+    model = directory / "model"
+    if (model / lora.CONFIG).is_file():
+        return {"adapter": str(model)}
+    return {"path": str(model), "adapter": None}
+
+
 def load_checkpoint(trainer: Trainer, directory: Path) -> int:
     """Restore optimiser state into `trainer`, whose model was loaded from `directory`/model; returns the step."""
     try:
         state = json.loads((directory / "state.json").read_text())
-        saved = load_file(directory / "optimiser.safetensors")
-    except (OSError, ValueError) as error:
+        step, optimiser_steps = int(state["step"]), int(state["optimiser_steps"])
+        trainer.optimiser.load(load_file(directory / "optimiser.safetensors"))
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise ArpoError(f"the checkpoint {directory} is damaged: {error}") from error
-    for name, parameter in trainer.model.named_parameters():
-        tensors = {key: saved[f"{key}/{name}"] for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}/{name}" in saved}
-        if tensors:
-            trainer.optimiser.state[parameter] = {
-                key: value if key == "step" else value.to(parameter.device) for key, value in tensors.items()
-            }
-    trainer.optimiser_steps = int(state["optimiser_steps"])
-    return int(state["step"])
-
-
-def _optimiser_tensors(trainer: Trainer) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    for name, parameter in trainer.model.named_parameters():
-        for key, value in trainer.optimiser.state.get(parameter, {}).items():
-            tensors[f"{key}/{name}"] = torch.as_tensor(value).detach().cpu().contiguous()
-    return tensors
+    trainer.optimiser.steps = optimiser_steps
+    return step

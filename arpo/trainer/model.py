@@ -4,6 +4,8 @@ without), and saying plainly why it can't be done."""
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,10 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from arpo.settings import Model
+from arpo.settings import Model, Train
 from arpo.trainer.gguf import load_gguf
-from arpo.trainer.lora import merge_adapter
-from arpo.types import ArpoError
+from arpo.trainer.lora import add_adapter, load_adapter, merge_adapter
+from arpo.types import ArpoError, derive_seed
 
 transformers_logging.disable_progress_bar()  # loading is quick, and bars of our own say what matters
 
@@ -48,6 +50,30 @@ def load_model(settings: Model) -> tuple[Any, Any]:
     if dropout:
         raise ArpoError(f"model.path: {path!r} has dropout ({next(iter(dropout))}): its log-probs would not repeat")
     return model.to(pick_device(settings.device)).eval(), tokenizer
+
+
+def load_trainable(settings: Model, train: Train, seed: int) -> tuple[Any, Any]:
+    """The model as a run trains it, and its tokenizer: with `train.lora_rank`, frozen and beside it an adapter, which
+    is a fresh one drawn from the run's seed, or that of `model.adapter`."""
+    if not train.lora_rank:
+        return load_model(settings)
+    model, tokenizer = load_model(settings.model_copy(update={"adapter": None}))
+    model = add_adapter(model, train.lora_rank, train.lora_alpha, train.lora_targets, derive_seed(seed, "lora"))
+    if settings.adapter is not None:
+        load_adapter(model, Path(settings.adapter).expanduser())
+    return model, tokenizer
+
+
+@contextmanager
+def recomputing(model: Any) -> Iterator[None]:
+    """Forward passes inside keep only what goes into each layer; backward passes compute the rest again."""
+    model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+    model.train()  # only then do the layers look; there is no dropout that it would turn on
+    try:
+        yield
+    finally:
+        model.eval()
+        model.gradient_checkpointing_disable()
 
 
 def _load_hugging_face(path: str, dtype: torch.dtype) -> tuple[Any, Any]:
