@@ -216,7 +216,7 @@ class Train(_Section):
     warmup: int = Field(default=0, ge=0, description="optimiser steps until the full learning rate")
     weight_decay: float = Field(default=0.0, ge=0, description="weight decay")
     max_grad_norm: float = Field(default=1.0, gt=0, description="longer gradients are scaled down to this norm")
-    micro_tokens: int = Field(default=16384, ge=1, description="padded tokens in one forward pass")
+    micro_tokens: int = Field(default=16384, ge=1, description="tokens in one forward pass; larger trees are cut")
     drop_infra: bool = Field(default=True, description="leave paths spoiled by a broken tool out of training")
     lora_rank: int = Field(default=0, ge=0, description="rank of the LoRA adapter that is trained; 0: all weights are")
     lora_alpha: int = Field(default=32, ge=1, description="the adapter counts lora_alpha / lora_rank times")

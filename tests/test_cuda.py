@@ -51,7 +51,28 @@ def test_numbers_equal_a_plain_forward_pass(family: str, kv_tokens: int) -> None
 
     asyncio.run(many())
     assert engine._scheduler.tree.available == engine.kv_tokens // BLOCK
-    assert (engine.stats()["put_back"] > 0) == (kv_tokens == 1_600)
+
+
+class Endless(Letters):
+    """Nothing ends a turn."""
+
+    eos_token_id = None
+
+
+def test_requests_that_are_put_back_go_on_where_they_were() -> None:
+    model = build("llama-gqa")
+    model.generation_config.eos_token_id = None
+    engine = LocalEngine(model, Endless(), rows=24, kv_tokens=1_600)
+    rng = random.Random(4)
+    asked = [([rng.randrange(VOCAB) for _ in range(30)], SamplingParams(120, 1.0, seed=i)) for i in range(12)]
+
+    async def many() -> list[Completion]:
+        return list(await asyncio.gather(*(engine.generate(*request) for request in asked)))
+
+    for (prefix, _), done in zip(asked, asyncio.run(many()), strict=True):
+        assert len(done.tokens) == 120
+        check(model, prefix, done, 1.0, 1e-4)
+    assert engine.stats()["put_back"] > 0
 
 
 @pytest.mark.parametrize("family", FAMILIES)
