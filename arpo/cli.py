@@ -12,6 +12,7 @@ import signal
 import sys
 from contextlib import closing
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import typer
@@ -24,6 +25,7 @@ from arpo.types import ArpoError, Task, derive_seed
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
 
+    from arpo.data.tasks import Reading
     from arpo.evaluate import Evaluation
     from arpo.tools.base import Tool
     from arpo.tools.call import Toolbox
@@ -33,6 +35,8 @@ HELP = "Train language models that use tools, with ARPO. Start with `arpo demo`.
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=HELP)
 index_app = typer.Typer(no_args_is_help=True, help="Build and try the indexes that the search tool can look into.")
 app.add_typer(index_app, name="index")
+data_app = typer.Typer(no_args_is_help=True, help="Look at questions before training on them.")
+app.add_typer(data_app, name="data")
 ConfigFile = Annotated[Path, typer.Argument(help="a TOML file with settings")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="settings as key=value, like train.steps=50")]
 # Of a chat, below what the user gives: calmer than in training, one path at a time, and nothing is rewarded.
@@ -232,6 +236,47 @@ def search_index(
 
     tool = index_search(open_index(directory), number, mode)
     console.print(printable(_run(_answer(tool, query))))
+
+
+@data_app.command(name="check")
+def check_data(
+    source: Annotated[
+        str, typer.Argument(help="a .jsonl, .json or .parquet file, hf:NAME:CONFIG:SPLIT, or a TOML file")
+    ],
+    overrides: Overrides = None,
+) -> None:
+    """Show what would be read: columns, first questions, and rows that do not fit (with these the exit code is 1)."""
+    from arpo.data.tasks import Columns, read_tasks
+
+    own = source.endswith(".toml")
+    settings = load_config(
+        Path(source) if own else None, [*([] if own else [f"data.train={source}"]), *(overrides or [])]
+    )
+    prefix = "data.mix." if settings.data.mix else "data."
+    chosen = [(mix.source, Columns.named(mix, prefix)) for mix in settings.data.training]
+    if settings.data.test:
+        chosen.append((settings.data.test, Columns.named(settings.data)))
+    readings = [read_tasks(name, columns) for name, columns in chosen if name != "world"]
+    for reading in readings:
+        _show_reading(reading)
+    if not readings:
+        console.print("all questions are the built-in world's")
+    if any(reading.problems or not reading.tasks for reading in readings):
+        raise typer.Exit(1)
+
+
+def _show_reading(reading: Reading) -> None:
+    console.print(f"{reading.source}: {reading.rows:,} rows, {len(reading.tasks):,} questions")
+    for part, used in reading.columns.items():
+        names = ", ".join(f"{name} ({count:,})" if len(used) > 1 else name for name, count in used.items())
+        console.print(printable(f"  {part:<10} {names or ('file and line' if part == 'id' else 'none')}"))
+    for task in reading.tasks[:3]:
+        kind = f" [{task.kind}]" if task.kind else ""
+        console.print(printable(f"{task.id}{kind}: {shorten(task.question, 200)}"))
+        console.print(printable(f"  answer: {shorten(' | '.join(task.answers), 200)}"))
+    if reading.problems:
+        console.print(f"rows that do not fit, which data.bad_rows=skip would leave out: {len(reading.problems):,}")
+        console.print(printable(reading.complaint()))
 
 
 async def _answer(tool: Tool, query: str) -> str:

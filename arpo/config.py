@@ -175,6 +175,8 @@ def _problem(detail: Mapping[str, Any], layers: Layers, merged: Any) -> str | No
         return f"{_source(layers, path, detail['ctx']['other'])}: {key}: got {given}, expected {detail['msg']}"
     if detail["type"] == "one_way":
         return f"{source}: {key}: got {given}, expected {detail['msg']}"
+    if detail["type"] == "missing":
+        return f"{_source(layers, path[:-1])}: {key}: is missing, expected {_words(_settings()[key])}"
     if detail["type"] == "default_factory_not_called":
         return None  # only says that another setting, which is reported itself, was wrong
     if detail["type"] == "extra_forbidden":

@@ -16,7 +16,7 @@ from rich.tree import Tree
 from arpo.tools.stats import ToolStats
 from arpo.types import Kind, Node, Reward, RolloutTree
 
-console = Console(highlight=False, soft_wrap=True, markup=False)
+console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
 HEADER = (
     "step reward right format  calls branches  entropy: start tool  tokens: unique/total  seconds: sample tools train"
 )

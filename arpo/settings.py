@@ -47,15 +47,77 @@ class Model(_Section):
     )
 
 
-class Data(_Section):
+class _Columns(_Section):
+    """Which column of a row holds what; dots lead to what lies inside one (reward_model.ground_truth)."""
+
+    question: Annotated[Text | None, _NoneWord] = Field(
+        default=None,
+        description="column that holds the question, a text or a list of messages; none: question, problem or prompt",
+    )
+    answer: Annotated[Text | None, _NoneWord] = Field(
+        default=None,
+        description="column that holds the right answer or a list of them; none: answer or reward_model.ground_truth",
+    )
+    id: Annotated[Text | None, _NoneWord] = Field(
+        default=None, description="column that names the question; none: id, or else file and line"
+    )
+    kind: Annotated[Text | None, _NoneWord] = Field(
+        default=None, description="column by which accuracy is told apart; none: kind or ability, where there is one"
+    )
+    answer_after: Annotated[Text | None, _NoneWord] = Field(
+        default=None, description='the answer is what follows the last of these marks, like "####"; none: all of it'
+    )
+
+
+class Mix(_Columns):
+    """One source of training questions among several."""
+
+    source: Text = Field(description="what data.train may be")
+    weight: int = Field(default=1, ge=1, le=10_000, description="its share of the questions, against the other weights")
+
+
+class Data(_Columns):
     """The questions."""
 
-    train: Text = Field(default="world", description='training questions: "world" or a JSON-lines file')
-    test: Annotated[Text | None, _NoneWord] = Field(
-        default=None, description='held-out questions: "world" or a JSON-lines file; none: the world\'s if train is'
+    train: Annotated[Text | None, _NoneWord] = Field(
+        default=None,
+        description='training questions: a .jsonl, .json or .parquet file, "hf:NAME:CONFIG:SPLIT" or "world"; none: '
+        "the mix, or the world where there is none",
     )
-    question: Text = Field(default="question", description="column that holds the question")
-    answer: Text = Field(default="answer", description="column that holds the answer or the list of right answers")
+    test: Annotated[Text | None, _NoneWord] = Field(
+        default=None, description="held-out questions, likewise; none: the world's if the training questions are"
+    )
+    mix: Annotated[tuple[Mix, ...], Field(strict=False)] = Field(
+        default=(), description="training questions from several sources, one [[data.mix]] table each"
+    )
+    bad_rows: Literal["refuse", "skip"] = Field(
+        default="refuse", description="rows that are no question with an answer stop the run, or are left out"
+    )
+    max_prompt_tokens: Annotated[Annotated[int, Field(ge=1)] | None, _NoneWord] = Field(
+        default=None, description="training questions whose prompt is longer are left out; none: all must fit the model"
+    )
+    curriculum: int = Field(
+        default=0,
+        ge=0,
+        description="questions whose last so many visits were all right, or all wrong, come up in every fourth pass "
+        "only; 0: all in every pass",
+    )
+
+    @field_validator("mix")
+    @classmethod
+    def _mix_or_train(cls, value: tuple[Mix, ...], info: ValidationInfo) -> tuple[Mix, ...]:
+        if value and info.data.get("train") is not None:
+            text = "no tables where data.train is set"
+            raise PydanticCustomError("conflict", "{text}", {"text": text, "other": ("data", "train")})
+        return value
+
+    @property
+    def training(self) -> tuple[Mix, ...]:
+        """The sources of the training questions; a single one is a mixture too."""
+        return self.mix or (Mix(source=self.train or "world", **{name: getattr(self, name) for name in COLUMNS}),)
+
+
+COLUMNS = tuple(_Columns.model_fields)
 
 
 class World(_Section):

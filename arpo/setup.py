@@ -6,16 +6,18 @@ import atexit
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arpo.coldstart import coldstart
-from arpo.data.files import load_tasks
+from arpo.data.order import Part
+from arpo.data.tasks import Columns, load_tasks
 from arpo.data.world import World, make_world
+from arpo.display import console, printable
 from arpo.engine.local import LocalEngine
-from arpo.render import make_format
+from arpo.render import encode_prompt, make_format
 from arpo.rollout import Agent
 from arpo.settings import Config, Mcp
 from arpo.tools.base import Tool
@@ -44,20 +46,66 @@ Progress = Callable[[int, int, float], None]
 class Bench:
     """Questions, tools and the world they may come from."""
 
-    train: tuple[Task, ...]
+    parts: tuple[Part, ...]
     test: tuple[Task, ...]
     tools: Toolbox
     world: World
+
+    @property
+    def train(self) -> tuple[Task, ...]:
+        """The training questions of all parts."""
+        return tuple(task for part in self.parts for task in part.tasks)
 
 
 def make_bench(config: Config) -> Bench:
     """Load the questions and build the tools; every mistake in them is found here, before any model is loaded."""
     world = make_world(config.world)
-    columns = config.data.question, config.data.answer
-    train = world.train if config.data.train == "world" else load_tasks(config.data.train, *columns)
-    source = config.data.test or ("world" if config.data.train == "world" else None)
-    test = world.test if source == "world" else load_tasks(source, *columns) if source else ()
-    return Bench(train, test, make_tools(config, world), world)
+    settings = config.data
+    prefix = "data.mix." if settings.mix else "data."
+    parts = tuple(
+        Part(mix.source, _tasks(mix.source, Columns.named(mix, prefix), settings.bad_rows, world.train), mix.weight)
+        for mix in settings.training
+    )
+    source = settings.test or ("world" if _from_world(config) else None)
+    test = _tasks(source, Columns.named(settings), settings.bad_rows, world.test) if source else ()
+    return Bench(parts, test, make_tools(config, world), world)
+
+
+def _tasks(source: str, columns: Columns, bad_rows: str, of_world: tuple[Task, ...]) -> tuple[Task, ...]:
+    if source == "world":
+        return of_world
+    reading = load_tasks(source, columns, bad_rows)
+    if reading.problems:
+        console.print(f"{len(reading.problems):,} of {reading.rows:,} rows of {source} are left out:")
+        console.print(printable(reading.complaint()))
+    return reading.tasks
+
+
+def _from_world(config: Config) -> bool:
+    return any(mix.source == "world" for mix in config.data.training)
+
+
+def fit_prompts(bench: Bench, agent: Agent, max_tokens: int | None) -> Bench:
+    """Leave out training questions whose prompt is longer; a prompt that the model cannot hold is refused now."""
+    for task in bench.test if max_tokens else (*bench.train, *bench.test):
+        agent.prompt(task)
+    if max_tokens is None:
+        return bench
+    limit = min(max_tokens, agent.engine.capabilities.max_context - 1)
+
+    def short(task: Task) -> bool:
+        return len(encode_prompt(agent.tokenizer, task.question, agent.format.instructions)) <= limit
+
+    parts = tuple(replace(part, tasks=tuple(filter(short, part.tasks))) for part in bench.parts)
+    for before, after in zip(bench.parts, parts, strict=True):
+        left_out, count = len(before.tasks) - len(after.tasks), len(before.tasks)
+        if not after.tasks:
+            raise ArpoError(
+                f"data.max_prompt_tokens: none of the {count:,} prompts of {after.source} has {limit} or less"
+            )
+        if left_out:
+            console.print(f"{left_out:,} of {count:,} questions of {after.source} are left out: over {limit} tokens")
+    return replace(bench, parts=parts)
 
 
 def make_tools(config: Config, world: World) -> Toolbox:
@@ -89,8 +137,8 @@ def _search(config: Config, world: World) -> Tool:
     settings, source = config.tools, config.tools.search
     results, tokens = settings.search_results, settings.result_tokens
     if source is None:
-        if config.data.train != "world":
-            raise ArpoError("tools.search: search needs somewhere to look when data.train is a file")
+        if not _from_world(config):
+            raise ArpoError("tools.search: search needs somewhere to look when the questions are not the world's")
         return build_search(world.documents, results, tokens)
     if source in PROVIDERS:
         return web_search(source, results, tokens, timeout=settings.timeout)
@@ -179,7 +227,4 @@ def make_agent(config: Config, bench: Bench, model: Any, tokenizer: Any, threade
         threaded=threaded,
     )
     fmt = make_format(config.rollout.format, [tool.spec for tool in bench.tools.values()])
-    agent = Agent(engine, tokenizer, bench.tools, fmt, config.tools.result_tokens)
-    for task in (*bench.train, *bench.test):
-        agent.prompt(task)  # a prompt that does not fit is refused now, not in the middle of a run
-    return agent
+    return Agent(engine, tokenizer, bench.tools, fmt, config.tools.result_tokens)

@@ -7,17 +7,17 @@ last bit on a CPU with deterministic tools).
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from arpo import runlog
 from arpo.advantage import credit
 from arpo.config import differences
+from arpo.data.order import batch_of, outcome
 from arpo.display import HEADER, console, progress_bar, step_line
 from arpo.evaluate import Evaluation, evaluate
 from arpo.metrics import rollout_metrics, tool_metrics
@@ -25,23 +25,24 @@ from arpo.rewards import RewardFn, make_reward
 from arpo.rollout import Agent, rollouts
 from arpo.runlog import RunLog
 from arpo.settings import Config
-from arpo.setup import Bench, make_agent, make_bench, make_model
+from arpo.setup import Bench, fit_prompts, make_agent, make_bench, make_model
 from arpo.trainer.checkpoint import load_checkpoint, model_settings, save_checkpoint
 from arpo.trainer.update import Trainer
-from arpo.types import ArpoError, Credit, Reward, RolloutTree, Task, derive_seed
+from arpo.types import ArpoError, Credit, Reward, RolloutTree, derive_seed
 
 MAY_CHANGE = ("train.steps:", "run.", "eval.")  # settings that a resumed run may have other than it began with
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What plays and what judges: questions, agent, reward."""
+    """What plays and what judges: questions, agent, reward; and, for a curriculum, the outcomes of the steps done."""
 
     config: Config
     bench: Bench
     model: Any
     agent: Agent
     reward: RewardFn
+    outcomes: list[str] = field(default_factory=list)
 
     def close(self) -> None:
         """Let go of what the tools hold: servers, connections, stored answers."""
@@ -74,7 +75,8 @@ def open_session(config: Config, bench: Bench | None = None, threaded: bool | No
 
         model, tokenizer = make_model(config, bench, show)
     reward = make_reward(config.reward.accuracy, config.reward.bonus, config.reward.bonus_tools)
-    return Session(config, bench, model, make_agent(config, bench, model, tokenizer, threaded), reward)
+    agent = make_agent(config, bench, model, tokenizer, threaded)
+    return Session(config, fit_prompts(bench, agent, config.data.max_prompt_tokens), model, agent, reward)
 
 
 @contextmanager
@@ -104,6 +106,8 @@ def open_run(config: Config, resume: bool = False) -> Iterator[Run]:
         if log is None:  # only now: a mistake in data or model leaves no run behind
             log = stack.enter_context(runlog.create(directory, config.resolved()))
         log.rewind(step)
+        if config.data.curriculum:
+            session.outcomes.extend(record["outcomes"] for record in log.read_metrics())
         yield Run(session, trainer, log, step)
 
 
@@ -143,7 +147,8 @@ async def train(run: Run) -> int:
                         metrics |= {"test_accuracy": result.accuracy, "test_format": result.format_rate}
                         await engine.update_weights(step)  # what testing left in its memory must not matter
                 finally:  # a step that was learnt is logged, tested or not
-                    run.log.append(step, metrics)
+                    seen = {"outcomes": run.session.outcomes[-1]} if config.data.curriculum else {}
+                    run.log.append(step, {**metrics, **seen})
             console.print(step_line(step, metrics))
             learnt += metrics["optimiser_steps"]
             if step % config.run.checkpoint_every == 0 or step == config.train.steps:
@@ -157,7 +162,9 @@ async def train(run: Run) -> int:
 async def sample_step(session: Session, step: int) -> list[RolloutTree]:
     """The trees of one step's questions. Changes nothing."""
     config = session.config
-    tasks = batch_of(session.bench.train, config.train.prompts, step, config.seed)
+    tasks = batch_of(
+        session.bench.parts, config.train.prompts, step, config.seed, config.data.curriculum, session.outcomes
+    )
     seeds = [derive_seed(config.seed, "rollout", step, number) for number in range(len(tasks))]
     return await rollouts(session.agent, tasks, config.rollout, config.branching, seeds)
 
@@ -167,6 +174,8 @@ def learn_step(run: Run, step: int, trees: Sequence[RolloutTree]) -> dict[str, f
     config, started = run.session.config, time.monotonic()
     rewards = [[run.session.reward(tree.task, tree, leaf) for leaf in tree.leaves] for tree in trees]
     credits = [_credit(config, tree, group) for tree, group in zip(trees, rewards, strict=True)]
+    if config.data.curriculum:
+        run.session.outcomes.append("".join(map(_outcome, trees, rewards)))
     if config.run.save_trees:
         run.log.write_trees(step, trees, rewards, credits)
     learnt = run.trainer.update(trees, credits)
@@ -190,6 +199,12 @@ def _credit(config: Config, tree: RolloutTree, rewards: Sequence[Reward]) -> tup
     return credit(tree, rewards, config.advantage.attribution, keep)
 
 
+def _outcome(tree: RolloutTree, rewards: Sequence[Reward]) -> str:
+    """What a curriculum remembers of a question; paths that a broken tool spoilt say nothing about it."""
+    tried = zip(tree.leaves, rewards, strict=True)
+    return outcome([reward.parts["correct"] for leaf, reward in tried if not tree.infra_fault(leaf)])
+
+
 async def test(session: Session) -> Evaluation:
     """Evaluate the current weights on held-out questions."""
     config = session.config
@@ -208,19 +223,6 @@ def need_test_questions(bench: Bench) -> None:
     """Raise if there are none."""
     if not bench.test:
         raise ArpoError("data.test: there are no held-out questions; name a file of them")
-
-
-def batch_of(tasks: Sequence[Task], count: int, step: int, seed: int) -> list[Task]:
-    """The questions of a step (from 1): one pass over a fresh shuffle after another, cut into batches."""
-    chosen: list[Task] = []
-    orders: dict[int, list[int]] = {}
-    for position in range((step - 1) * count, step * count):
-        epoch, index = divmod(position, len(tasks))
-        if epoch not in orders:
-            orders[epoch] = list(range(len(tasks)))
-            random.Random(derive_seed(seed, "epoch", epoch)).shuffle(orders[epoch])
-        chosen.append(tasks[orders[epoch][index]])
-    return chosen
 
 
 def _save(run: Run, step: int) -> None:

@@ -289,9 +289,9 @@ def test_resuming_a_finished_run_says_that_there_is_nothing_to_do(arpo: Arpo) ->
 
 
 def test_a_wrong_column(arpo: Arpo) -> None:
-    write_questions("mine.jsonl", {"prompt": "Who?", "answer": "Ada"})
+    write_questions("mine.jsonl", {"text": "Who?", "answer": "Ada"})
     assert mistake(arpo("train", "small.toml", "data.train=mine.jsonl")) == (
-        "mine.jsonl, line 1: no column 'question' (there are: 'prompt', 'answer'); "
+        "mine.jsonl, line 1: no column 'question' or 'problem' or 'prompt' (there are: 'text', 'answer'); "
         "name the right one with data.question=..."
     )
 

@@ -21,13 +21,14 @@ from safetensors.torch import load_file
 import arpo.train
 from arpo.advantage import credit
 from arpo.config import load_config
+from arpo.data.order import Part, batch_of
 from arpo.engine.local import LocalEngine
 from arpo.render import make_format
 from arpo.rollout import Agent, rollout
 from arpo.runlog import open_run as read_run
 from arpo.settings import Branching, Config, Rollout
 from arpo.setup import make_bench
-from arpo.train import Run, Session, batch_of, open_run, sample_step, train
+from arpo.train import Run, Session, open_run, sample_step, train
 from arpo.trainer.checkpoint import load_checkpoint, save_checkpoint, save_pretrained
 from arpo.trainer.tiny import build_model
 from arpo.trainer.update import Trainer
@@ -356,10 +357,11 @@ def test_checkpoints_round_trip_the_optimiser(tokenizer: Any, tmp_path: Path) ->
 
 def test_batches_go_through_all_questions_before_any_comes_again() -> None:
     tasks = [Task(str(i), "q", ("a",)) for i in range(10)]
-    drawn = [task.id for step in range(1, 6) for task in batch_of(tasks, 4, step, seed=0)]
+    parts = [Part("x", tuple(tasks))]
+    drawn = [task.id for step in range(1, 6) for task in batch_of(parts, 4, step, seed=0)]
     assert sorted(drawn[:10]) == sorted(drawn[10:]) == sorted(task.id for task in tasks)
     assert drawn[:10] != drawn[10:]
-    assert [t.id for t in batch_of(tasks, 4, 3, seed=0)] == drawn[8:12]  # depends on the step alone
+    assert [t.id for t in batch_of(parts, 4, 3, seed=0)] == drawn[8:12]  # depends on the step alone
 
 
 def test_data_mistakes_are_found_before_a_directory_is_made(tmp_path: Path) -> None:

@@ -1,0 +1,220 @@
+"""From rows to questions: which column is what, and what is said of rows that do not fit.
+
+Two layouts are read without being told: `question` (or `problem`) with `answer`, and verl's `prompt` with
+`reward_model.ground_truth`. Where the question is a list of messages, it is the one message of the user; messages of
+the system are left out, since they explain the tools of whoever wrote them, and ours are explained by our own prompt.
+
+Promises: every row becomes a task or a problem that names it and says why; none is dropped silently. An answer is
+taken as it is written: "[1, 3)" is a text, not a list.
+Does not cover: images and files that a question may need; conversations of more than one question.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from arpo.data.files import JsonText, read_rows, source_name
+from arpo.settings import Data, Mix
+from arpo.types import ArpoError, Task
+
+SHOWN = 20  # problems listed before "and N more"
+Row = Mapping[str, Any]
+_NOWHERE = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """For each part of a task the columns that may hold it, the first that is there counts; dots lead inwards.
+
+    A row must have a question and an answer, and the others where `required` names them.
+    """
+
+    question: tuple[str, ...] = ("question", "problem", "prompt")
+    answer: tuple[str, ...] = ("answer", "reward_model.ground_truth")
+    id: tuple[str, ...] = ("id",)
+    kind: tuple[str, ...] = ("kind", "ability")
+    answer_after: str | None = None
+    required: frozenset[str] = frozenset()
+    settings: str | None = "data."  # what the user sets them with
+
+    @staticmethod
+    def named(given: Data | Mix, settings: str = "data.") -> Columns:
+        """The columns that the user named; those usual for the rest."""
+        names = {part: getattr(given, part) for part in ("question", "answer", "id", "kind")}
+        chosen = {part: (name,) for part, name in names.items() if name is not None}
+        return Columns(**chosen, answer_after=given.answer_after, required=frozenset(chosen), settings=settings)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What became of a source: its tasks, its problems, rows left out on purpose, how often each column was used."""
+
+    source: str
+    tasks: tuple[Task, ...]
+    problems: tuple[str, ...] = ()
+    left_out: int = 0
+    columns: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> int:
+        """Rows that the source has."""
+        return len(self.tasks) + len(self.problems) + self.left_out
+
+    def complaint(self) -> str:
+        """The problems, the first of them and how many more there are."""
+        more = len(self.problems) - SHOWN
+        return "\n".join([*self.problems[:SHOWN], *([f"and {more} more"] if more > 0 else [])])
+
+
+def read_tasks(source: str, columns: Columns, prepare: Callable[[Row], Row | None] | None = None) -> Reading:
+    """Read every row. `prepare` may change a row first, or give None for one that is to be left out."""
+    tasks: list[Task] = []
+    problems: list[str] = []
+    left_out = 0
+    used: dict[str, Counter[str]] = {part: Counter() for part in ("question", "answer", "id", "kind")}
+    for unit, number, given in read_rows(source):
+        try:
+            row = _object(given) if prepare is None else prepare(_object(given))
+            if row is None:
+                left_out += 1
+            else:
+                tasks.append(_task(row, f"{source_name(source)}:{number}", columns, used))
+        except ValueError as error:
+            problems.append(f"{source}, {unit} {number}: {error}")
+    return Reading(source, tuple(tasks), tuple(problems), left_out, used)
+
+
+def load_tasks(
+    source: str,
+    columns: Columns,
+    bad_rows: str = "refuse",
+    prepare: Callable[[Row], Row | None] | None = None,
+) -> Reading:
+    """`read_tasks`, where rows that do not fit are refused unless `bad_rows` is "skip", and some must be there."""
+    reading = read_tasks(source, columns, prepare)
+    if reading.problems and (bad_rows == "refuse" or not reading.tasks):
+        way_out = [] if not reading.tasks else ["mend the rows, or leave them out with data.bad_rows=skip"]
+        raise ArpoError("\n".join([reading.complaint(), *way_out]))
+    if not reading.tasks:
+        raise ArpoError(f"{source}: holds no questions")
+    return reading
+
+
+def text_after(text: str, mark: str) -> str:
+    """What follows the last `mark`; if that begins with a brace, what is inside it: "2" in "so \\boxed{2}."."""
+    _, found, rest = text.rpartition(mark)
+    if not found:
+        raise ValueError(f"no {mark!r} in {_short(text)}")
+    rest = rest.strip()
+    if not rest.startswith("{"):
+        return rest
+    depth = 0
+    for place, letter in enumerate(rest):
+        depth += (letter == "{") - (letter == "}")
+        if depth == 0:
+            return rest[1:place].strip()
+    raise ValueError(f"the brace after {mark!r} is not closed in {_short(text)}")
+
+
+def lookup(row: Row, column: str) -> Any:
+    """The value of a column, or of a field inside one; KeyError if there is none."""
+    if column in row:
+        return row[column]
+    first, dot, rest = column.partition(".")
+    inner = row.get(first, _NOWHERE)
+    if not dot or not isinstance(inner, Mapping):
+        raise KeyError(column)
+    return lookup(inner, rest)
+
+
+def _object(given: Any) -> Row:
+    if isinstance(given, JsonText):
+        try:
+            given = json.loads(given)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"not JSON ({error})") from None
+    if not isinstance(given, dict):
+        raise ValueError(f"expected a JSON object, got {type(given).__name__}")
+    return given
+
+
+def _task(row: Row, name: str, columns: Columns, used: dict[str, Counter[str]]) -> Task:
+    column, value = _find(row, columns, "question")
+    question = _question(value, column)
+    used["question"][column] += 1
+    column, value = _find(row, columns, "answer")
+    answers = _answers(value, column, columns.answer_after)
+    used["answer"][column] += 1
+    labels = {"id": name, "kind": ""}
+    for part in labels:
+        column, value = _find(row, columns, part)
+        if value is not None:
+            labels[part] = _label(value, column)
+            used[part][column] += 1
+    return Task(labels["id"], question, answers, labels["kind"])
+
+
+def _find(row: Row, columns: Columns, part: str) -> tuple[str, Any]:
+    """The column that holds a part, and its value; an optional part that is not there is None."""
+    names: Sequence[str] = getattr(columns, part)
+    for name in names:
+        try:
+            return name, lookup(row, name)
+        except KeyError:
+            continue
+    if part in ("id", "kind") and part not in columns.required:
+        return "", None
+    there = ", ".join(map(repr, row)) or "none"
+    wanted = " or ".join(map(repr, names))
+    hint = "" if columns.settings is None else f"; name the right one with {columns.settings}{part}=..."
+    raise ValueError(f"no column {wanted} (there are: {there}){hint}")
+
+
+def _question(value: Any, column: str) -> str:
+    if isinstance(value, list | tuple):
+        value = _user_message(value, column)
+    if not isinstance(value, str):
+        raise ValueError(f"column {column!r} should hold text, got {_short(value)}")
+    return value
+
+
+def _user_message(messages: Sequence[Any], column: str) -> Any:
+    if not all(isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in messages):
+        raise ValueError(f"column {column!r} should hold text or messages, got {_short(messages)}")
+    said = [message for message in messages if message["role"] != "system"]
+    if [message["role"] for message in said] != ["user"]:
+        roles = ", ".join(str(message["role"]) for message in messages) or "none"
+        raise ValueError(f"column {column!r} should hold one message of the user's, got messages of: {roles}")
+    return said[0]["content"]
+
+
+def _answers(value: Any, column: str, mark: str | None) -> tuple[str, ...]:
+    values = value if isinstance(value, list | tuple) else [value]
+    texts = tuple(_answer_text(each, column) for each in values)
+    if mark is None:
+        return texts
+    return tuple(_answer_text(text_after(text, mark), column) for text in texts)
+
+
+def _answer_text(value: Any, column: str) -> str:
+    if isinstance(value, bool) or not isinstance(value, str | int | float) or not str(value).strip():
+        raise ValueError(f"column {column!r} should hold a text, a number or a list of them, got {_short(value)}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"column {column!r} should hold a text, a number or a list of them, got {value!r}")
+    return str(value).strip()
+
+
+def _label(value: Any, column: str) -> str:
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ValueError(f"column {column!r} should hold a text or a number, got {_short(value)}")
+    return str(value)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
