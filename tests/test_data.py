@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import trees
 from questions import rows, verl
 from safetensors.torch import load_file
 from typer.testing import CliRunner
@@ -28,10 +29,10 @@ from arpo.rewards import make_reward
 from arpo.rollout import Agent, rollouts
 from arpo.runlog import open_run as read_run
 from arpo.setup import fit_prompts, make_bench
-from arpo.train import open_run, train
+from arpo.train import _outcome, open_run, train
 from arpo.trainer.checkpoint import save_pretrained
 from arpo.trainer.tiny import build_model
-from arpo.types import ArpoError, Kind, Leaf, Node, Reward, RolloutTree, Task
+from arpo.types import ArpoError, Fault, Kind, Leaf, Node, Reward, RolloutTree, Task
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 NO_TOOLS = ["reward.bonus=0", "tools.enabled=[]"]
@@ -227,6 +228,13 @@ def test_a_curriculum_changes_what_is_asked_and_only_when_it_is_on(tokenizer: An
     assert max(easy) < 6 < max(seen.values())
 
 
+@pytest.mark.parametrize(("fault", "letter"), [(Fault.INFRA, "1"), (Fault.MODEL, "m"), (None, "m")])
+def test_paths_spoilt_by_a_broken_tool_do_not_count(fault: Fault | None, letter: str) -> None:
+    tree = trees.tree([trees.prompt(), trees.model(0, [3]), trees.tool(1, fault=fault), trees.model(2, [4])], [1, 3])
+    right, wrong = (Reward(value, {"correct": value}) for value in (1.0, 0.0))
+    assert _outcome(tree, [right, wrong]) == letter
+
+
 # What `arpo data check` shows.
 
 
@@ -331,12 +339,12 @@ def test_an_example_reads_its_files_and_rolls_out(here: Path, tokenizer: Any, na
         agent = scripted(tokenizer, bench.tools, script)
         bench = fit_prompts(bench, agent, config.data.max_prompt_tokens)
         assert [task.answers for task in bench.train] == [(str(n),) for n in range(1, 21)]
-        trees = asyncio.run(rollouts(agent, bench.train, config.rollout, config.branching, range(20)))
+        grown = asyncio.run(rollouts(agent, bench.train, config.rollout, config.branching, range(20)))
     reward = make_reward(config.reward.accuracy, config.reward.bonus, config.reward.bonus_tools)
-    earned = [reward(tree.task, tree, leaf) for tree in trees for leaf in tree.leaves]
+    earned = [reward(tree.task, tree, leaf) for tree in grown for leaf in tree.leaves]
     assert len(earned) == 40
     assert {(each.total, each.parts["correct"]) for each in earned} == {(1.0 + config.reward.bonus, 1.0)}
-    assert all(f"{tree.task.answers[0]}" in node.text for tree in trees for node in tree.nodes if _is_python(node))
+    assert all(f"{tree.task.answers[0]}" in node.text for tree in grown for node in tree.nodes if _is_python(node))
 
 
 def _is_python(node: Node) -> bool:

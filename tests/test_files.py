@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -133,6 +134,10 @@ def test_json_nested_without_end_is_bad_json_too(tmp_path: Path) -> None:
         (
             {"question": "Who?", "answer": None},
             "column 'answer' should hold a text, a number or a list of them, got None",
+        ),
+        (
+            {"question": "Who?", "answer": float("nan")},
+            "column 'answer' should hold a text, a number or a list of them, got nan",
         ),
         (
             {"question": "Who?", "answer": True},
@@ -352,6 +357,29 @@ def test_a_file_that_is_no_parquet(tmp_path: Path) -> None:
     assert "there is no such file" in complaint(str(path))
 
 
+def test_a_damaged_parquet_file(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    path = tmp_path / "questions.parquet"
+    values = [{"question": f"What is {i}?", "answer": str(i)} for i in range(500)]
+    pytest.importorskip("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(values), path)
+    whole = path.read_bytes()
+    for start in range(4, len(whole) - 8, len(whole) // 40):
+        path.write_bytes(whole[:start] + b"\xff" * 20 + whole[start + 20 :])
+        try:
+            reading = read_tasks(str(path), Columns())
+        except ArpoError as error:
+            assert str(error).startswith(f"{path}: cannot be read as Parquet: ")
+        else:
+            assert reading.rows <= 500
+
+
+def test_rows_left_out_on_purpose_are_counted(tmp_path: Path) -> None:
+    path = write(tmp_path, rows(*({"question": q, "answer": "x"} for q in ("a", "b", "", "d"))))
+    reading = read_tasks(path, Columns(), lambda row: None if row["question"] == "b" else row)
+    assert [task.question for task in reading.tasks] == ["a", "d"]
+    assert (len(reading.problems), reading.left_out, reading.rows) == (1, 1, 4)
+
+
 def test_without_pyarrow_the_message_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     (tmp_path / "a.parquet").touch()
@@ -376,9 +404,9 @@ class FakeHub:
 
     def with_format(self, kind: str) -> Any:
         assert kind == "arrow"
-        return self
+        return SimpleNamespace(iter=self.batches)
 
-    def iter(self, batch_size: int) -> Any:
+    def batches(self, batch_size: int) -> Any:
         pyarrow = pytest.importorskip("pyarrow")
         return iter([pyarrow.Table.from_pylist([value]) for value in self.values])
 
