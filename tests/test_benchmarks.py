@@ -129,7 +129,7 @@ def test_musique_with_aliases_and_hotpotqa_as_their_authors_publish_them(tmp_pat
         ("math", {"solution": "no box"}, "no '\\\\boxed' in 'no box'"),
         ("math", {"solution": None}, "no column 'answer' (there are: 'problem', 'level', 'solution', 'type')\n"),
         ("gsm8k", {"answer": "4"}, "no '####' in '4'"),
-        ("xbench", {"answer": "no base64!"}, "line 1: "),
+        ("xbench", {"answer": "!" + covered("x")}, "line 1: "),
         ("xbench", {"answer": covered("ab谁")[:4]}, "line 1: "),
         ("xbench", {"answer": 3}, "expected covered text, got int"),
     ],
@@ -147,6 +147,8 @@ def test_a_row_that_does_not_fit_is_named(tmp_path: Path, name: str, change: dic
 def test_a_boxed_answer_in_an_old_kind_of_box(tmp_path: Path) -> None:
     row = {**PUBLISHED["math"][0], "solution": "Thus \\fbox{4}."}
     assert load_benchmark("math", file_of(tmp_path, row))[0].answers == ("4",)
+    row["answer"] = "four"  # where there is one, the solution is not looked at
+    assert load_benchmark("math", file_of(tmp_path, row))[0].answers == ("four",)
 
 
 def test_an_unknown_name_and_a_set_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
