@@ -49,7 +49,7 @@ def reference_model(family: str) -> Any:
     with torch.no_grad():
         for number, parameter in enumerate(model.parameters()):
             noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
-            parameter.mul_(1 + 0.1 * noise)
+            parameter.mul_(1 + 0.05 * noise)
     return model
 
 
@@ -80,8 +80,8 @@ class Forest:
 def random_tree(rng: random.Random, token: Callable[[], int], times: int = 1) -> RolloutTree:
     """Any shape: empty nodes, paths inside paths, two paths with one end, a prompt alone; `times` as long."""
     made: list[Node] = [prompt([token() for _ in range(times * rng.randint(1, 5))])]
-    for index in range(1, 1 + rng.randint(0, 9)):
-        parent = rng.choice((0, rng.randrange(index), index - 1, index - 1))
+    for index in range(1, 1 + rng.randint(0, 13)):
+        parent = rng.choice((0, rng.randrange(index), index - 1))
         tokens = [token() for _ in range(times * rng.choice(LENGTHS))]
         if rng.random() < 0.65:
             made.append(model_node(parent, tokens, logprobs=[-rng.randint(1, 2**20) / 2**18 for _ in tokens]))
@@ -89,7 +89,7 @@ def random_tree(rng: random.Random, token: Callable[[], int], times: int = 1) ->
             made.append(tool(parent, tokens))
     inner = {node.parent for node in made}
     outer = [index for index in range(len(made)) if index not in inner]
-    ends = [rng.choice(outer) if rng.random() < 0.7 else rng.randrange(len(made)) for _ in range(rng.randint(1, 6))]
+    ends = [rng.choice(outer) if rng.random() < 0.7 else rng.randrange(len(made)) for _ in range(rng.randint(1, 9))]
     return tree(made, ends)
 
 
@@ -115,7 +115,7 @@ def rich_forest(seed: int, attribution: str = "soft", times: int = 1) -> Forest:
         forest = random_forest(random.Random(f"{seed} {attempt}"), attribution, times=times)
         chains = forest.teaching()
         enough = (
-            len({token for chain in chains for token in chain}) > 20 and max(map(len, chains), default=0) >= 2 * WINDOW
+            len({token for chain in chains for token in chain}) > 20 and max(map(len, chains), default=0) >= 2 * WINDOW * times
         )
         if len(forest.trees) > 1 and enough and any(map(disputed, forest.trees, forest.credits)):
             return forest
@@ -209,9 +209,9 @@ def learnt(
 def assert_same(
     got: tuple[dict[str, float], dict[str, Tensor]], expected: tuple[float, dict[str, Tensor]], rest: float = 1e-7
 ) -> None:
-    """The loss to 3e-6; each parameter's gradient to 1e-5 of its own largest entry.
+    """The loss to 3e-6; each parameter's gradient to 2e-5 of its own largest entry.
 
-    Where that is itself a small rest of large numbers, 2e-6 of the model's largest entry and `rest` are allowed. Two
+    Where that is itself a small rest of large numbers, 4e-6 of the model's largest entry and `rest` are allowed. Two
     plain passes, in float32 and in float64, differ by as much.
     """
     (sums, got_by_name), (loss, by_name) = got, expected
@@ -219,7 +219,7 @@ def assert_same(
     largest = max(value.abs().max().item() for value in by_name.values())
     for name, value in by_name.items():
         error, own = (got_by_name[name] - value).abs().max().item(), value.abs().max().item()
-        assert error <= 1e-5 * own + 2e-6 * largest + rest, f"{name}: {error:.2e} of {own:.2e}, largest {largest:.2e}"
+        assert error <= 2e-5 * own + 4e-6 * largest + rest, f"{name}: {error:.2e} of {own:.2e}, largest {largest:.2e}"
 
 
 @contextmanager
@@ -295,7 +295,7 @@ def test_the_structure_equals_brute_force(rng: random.Random, shared: bool, all_
 
 
 @settings(deadline=None, max_examples=100)
-@given(st.randoms(use_true_random=False), st.integers(1, 60), st.booleans())
+@given(st.randoms(use_true_random=False), st.integers(1, 25), st.booleans())
 def test_parts_hold_every_token_once_below_its_own_path(rng: random.Random, budget: int, shared: bool) -> None:
     forest = random_forest(rng, "soft")
     batch = tree_batch(forest.trees, forest.credits, Loss(entropy=0.1), MAX_TOKENS, shared=shared)
@@ -416,6 +416,21 @@ def test_a_sliding_window_ends_where_it_should(between: int) -> None:
     forest = sampled_by(model, Forest((over, short), credits), between)
     expected = expected_of(model, forest, loss)
     for budget in (1, 25, ENDLESS):
+        assert_same(learnt(model, forest, loss, budget), expected)
+
+
+@pytest.mark.parametrize("kind", ["ppo", "gspo"])
+def test_many_small_branches_beside_large_ones_equal_the_oracle(kind: str) -> None:
+    rng, model = random.Random(1), shared_model("llama-gqa")
+    loss = Loss(**SHARP, kind=kind)  # type: ignore[arg-type]
+    parents, sizes = (0, 0, 0, 0, 1, 5, 5, 5, 5, 1), (6, 2, 3, 2, 1, 9, 2, 2, 3, 1)
+    grown = [[rng.randrange(VOCAB) for _ in range(size)] for size in sizes]
+    nodes = [prompt([5, 6, 7]), *(model_node(parent, own) for parent, own in zip(parents, grown, strict=True))]
+    rollout = tree(nodes, [2, 3, 4, 6, 7, 8, 9, 10])
+    advantages = [1.2, -0.3, 0.8, -1.5, 0.4, 0.9, -1.1, -0.4]
+    forest = sampled_by(model, Forest((rollout,), (attribute(rollout, advantages, "soft"),)), 1)
+    expected = expected_of(model, forest, loss)
+    for budget in (1, 3, 4, 5, 7, 12, 20):
         assert_same(learnt(model, forest, loss, budget), expected)
 
 
