@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SEED ?= 0
 
-.PHONY: demo test check format clean bench-sandbox bench-search bench-engine bench-gpu bench-tree test-kernels test-mcp-npm
+.PHONY: demo test check format clean bench-sandbox bench-search bench-engine bench-gpu bench-tree bench-math test-kernels test-mcp-npm
 
 demo: .venv/installed  ## watch a small agent learn, a few minutes
 	$(BIN)/arpo demo --seed $(SEED)
@@ -25,6 +25,9 @@ bench-gpu: .venv/installed  ## the engine on a CUDA device; JSON on the last lin
 
 bench-tree: .venv/installed  ## training on trees against padded and packed rows; JSON on the last line
 	$(BIN)/python benchmarks/bench_tree.py
+
+bench-math: .venv/installed-dev  ## ten thousand hostile maths answers; JSON on the last line
+	$(BIN)/python benchmarks/bench_math.py
 
 test-kernels: .venv/installed-dev  ## the GPU kernels without a GPU: in Triton's interpreter, and compiled
 	$(BIN)/python -m pip install --quiet --no-deps --target .venv/triton --upgrade triton==3.9.0

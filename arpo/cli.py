@@ -326,6 +326,8 @@ def _show_evaluation(result: Evaluation, tools: Toolbox) -> None:
     console.print(f"accuracy {result.accuracy:.1%} over {len(result.trees)} questions")
     for kind, accuracy in result.by_kind().items():
         console.print(f"  {kind:<12} {accuracy:.1%}")
+    for name, count in result.faults.items():
+        console.print(f"  {count:.0f} answers count as wrong because they could not be judged: {name}")
     console.print(f"right format {result.format_rate:.1%}, {result.tool_calls:.2f} tool calls per path")
     for line in tool_lines(tools.stats()):
         console.print(line)

@@ -33,6 +33,7 @@ def report() -> list[tuple[str, bool, str]]:
         ("tool: python", *_sandbox()),
         ("tool: browse", *_needs("trafilatura", "web", "reads web pages")),
         ("tools by MCP", *_needs("mcp", "mcp", "stdio and streamable HTTP")),
+        ("reward: math", *_needs("math_verify", "math", "compares maths answers")),
         ("model cache", *_writable(cache_directory())),
     ]
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import comb
 from statistics import fmean
 
-from arpo.rewards import RewardFn
+from arpo.rewards import RewardFn, Scorer, fault_metrics
 from arpo.rollout import Agent, rollouts
 from arpo.settings import Branching, Eval, Rollout
 from arpo.types import Reward, RolloutTree, Task, derive_seed
@@ -30,9 +31,19 @@ class Evaluation:
         return self._mean("format")
 
     @property
+    def faults(self) -> dict[str, float]:
+        """How many answers could not be judged, by reason; they count as wrong."""
+        return fault_metrics(self.rewards)
+
+    @property
     def tool_calls(self) -> float:
         """Tool calls per path."""
         return sum(tree.tool_calls for tree in self.trees) / sum(len(tree.leaves) for tree in self.trees)
+
+    def pass_at(self, k: int) -> float:
+        """Estimate of pass@k, the chance that one of k answers is right, over all questions."""
+        right = [[reward.parts["correct"] == 1.0 for reward in rewards] for rewards in self.rewards]
+        return fmean(pass_at_k(len(answers), sum(answers), k) for answers in right)
 
     def by_kind(self) -> dict[str, float]:
         """Accuracy for each kind of question."""
@@ -53,8 +64,12 @@ async def evaluate(
     reward: RewardFn,
     seed: int,
     done: Callable[[], None] = lambda: None,
+    workers: int = 8,
 ) -> Evaluation:
-    """Ask the first `settings.questions` tasks, `settings.samples` times each; `done` is called after each."""
+    """Ask the first `settings.questions` tasks, `settings.samples` times each; `done` is called after each.
+
+    Answers are scored in `workers` threads while other questions are still being asked.
+    """
     how = rollout_settings.model_copy(
         update={
             "leaves": settings.samples,
@@ -67,6 +82,18 @@ async def evaluate(
 
     chosen = tasks[: settings.questions]
     seeds = [derive_seed(seed, "eval", number) for number in range(len(chosen))]
-    trees = await rollouts(agent, chosen, how, Branching(policy="never"), seeds, done)
-    rewards = tuple(tuple(reward(tree.task, tree, leaf) for leaf in tree.leaves) for tree in trees)
-    return Evaluation(tuple(trees), rewards)
+    with Scorer(reward, workers) as scorer:
+
+        def finished(tree: RolloutTree) -> None:
+            scorer.add(tree)
+            done()
+
+        trees = await rollouts(agent, chosen, how, Branching(policy="never"), seeds, finished)
+        return Evaluation(tuple(trees), tuple(await scorer.rewards(trees)))
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """The chance that k of n samples, drawn without putting back, hold one of the c right ones: unbiased pass@k."""
+    if not (0 <= c <= n and 1 <= k <= n):
+        raise ValueError(f"pass@{k} of {n} samples, {c} of them right, means nothing")
+    return 1.0 - comb(n - c, k) / comb(n, k)

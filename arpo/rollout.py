@@ -67,14 +67,14 @@ async def rollouts(
     settings: Rollout,
     branching: Branching,
     seeds: Sequence[int],
-    done: Callable[[], None] = lambda: None,
+    done: Callable[[RolloutTree], None] = lambda tree: None,
 ) -> list[RolloutTree]:
-    """The trees of many tasks, `settings.concurrency` paths at a time over all of them; `done` is called after each."""
+    """The trees of many tasks, `settings.concurrency` paths at a time over all of them; `done` gets each one."""
     slots = asyncio.Semaphore(settings.concurrency)
 
     async def one(task: Task, seed: int) -> RolloutTree:
         tree = await rollout(agent, task, settings, branching, seed, slots)
-        done()
+        done(tree)
         return tree
 
     growing = [asyncio.create_task(one(task, seed)) for task, seed in zip(tasks, seeds, strict=True)]

@@ -154,7 +154,8 @@ class Tools(_Section):
 
     enabled: Names = Field(
         default=("search", "python"),
-        description="tools the model is told of: search, python, browse; MCP tools are too",
+        description="tools the model is told of: search, python, browse, or your own as path/to/file.py:name; MCP "
+        "tools are too",
     )
     search: Annotated[Text | None, _NoneWord] = Field(
         default=None,
@@ -231,9 +232,37 @@ class Branching(_Section):
 class Rewards(_Section):
     """What a path earns."""
 
-    accuracy: Literal["f1", "em", "number"] = Field(default="f1", description="how an answer is compared")
+    accuracy: Text = Field(
+        default="f1",
+        description="how an answer is compared: f1, em, number, math, choice, judge, or a function of yours, as "
+        "path/to/file.py:name or package.module:name",
+    )
+    function: Annotated[Text | None, _NoneWord] = Field(
+        default=None, description="a function of yours, named in the same way, that replaces the whole reward"
+    )
     bonus: float = Field(default=0.1, ge=0, description="added to a right answer that used all of bonus_tools")
     bonus_tools: Names = Field(default=("search", "python"), description="tools that earn it only together")
+    tolerance: float = Field(
+        default=1e-6, ge=0, lt=1, description="number: the relative difference that still counts as right"
+    )
+    math_seconds: float = Field(default=3.0, gt=0, description="math: time that comparing one answer may take")
+    judge_url: Annotated[Text | None, _NoneWord] = Field(
+        default=None, description="judge: OpenAI-compatible endpoint, like http://localhost:8000/v1"
+    )
+    judge_model: Annotated[Text | None, _NoneWord] = Field(default=None, description="judge: model asked at judge_url")
+    judge_key_env: Annotated[Text | None, _NoneWord] = Field(
+        default=None, description="judge: environment variable that holds the key; none: no key is sent"
+    )
+    workers: int = Field(default=8, ge=1, le=256, description="paths that are scored at the same time")
+
+    @field_validator("accuracy")
+    @classmethod
+    def _accuracy_is_known(cls, value: str) -> str:
+        known = ("f1", "em", "number", "math", "choice", "judge")
+        if value not in known and ":" not in value:
+            names = ", ".join(f'"{name}"' for name in known)
+            raise PydanticCustomError("one_way", "{text}", {"text": f"one of {names} or path/to/file.py:name"})
+        return value
 
 
 class Advantage(_Section):

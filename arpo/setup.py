@@ -17,6 +17,7 @@ from arpo.data.tasks import Columns, load_tasks
 from arpo.data.world import World, make_world
 from arpo.display import console, printable
 from arpo.engine.local import LocalEngine
+from arpo.plugins import load_object, names_object
 from arpo.render import encode_prompt, make_format
 from arpo.rollout import Agent
 from arpo.settings import Config, Mcp
@@ -111,16 +112,17 @@ def fit_prompts(bench: Bench, agent: Agent, max_tokens: int | None) -> Bench:
 def make_tools(config: Config, world: World) -> Toolbox:
     """The tools that the config enables, ready to be called; close them when done."""
     settings = config.tools
-    wrong = [name for name in settings.enabled if name not in BUILT_IN]
+    wrong = [name for name in settings.enabled if name not in BUILT_IN and not names_object(name)]
     if wrong:
-        raise ArpoError(f"tools.enabled: there is no tool {wrong[0]!r}; there are: {', '.join(BUILT_IN)}")
+        there = f"{', '.join(BUILT_IN)}, or your own as path/to/file.py:name"
+        raise ArpoError(f"tools.enabled: there is no tool {wrong[0]!r}; there are: {there}")
     with ExitStack() as opened:
-        tools = [BUILT_IN[name](config, world) for name in settings.enabled]
+        tools = [BUILT_IN[name](config, world) if name in BUILT_IN else _own(name) for name in settings.enabled]
         for server in settings.mcp:
             tools += opened.enter_context(_connect(server, settings.timeout)).tools
         box = Toolbox(tools, ToolCache(settings.cache, settings.cache_mode) if settings.cache else None)
         missing = sorted(set(config.reward.bonus_tools) - set(box))
-        if config.reward.bonus and missing:
+        if config.reward.bonus and missing and config.reward.function is None:
             names = ", ".join(missing)
             raise ArpoError(f"reward.bonus_tools: {names} is not among the tools, so the bonus could never be earned")
         opened.pop_all()  # from here on the box closes them
@@ -131,6 +133,14 @@ def world_tools(config: Config, world: World) -> dict[str, Tool]:
     """All that a world's questions need: search in its documents, and Python, one call at a time."""
     found = config.tools.search_results
     return {"search": build_search(world.documents, found), "python": _python(config, world, blocking=True)}
+
+
+def _own(name: str) -> Tool:
+    """A tool of the user's."""
+    found = load_object("tools.enabled", name)
+    if not isinstance(found, Tool):
+        raise ArpoError(f"tools.enabled: {name} is no tool; put @tool (from arpo.tools.base) on the function")
+    return found
 
 
 def _search(config: Config, world: World) -> Tool:

@@ -21,7 +21,7 @@ from arpo.data.order import batch_of, outcome
 from arpo.display import HEADER, console, progress_bar, step_line
 from arpo.evaluate import Evaluation, evaluate
 from arpo.metrics import rollout_metrics, tool_metrics
-from arpo.rewards import RewardFn, make_reward
+from arpo.rewards import RewardFn, Scorer, fault_metrics, reward_from, unjudged
 from arpo.rollout import Agent, rollouts
 from arpo.runlog import RunLog
 from arpo.settings import Config
@@ -62,6 +62,7 @@ class Run:
 def open_session(config: Config, bench: Bench | None = None, threaded: bool | None = None) -> Session:
     """Load (or make) the model that the config names and all that goes with it; `threaded` as in `make_agent`."""
     bench = bench or make_bench(config)
+    reward = reward_from(config.reward)
     with progress_bar("cold start", config.coldstart.steps) as bar:
         bar.update(bar.task_ids[0], visible=False)  # nothing to see unless the built-in model must be made
 
@@ -74,7 +75,6 @@ def open_session(config: Config, bench: Bench | None = None, threaded: bool | No
             bar.update(bar.task_ids[0], completed=step, total=steps, note=note, visible=True)
 
         model, tokenizer = make_model(config, bench, show)
-    reward = make_reward(config.reward.accuracy, config.reward.bonus, config.reward.bonus_tools)
     agent = make_agent(config, bench, model, tokenizer, threaded)
     return Session(config, fit_prompts(bench, agent, config.data.max_prompt_tokens), model, agent, reward)
 
@@ -134,10 +134,10 @@ async def train(run: Run) -> int:
             bar.update(bar.task_ids[0], completed=step)
             started = time.monotonic()
             with _saving(run, step, saved):
-                trees = await sample_step(run.session, step + 1)
+                trees, rewards = await sample_step(run.session, step + 1)
             seconds = {"rollout_seconds": time.monotonic() - started}
             told = {f"engine_{name}": value for name, value in engine.stats().items()}
-            metrics = {**learn_step(run, step + 1, trees), **seconds, **told}
+            metrics = {**learn_step(run, step + 1, trees, rewards), **seconds, **told}
             step += 1
             await engine.update_weights(step)
             with _saving(run, step, saved):
@@ -159,27 +159,30 @@ async def train(run: Run) -> int:
     return step
 
 
-async def sample_step(session: Session, step: int) -> list[RolloutTree]:
-    """The trees of one step's questions. Changes nothing."""
+async def sample_step(session: Session, step: int) -> tuple[list[RolloutTree], list[tuple[Reward, ...]]]:
+    """The trees of one step's questions, with their rewards: a tree is scored while others grow. Changes nothing."""
     config = session.config
     tasks = batch_of(
         session.bench.parts, config.train.prompts, step, config.seed, config.data.curriculum, session.outcomes
     )
     seeds = [derive_seed(config.seed, "rollout", step, number) for number in range(len(tasks))]
-    return await rollouts(session.agent, tasks, config.rollout, config.branching, seeds)
+    with Scorer(session.reward, config.reward.workers) as scorer:
+        trees = await rollouts(session.agent, tasks, config.rollout, config.branching, seeds, scorer.add)
+        return trees, await scorer.rewards(trees)
 
 
-def learn_step(run: Run, step: int, trees: Sequence[RolloutTree]) -> dict[str, float]:
-    """Reward, credit and train on one step's trees; returns the step's metrics."""
+def learn_step(
+    run: Run, step: int, trees: Sequence[RolloutTree], rewards: Sequence[Sequence[Reward]]
+) -> dict[str, float]:
+    """Credit and train on one step's trees; returns the step's metrics."""
     config, started = run.session.config, time.monotonic()
-    rewards = [[run.session.reward(tree.task, tree, leaf) for leaf in tree.leaves] for tree in trees]
     credits = [_credit(config, tree, group) for tree, group in zip(trees, rewards, strict=True)]
     if config.data.curriculum:
         run.session.outcomes.append("".join(map(_outcome, trees, rewards)))
     if config.run.save_trees:
         run.log.write_trees(step, trees, rewards, credits)
     learnt = run.trainer.update(trees, credits)
-    sampled = {**rollout_metrics(trees, rewards), **tool_metrics(trees)}
+    sampled = {**rollout_metrics(trees, rewards), **fault_metrics(rewards), **tool_metrics(trees)}
     return {**sampled, **learnt, "train_seconds": time.monotonic() - started}
 
 
@@ -195,7 +198,8 @@ def _saving(run: Run, step: int, saved: int) -> Iterator[None]:
 
 
 def _credit(config: Config, tree: RolloutTree, rewards: Sequence[Reward]) -> tuple[Credit, ...]:
-    keep = [not (config.train.drop_infra and tree.infra_fault(leaf)) for leaf in tree.leaves]
+    spoiled = [tree.infra_fault(leaf) or unjudged(reward) for leaf, reward in zip(tree.leaves, rewards, strict=True)]
+    keep = [not (config.train.drop_infra and bad) for bad in spoiled]
     return credit(tree, rewards, config.advantage.attribution, keep)
 
 
@@ -215,7 +219,14 @@ async def test(session: Session) -> Evaluation:
             bar.advance(bar.task_ids[0])
 
         return await evaluate(
-            session.agent, session.bench.test, config.eval, config.rollout, session.reward, config.seed, done
+            session.agent,
+            session.bench.test,
+            config.eval,
+            config.rollout,
+            session.reward,
+            config.seed,
+            done,
+            config.reward.workers,
         )
 
 

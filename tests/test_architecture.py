@@ -22,7 +22,7 @@ FILES = {
 # Lowest first; `engine` stands for the whole subpackage. A module imports only from rows below its own.
 ROWS = (
     ("types",),
-    ("settings",),
+    ("settings", "plugins"),
     (
         "treejson",
         "render",
@@ -50,6 +50,7 @@ HEAVY = ("torch", "transformers", "tokenizers", "safetensors")
 LIGHT = (
     "types",
     "settings",
+    "plugins",
     "config",
     "runlog",
     "treejson",

@@ -142,6 +142,7 @@ def test_doctor_says_what_is_here(arpo: Arpo, tmp_path: Path) -> None:
         "tool: python",
         "tool: browse",
         "tools by MCP",
+        "reward: math",
         "model cache",
     ]
     assert torch.__version__ in rows["torch"]
@@ -303,7 +304,8 @@ def test_an_empty_dataset(arpo: Arpo) -> None:
 
 def test_an_unknown_tool(arpo: Arpo) -> None:
     message = mistake(arpo("train", "small.toml", 'tools.enabled=["search", "browser"]'))
-    assert message == "tools.enabled: there is no tool 'browser'; there are: search, python, browse"
+    there = "search, python, browse, or your own as path/to/file.py:name"
+    assert message == f"tools.enabled: there is no tool 'browser'; there are: {there}"
     message = mistake(arpo("train", "small.toml", "reward.bonus=0.1", 'reward.bonus_tools=["search", "browse"]'))
     assert message == "reward.bonus_tools: browse is not among the tools, so the bonus could never be earned"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from fractions import Fraction
 
 import pytest
@@ -10,10 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trees import TASK, model, prompt, searched, tool, tree
 
-from arpo.rewards import exact_match, format_ok, make_reward, numbers_equal, token_f1
+from arpo.rewards import (
+    NoVerdict,
+    choice_match,
+    exact_match,
+    fault_metrics,
+    format_ok,
+    make_reward,
+    numbers_equal,
+    token_f1,
+    unjudged,
+)
 from arpo.rewards.format import tree_format
 from arpo.rewards.text import answer_text, boxed, normalise_answer
-from arpo.types import End, Fault, RolloutTree, Task
+from arpo.types import End, Fault, Reward, RolloutTree, Task
 
 GOLD = "<answer>\\boxed{Upper Kelso}</answer>"
 GOOD = "<think>look</think><search>mira</search><result>a fact</result><think>so</think>" + GOLD
@@ -121,7 +132,7 @@ HOSTILE = st.one_of(st.text(), st.lists(st.sampled_from(PIECES)).map("".join))
 
 @given(HOSTILE, HOSTILE)
 def test_any_text_gets_a_score_in_range(prediction: str, gold: str) -> None:
-    for score in (token_f1, exact_match, numbers_equal):
+    for score in (token_f1, exact_match, numbers_equal, choice_match):
         assert 0.0 <= score(prediction, [gold]) <= 1.0
     assert token_f1(prediction, [gold]) == token_f1(gold, [prediction])
     assert token_f1(prediction, [gold]) >= exact_match(prediction, [gold])
@@ -148,6 +159,7 @@ def test_long_hostile_texts_take_no_time(piece: str) -> None:
     text = piece * 30_000
     start = time.process_time()
     boxed(text), answer_text(text), format_ok(text), token_f1(text, [text]), numbers_equal(text, ["5"])
+    choice_match(text, ["B"]), choice_match(f"A{' ' * 30_000}.{text}", ["A"])
     format_ok("<think></think><answer>\\boxed{1}</answer>" + text)
     assert time.process_time() - start < 2.0
 
@@ -297,3 +309,87 @@ def test_accuracy_is_chosen_by_name() -> None:
     assert totals == {"number": 1.0, "em": 0.0}
     with pytest.raises(ValueError, match="unknown accuracy 'bleu'"):
         make_reward("bleu", 0.1, ())
+
+
+# --- multiple choice, yes and no, several answers ---
+
+
+@pytest.mark.parametrize(
+    ("prediction", "gold", "right"),
+    [
+        ("B", "B", 1.0),
+        ("(b)", "B", 1.0),
+        ("b.", "B", 1.0),
+        ("B) Rome", "B", 1.0),
+        ("(B) J. K. Rome", "B", 1.0),
+        ("B: Rome", "(B)", 1.0),
+        ("\\text{B}", "B", 1.0),
+        ("**B**", "B. Rome", 1.0),
+        ("The answer is B.", "B", 1.0),
+        ("Option   b", "B", 1.0),
+        ("A", "B", 0.0),
+        ("A dog", "A", 0.0),
+        ("A or B", "A", 0.0),
+        ("(A) and (B)", "A", 0.0),
+        ("A, B", "B", 0.0),
+        ("AB", "A", 0.0),
+        ("", "A", 0.0),
+        ("Rome", "Rome", 1.0),
+        ("the rome!", "Rome", 1.0),
+        ("B", "Rome", 0.0),
+    ],
+)
+def test_choice_match(prediction: str, gold: str, right: float) -> None:
+    assert choice_match(prediction, [gold]) == right
+    assert choice_match(prediction, ["Zeno", gold]) == right
+    assert choice_match(prediction, []) == 0.0
+
+
+def test_yes_and_no_in_any_order() -> None:
+    assert token_f1("no", ["yes", "no"]) == token_f1("Yes.", ["no", "yes"]) == 1.0
+    assert token_f1("yes and no", ["yes", "no"]) == exact_match("yes and no", ["yes", "no"]) == 0.0
+    assert token_f1("noanswer", ["no answer"]) == 0.0
+
+
+def test_several_answers_count_by_the_best() -> None:
+    golds = ["United States", "the United States of America", "U.S."]
+    assert token_f1("United States of America!", golds) == exact_match("the us", golds) == 1.0
+    assert token_f1("the United Kingdom", golds) == 2 * 1 / (2 + 2)  # of "united states"
+    assert exact_match("United", golds) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("last", "total"),
+    [
+        ("<think>b</think><answer>\\boxed{\\boxed{Upper Kelso}}</answer>", 1.0),
+        ("<think>b</think><answer>\\boxed{}</answer>", 0.0),
+        ("<think>b</think><answer></answer>", -1.0),
+        ("<think>b</think><answer>\\boxed{Upper Kelso}</answer><answer>\\boxed{Upper Kelso}</answer>", -1.0),
+        ("<think>\\boxed{Upper Kelso}</think><answer>\\boxed{Lowton}</answer>", 0.0),
+        ("<think>b</think>", -1.0),
+    ],
+)
+def test_whole_answers(last: str, total: float) -> None:
+    answered = searched(last=last, result="<answer>\\boxed{Upper Kelso}</answer>")
+    assert make_reward("em", 0.0, ())(TASK, answered, answered.leaves[0]).total == total
+
+
+def test_tags_of_other_tools_are_known_when_named() -> None:
+    text = GOOD.replace("search>", "price>")
+    assert format_ok(text) == (False, STRAY)
+    assert format_ok(text, ["price"]) == (True, "")
+    assert format_ok(text.replace("price>", "pr.ce>"), ["pr.ce"]) == (True, "")
+    assert format_ok(text, ["pr.ce"]) == (False, STRAY)
+
+
+def test_an_answer_without_a_verdict_is_wrong_and_says_why() -> None:
+    def no_verdict(prediction: str, golds: Sequence[str], task: Task) -> float:
+        raise NoVerdict({"Upper Kelso": "timeout", "Lowton": "unavailable"}[prediction])
+
+    reward = make_reward(no_verdict, 0.1, ["search"])
+    late = reward(TASK, searched(), searched().leaves[0])
+    assert (late.total, late.parts) == (0.0, {**parts(1, 0, 0, 0), "judge.timeout": 1.0})
+    answered = searched(last="<think>b</think><answer>\\boxed{Lowton}</answer>")
+    down = reward(TASK, answered, answered.leaves[0])
+    assert (unjudged(late), unjudged(down)) == (False, True)
+    assert fault_metrics([[late, down], [late, Reward(1.0)]]) == {"judge.timeout": 2.0, "judge.unavailable": 1.0}

@@ -256,7 +256,7 @@ def test_every_step_draws_anew(model_path: Path, tmp_path: Path, monkeypatch: py
     drawn: list[int] = []
 
     async def record(*given: Any) -> list[RolloutTree]:
-        drawn.extend(given[-1])
+        drawn.extend(given[4])
         return []
 
     monkeypatch.setattr(arpo.train, "rollouts", record)
@@ -370,3 +370,21 @@ def test_data_mistakes_are_found_before_a_directory_is_made(tmp_path: Path) -> N
         raise AssertionError("a run was opened")
     assert not (tmp_path / "run").exists()
     assert make_bench(load_config(None, SMALL)).train
+
+
+def test_a_path_without_a_verdict_teaches_nothing_and_is_counted(model_path: Path, tmp_path: Path) -> None:
+    def now_and_then(task: Task, tree: RolloutTree, leaf: Leaf) -> Reward:
+        number = tree.leaves.index(leaf)
+        fault = {"judge.unavailable": 1.0} if number == 0 else {"judge.timeout": 1.0} if number == 1 else {}
+        return Reward(float(number), {"correct": 0.0, "format": 1.0, **fault})
+
+    for drop in (True, False):
+        directory = tmp_path / str(drop)
+        more = ("train.steps=1", "branching.policy=never", f"train.drop_infra={str(drop).lower()}")
+        with open_run(config_for(model_path, directory, *more)) as run:
+            asyncio.run(train(replace(run, session=replace(run.session, reward=now_and_then))))
+        log = read_run(directory)
+        (row,) = log.read_metrics()
+        assert (row["judge.unavailable"], row["judge.timeout"]) == (3.0, 3.0)
+        kept = [[credit.kept for credit in scored.credits] for scored in log.read_trees(1)]
+        assert kept == [[not drop, True, True, True]] * 3

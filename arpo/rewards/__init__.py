@@ -1,7 +1,25 @@
 """What a trajectory is worth: a reward is a function (task, tree, leaf) -> Reward."""
 
 from arpo.rewards.format import format_ok
-from arpo.rewards.hierarchical import RewardFn, make_reward
-from arpo.rewards.text import exact_match, numbers_equal, token_f1
+from arpo.rewards.hierarchical import Accuracy, NoVerdict, RewardFn, make_reward, unjudged
+from arpo.rewards.maths import math_equal
+from arpo.rewards.score import Scorer, fault_metrics
+from arpo.rewards.select import reward_from
+from arpo.rewards.text import choice_match, exact_match, numbers_equal, token_f1
 
-__all__ = ["RewardFn", "exact_match", "format_ok", "make_reward", "numbers_equal", "token_f1"]
+__all__ = [
+    "Accuracy",
+    "NoVerdict",
+    "RewardFn",
+    "Scorer",
+    "choice_match",
+    "exact_match",
+    "fault_metrics",
+    "format_ok",
+    "make_reward",
+    "math_equal",
+    "numbers_equal",
+    "reward_from",
+    "token_f1",
+    "unjudged",
+]

@@ -14,26 +14,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import cache
 from itertools import groupby
 
 from arpo.rewards.text import answer_text, boxed
 from arpo.types import End, Kind, Leaf, RolloutTree
 
-_CALL_NAMES = ("search", "python", "browse", "tool_call")
-_CALL_TAG = re.compile(rf"<(/?)({'|'.join(_CALL_NAMES)})>")
+CALL_TAGS = ("search", "python", "browse", "tool_call")
 _RESULT_TAG = re.compile(r"<(/?)(result|tool_response)>")
 _THINK_TAG = re.compile(r"</?think>")
 _ANSWER_TAG = re.compile(r"</?answer>")
 _AFTER_ANSWER = re.compile(r"(?:\s|<\|\w+\|>|</s>|<eos>|<end_of_turn>)*")  # what an engine may leave after its stop
 
 
-def format_ok(text: str) -> tuple[bool, str]:
+def format_ok(text: str, call_tags: Sequence[str] = CALL_TAGS) -> tuple[bool, str]:
     """Whether the plain text of a trajectory (without its prompt) keeps to the format, and the rule broken if not."""
     turns = _split_at_results(text)
     if turns is None:
         return _verdict("result: tags not paired")
-    reason = _check_text(turns)
-    if not reason and any(_calls(turn) != [len(turn.rstrip())] for turn in turns[:-1]):
+    reason = _check_text(turns, call_tags)
+    if not reason and any(_calls(turn, call_tags) != [len(turn.rstrip())] for turn in turns[:-1]):
         reason = "call: a result does not follow exactly one call"
     return _verdict(reason)
 
@@ -43,7 +43,7 @@ def tree_format(tree: RolloutTree, leaf: Leaf) -> tuple[bool, str]:
     turns = model_turns(tree, leaf)
     if any(_RESULT_TAG.search(turn) for turn in turns):
         return _verdict("result: written by the model")
-    reason = _check_text(turns)
+    reason = _check_text(turns, CALL_TAGS)
     nodes = [tree.nodes[index] for index in tree.path(leaf.node)]
     if not reason and (leaf.end is not End.ANSWER or nodes[-1].kind is not Kind.MODEL):
         reason = "answer: does not end the trajectory"
@@ -79,7 +79,7 @@ def _split_at_results(text: str) -> list[str] | None:
     return None if inside else [*turns, text[start:]]
 
 
-def _check_text(turns: Sequence[str]) -> str:
+def _check_text(turns: Sequence[str], call_tags: Sequence[str]) -> str:
     """The rules on the model's own text. A tag is never read across two turns."""
     text = "\n".join(turns)
     think_tags = _THINK_TAG.findall(text)
@@ -97,18 +97,23 @@ def _check_text(turns: Sequence[str]) -> str:
         return "answer: does not end the trajectory"
     if boxed(answer) is None:
         return "answer: no \\boxed{..}"
-    if _calls(turns[-1]):
+    if _calls(turns[-1], call_tags):
         return "call: without a result"
     return ""
 
 
-def _calls(turn: str) -> list[int]:
+def _calls(turn: str, call_tags: Sequence[str]) -> list[int]:
     """Where each call in the text ends: a closing tag whose opening tag stands before it."""
     ends: list[int] = []
     opened: set[str] = set()
-    for tag in _CALL_TAG.finditer(turn):
+    for tag in _call_tag(tuple(call_tags)).finditer(turn):
         if not tag[1]:
             opened.add(tag[2])
         elif tag[2] in opened:
             ends.append(tag.end())
     return ends
+
+
+@cache
+def _call_tag(names: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile(rf"<(/?)({'|'.join(map(re.escape, names))})>")

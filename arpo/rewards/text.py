@@ -3,7 +3,7 @@ r"""Comparing an answer with the gold answers, and finding the answer in a text.
 Promises: every function is total (any string in, no exception, no evaluation of what the model wrote), takes time
 linear in its input, and scores lie in [0, 1]. Normalisation is SQuAD's, so it drops signs and decimal points
 ("-1.5" reads as "15"): use `numbers_equal` where the answers are numbers.
-Does not cover: algebra ("x+1" against "1+x"), units, LaTeX beyond `\frac`, numbers written as words.
+Does not cover: algebra ("x+1" against "1+x"), units, LaTeX beyond `\frac` (see `maths`), numbers written as words.
 """
 
 from __future__ import annotations
@@ -18,6 +18,13 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _VERDICTS = frozenset({"yes", "no", "noanswer"})
 
+_DECORATION = re.compile(r"\\(?:text|textbf|mathrm|mathbf|boxed)\b|[${}*]")
+_OPTION = re.compile(
+    r"(?:(?:the )?(?:correct )?(?:answer|option|choice)(?: is)?:? ?)?(?:\(?([A-Z])\)?\.?$|\(([A-Z])\)|([A-Z])[.):] )"
+    r"(?! ?(?:or|and|,|/|&) ?\(?[A-Z]\b)",
+    re.IGNORECASE,
+)
+
 _BRACES = re.compile(r"\\boxed\s*\{|\\[{}]|[{}]")
 
 _LONGEST_NUMBER = 64  # characters; also bounds the size of what is parsed
@@ -25,6 +32,7 @@ _NUMBER = re.compile(
     r"[+-]?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,2})?",
 )
 _LATEX_FRACTION = re.compile(r"([+-]?)\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")
+TOLERANCE = Fraction(1, 10**6)
 _SPELLINGS = (("\u2212", "-"), ("\\!", ""), ("{,}", ","), ("\\%", "%"), ("\\$", "$"))
 
 
@@ -49,14 +57,47 @@ def numbers_equal(prediction: str, golds: Sequence[str], tolerance: float = 1e-6
 
     Two integers must be the same; otherwise they may differ by `tolerance` times the larger one. "50%" is 0.5.
     """
-    value = _number(prediction)
+    value = plain_number(prediction)
     slack = Fraction(str(tolerance))
     for gold in golds:
-        target = _number(gold)
+        target = plain_number(gold)
         if target is None:
             if exact_match(prediction, (gold,)):
                 return 1.0
-        elif value is not None and _close(value, target, slack):
+        elif value is not None and numbers_close(value, target, slack):
+            return 1.0
+    return 0.0
+
+
+def plain_number(text: str) -> Fraction | None:
+    """The value of a number as people write it ("1,234.5", "50%", "1/3", a LaTeX fraction); None if it is none."""
+    if len(text) > _LONGEST_NUMBER:
+        return None
+    for spelling, plain in _SPELLINGS:
+        text = text.replace(spelling, plain)
+    text = text.strip().strip("$").strip()
+    if text.endswith("%"):
+        value = _ratio(text[:-1].rstrip())
+        return None if value is None else value / 100
+    return _ratio(text)
+
+
+def numbers_close(value: Fraction, target: Fraction, slack: Fraction = TOLERANCE) -> bool:
+    """Whether two integers are the same, or two other numbers differ by at most `slack` times the larger one."""
+    if value.denominator == target.denominator == 1:
+        return value == target
+    return abs(value - target) <= slack * max(abs(value), abs(target))
+
+
+def choice_match(prediction: str, golds: Sequence[str]) -> float:
+    """1.0 if the prediction begins with the letter of a gold answer: "B", "(b)", "B. Rome", "Option B"; else 0.0.
+
+    "A or B" has no letter. A gold answer without a letter needs an exact match.
+    """
+    said = _letter(prediction)
+    for gold in golds:
+        letter = _letter(gold)
+        if (said == letter) if letter else exact_match(prediction, (gold,)):
             return 1.0
     return 0.0
 
@@ -85,6 +126,12 @@ def answer_text(text: str) -> str | None:
     return None if start < 0 else text[start + len("<answer>") : end].strip()
 
 
+def _letter(text: str) -> str | None:
+    """The option letter that an answer begins with, in upper case."""
+    named = _OPTION.match(" ".join(_DECORATION.sub(" ", text).split()))
+    return named and (named[1] or named[2] or named[3]).upper()
+
+
 def _comparable(text: str) -> str:
     # An answer that is nothing but an article or a sign ("A", "+") must not become equal to an empty one.
     lowered = text.lower()
@@ -97,24 +144,6 @@ def _f1(prediction: str, gold: str) -> float:
     words, gold_words = prediction.split(), gold.split()
     num_common = (Counter(words) & Counter(gold_words)).total()
     return 2 * num_common / (len(words) + len(gold_words)) if num_common else 0.0
-
-
-def _close(value: Fraction, target: Fraction, slack: Fraction) -> bool:
-    if value.denominator == target.denominator == 1:
-        return value == target
-    return abs(value - target) <= slack * max(abs(value), abs(target))
-
-
-def _number(text: str) -> Fraction | None:
-    if len(text) > _LONGEST_NUMBER:
-        return None
-    for spelling, plain in _SPELLINGS:
-        text = text.replace(spelling, plain)
-    text = text.strip().strip("$").strip()
-    if text.endswith("%"):
-        value = _ratio(text[:-1].rstrip())
-        return None if value is None else value / 100
-    return _ratio(text)
 
 
 def _ratio(text: str) -> Fraction | None:

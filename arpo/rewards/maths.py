@@ -1,0 +1,235 @@
+r"""Whether two maths answers are equal: `\frac{2}{4}` and `0.5`, `(x+1)^2` and `x^2+2x+1`, `\{1,2\}` and `2, 1`.
+
+    math_equal(r"\frac{2}{4}", "0.5")     # True
+    with MathJudge(seconds=2) as judge:
+        judge.verdict(answer, golds)      # Verdict(equal=False, reason="timeout")
+
+Equal strings and plain numbers are decided on the spot. All else goes to `math_worker.py`, a process that asks the
+library math-verify, with limits on time and memory for each answer.
+
+Promises: whatever the answer is, there is a verdict within `seconds` (and some grace for a machine that is busy), and
+nothing of it is evaluated. An answer that breaks its limits, or the worker, is not equal and has a reason: "timeout",
+"memory", "error", "died" or "long". No process outlives this one by more than `seconds`, whatever ends it.
+Does not cover: what math-verify does not understand. Units are dropped: "5 cm" equals "5 m".
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib.util
+import json
+import os
+import queue
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from arpo.rewards.text import numbers_close, plain_number
+from arpo.types import ArpoError
+
+MAX_CHARS = 2000  # of an answer; no honest one is longer
+SECONDS = 3.0
+MEMORY_MB = 1024
+WORKERS = 2
+START_SECONDS = 120.0
+GRACE_SECONDS = 20.0  # for a fork to be made and to die, on a busy machine
+_WORKER = Path(__file__).with_name("math_worker.py")
+_KEPT_ENVIRONMENT = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LANG", "LC_ALL")  # no keys
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether an answer is right; if it could not be judged it is not, and `reason` says why."""
+
+    equal: bool
+    reason: str = ""
+
+
+def math_equal(prediction: str, gold: str) -> bool:
+    """Whether two maths answers are equal; False if that cannot be found out."""
+    return shared_judge().verdict(prediction, (gold,)).equal
+
+
+@cache
+def shared_judge(workers: int = WORKERS, seconds: float = SECONDS) -> MathJudge:
+    """The judge of this process, which all that needs one share; closed at exit."""
+    judge = MathJudge(workers, seconds)
+    atexit.register(judge.close)
+    return judge
+
+
+def cheap_verdict(prediction: str, gold: str) -> bool | None:
+    """The verdict on equal strings and plain numbers; None on all else."""
+    said, wanted = _squeezed(prediction), _squeezed(gold)
+    if said == wanted or not said:
+        return bool(said)
+    if "%" in said + wanted:  # 50% is 0.5, but an answer in percent may well be 50
+        return None
+    value, target = plain_number(prediction), plain_number(gold)
+    return None if value is None or target is None else numbers_close(value, target)
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.strip().strip("$").split())
+
+
+class MathJudge:
+    """Judges answers, up to `workers` at a time; may be used from many threads. A worker starts when it is needed."""
+
+    def __init__(self, workers: int = WORKERS, seconds: float = SECONDS, memory_mb: int = MEMORY_MB) -> None:
+        if importlib.util.find_spec("math_verify") is None:
+            raise ArpoError("comparing maths answers needs math-verify: pip install 'arpo[math]'")
+        self._workers = [_Worker(seconds, memory_mb) for _ in range(workers)]
+        self._idle: queue.LifoQueue[_Worker] = queue.LifoQueue()  # the last one used is warm
+        for worker in self._workers:
+            self._idle.put(worker)
+
+    def verdict(self, prediction: str, golds: Sequence[str]) -> Verdict:
+        """Whether the answer equals one of the others."""
+        cheap = [cheap_verdict(prediction, gold) for gold in golds]
+        if True in cheap:
+            return Verdict(True)
+        hard = [gold for gold, known in zip(golds, cheap, strict=True) if known is None and len(gold) <= MAX_CHARS]
+        if not hard:
+            return Verdict(False)
+        if len(prediction) > MAX_CHARS:
+            return Verdict(False, "long")
+        with self._worker() as worker:
+            return worker.ask({"prediction": prediction, "golds": hard})
+
+    def close(self) -> None:
+        """End all workers, busy or not; what they were asked, and what is asked later, is not equal."""
+        for worker in self._workers:
+            worker.stop()
+        for _ in range(self._idle.qsize()):  # a busy one is cleaned up by the thread that it works for
+            with contextlib.suppress(queue.Empty), self._worker(wait=False) as worker:
+                worker.end()
+
+    @contextlib.contextmanager
+    def _worker(self, wait: bool = True) -> Iterator[_Worker]:
+        worker = self._idle.get(block=wait)
+        try:
+            yield worker
+        finally:
+            self._idle.put(worker)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+class _Worker:
+    """One process, started when it is asked, again if it has ended. One thread at a time may ask; any may stop it."""
+
+    def __init__(self, seconds: float, memory_mb: int) -> None:
+        self._seconds, self._memory_mb = seconds, memory_mb
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()  # over starting and ending
+        self._stopped = threading.Event()
+
+    def ask(self, job: dict[str, Any]) -> Verdict:
+        """What the process says; it is ended if it says nothing in time."""
+        process = self._running()
+        if process is None:
+            return Verdict(False, "died")
+        assert process.stdin is not None
+        try:
+            process.stdin.write(json.dumps(job).encode() + b"\n")
+            process.stdin.flush()
+            told = json.loads(_line(process, self._seconds + GRACE_SECONDS))
+            return Verdict(told["equal"], told["reason"])
+        except TimeoutError:
+            self.end()
+            return Verdict(False, "timeout")
+        except (OSError, ValueError):
+            self.end()
+            return Verdict(False, "died")
+        except BaseException:  # an interrupt: what it would still say must not answer the next job
+            self.end()
+            raise
+
+    def stop(self) -> None:
+        """Kill the process, and start no other."""
+        with self._lock:
+            self._stopped.set()
+            self._kill()
+
+    def end(self) -> None:
+        """Kill the process, if there is one, and let go of it."""
+        with self._lock:
+            self._kill()
+            process, self._process = self._process, None
+        if process is not None:
+            assert process.stdin is not None and process.stdout is not None
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                with contextlib.suppress(OSError):
+                    pipe.close()
+
+    def _kill(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)  # and the fork that may be at work
+
+    def _running(self) -> subprocess.Popen[bytes] | None:
+        if self._process is not None and self._process.poll() is None:
+            return self._process
+        self.end()
+        with self._lock:
+            if self._stopped.is_set():
+                return None
+            process = self._process = _start(self._seconds, self._memory_mb)
+        try:
+            _line(process, START_SECONDS)
+            return process
+        except (OSError, ValueError):
+            self.end()
+            if self._stopped.is_set():
+                return None
+            raise ArpoError(
+                f"the program that compares maths answers does not start; try: {sys.executable} -c 'import math_verify'"
+            ) from None
+        except BaseException:
+            self.end()
+            raise
+
+
+def _start(seconds: float, memory_mb: int) -> subprocess.Popen[bytes]:
+    kept = {name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ}
+    return subprocess.Popen(
+        [sys.executable, "-P", "-B", "-X", "utf8", str(_WORKER), str(seconds), str(memory_mb)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**kept, "PYTHONHASHSEED": "0"},  # the same answers, the same verdict
+        start_new_session=True,  # Ctrl-C is for the parent to handle
+    )
+
+
+def _line(process: subprocess.Popen[bytes], seconds: float) -> bytes:
+    """The next line that the process writes; an OSError if it ends before, TimeoutError if it takes too long."""
+    assert process.stdout is not None
+    poll = select.poll()
+    poll.register(process.stdout, select.POLLIN)
+    deadline = time.monotonic() + seconds
+    line = b""
+    while not line.endswith(b"\n"):
+        if not poll.poll(max(0, 1000 * (deadline - time.monotonic()))):
+            raise TimeoutError
+        piece = os.read(process.stdout.fileno(), 4096)
+        if not piece:
+            raise ConnectionError
+        line += piece
+    return line
