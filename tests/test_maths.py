@@ -217,9 +217,10 @@ def test_closing_ends_busy_workers_and_starts_no_other() -> None:
 
 
 SCRIPT = """
-import sys, threading, time
+import signal, sys, threading, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are started to ignore it
 from arpo.rewards.maths import shared_judge
-judge = shared_judge(1, 1.5)
+judge = shared_judge(1, 4.0)
 print(judge.verdict("x+1", ["1+x"]).equal, judge._workers[0]._process.pid, flush=True)
 threading.Thread(target=judge.verdict, args=("(" * 900 + "1" + ")" * 900, ["x"]), daemon=True).start()
 time.sleep(0.2)
@@ -235,16 +236,22 @@ def test_no_process_outlives_ours() -> None:
 
     ends = {None: start("0"), **{end: start("60") for end in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)}}
     left: list[int] = []
-    for end, ours in ends.items():
-        assert ours.stdout is not None
-        said, pid = ours.stdout.readline().split()
-        assert (said, ours.stdout.readline()) == ("True", "busy\n")
-        left.append(int(pid))
-        if end is not None:
-            assert group_of(int(pid))
-            ours.send_signal(end)
-        ours.wait(20)
-        ours.stdout.close()
+    try:
+        for end, ours in ends.items():
+            assert ours.stdout is not None
+            said, pid = ours.stdout.readline().split()
+            assert (said, ours.stdout.readline()) == ("True", "busy\n")
+            left.append(int(pid))
+            if end is not None:
+                assert group_of(int(pid))
+                ours.send_signal(end)
+            ours.wait(20)
+            if end in (None, signal.SIGINT):
+                wait_until_gone(int(pid), seconds=1.5)  # at once, not when its time is up
+    finally:
+        for ours in ends.values():
+            ours.kill()
+            ours.communicate()
     wait_until_gone(*left, seconds=10.0)  # after a SIGKILL, the fork at work has the rest of its time
 
 

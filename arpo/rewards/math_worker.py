@@ -43,7 +43,7 @@ def equal(prediction: str, golds: list[str]) -> bool:
 def _parsed(answer: str) -> Any:
     from math_verify import LatexExtractionConfig, parse
 
-    for sign in ("\\$", "$", "\\(", "\\)", "\\[", "\\]"):  # what surrounds maths; the box does that here
+    for sign in ("$", "\\(", "\\)", "\\[", "\\]"):  # what surrounds maths; the box does that here
         answer = answer.replace(sign, " ")
     # Only LaTeX: the library reads plain expressions with Python's own `eval`.
     return parse(f"\\boxed{{{answer}}}", [LatexExtractionConfig(boxed_match_priority=0)], parsing_timeout=None)

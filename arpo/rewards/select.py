@@ -10,13 +10,14 @@ last whole step is saved first.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from arpo.plugins import load_object
 from arpo.rewards.hierarchical import ACCURACIES, Accuracy, NoVerdict, RewardFn, make_reward
 from arpo.rewards.judge import LlmJudge
-from arpo.rewards.maths import WORKERS, shared_judge
+from arpo.rewards.maths import shared_judge
 from arpo.rewards.text import numbers_equal
 from arpo.settings import Rewards
 from arpo.types import ArpoError, Leaf, Reward, RolloutTree, Task
@@ -45,7 +46,7 @@ def _accuracy(settings: Rewards) -> Accuracy:
 
 
 def _maths(settings: Rewards) -> Accuracy:
-    judge = shared_judge(min(WORKERS, settings.workers), settings.math_seconds)
+    judge = shared_judge(min(settings.workers, os.cpu_count() or 1), settings.math_seconds)
 
     def accuracy(prediction: str, golds: Sequence[str], task: Task) -> float:
         verdict = judge.verdict(prediction, golds)
