@@ -750,3 +750,19 @@ def test_the_forests_are_hard_enough() -> None:
         )
         moved += torch.tensor([float((other - plain).norm() > 0.1 * plain.norm()) for other in others])
     assert moved.min() >= 7
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", ["ppo", "gspo", "cispo"])
+def test_in_float64_it_is_exact(family: str, kind: str) -> None:
+    """The loss to 1e-9, each gradient to 1e-5 of its own largest entry (norms round to float32 in these models)."""
+    model = make_model(family).double()
+    cases = [(a, b) for a in ("soft", "hard") for b in ("token-mean", "sequence-mean", "constant")]
+    for number, (attribution, aggregation) in enumerate(cases):
+        loss = Loss(**SHARP, kind=kind, aggregation=aggregation, entropy=0.1)  # type: ignore[arg-type]
+        forest = sampled_by(model, rich_forest(number, attribution), number)
+        expected_loss, expected = expected_of(model, forest, loss)
+        sums, found = learnt(model, forest, loss, (1, 12, ENDLESS)[number % 3])
+        assert sums["loss"] == pytest.approx(expected_loss, abs=1e-9)
+        for name, value in expected.items():
+            assert (found[name] - value).abs().max() <= 1e-5 * value.abs().max(), name

@@ -206,7 +206,7 @@ class _Pieces(torch.autograd.Function):
                     out, total = part, part_total
                     continue
                 both = torch.logaddexp(total, part_total)
-                out = out.float() * _weight(total, both) + part.float() * _weight(part_total, both)
+                out = _wide(out) * _weight(total, both) + _wide(part) * _weight(part_total, both)
                 total = both
             assert out is not None and total is not None
             out_THGD[run.first : run.last] = out.permute(2, 0, 1, 3)
@@ -219,7 +219,7 @@ class _Pieces(torch.autograd.Function):
     def backward(ctx: Any, grad_THGD: Tensor) -> tuple[Tensor | None, ...]:
         q_THGD, k_LHD, v_LHD, out_THGD, *sums = ctx.saved_tensors
         dq_THGD, dk_LHD, dv_LHD = (
-            torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q_THGD, k_LHD, v_LHD)
+            torch.zeros(x.shape, dtype=wide_type(x), device=x.device) for x in (q_THGD, k_LHD, v_LHD)
         )
         for run, total in zip(ctx.plan.runs, sums, strict=True):
             own = slice(run.first, run.last)
@@ -239,6 +239,15 @@ def _within(run: Run, window: int | None) -> list[Stretch]:
     """What of the path is near enough to be seen at all."""
     ends = ((stretch, stretch.depth + stretch.last - stretch.first - 1) for stretch in run.sees)
     return [stretch for stretch, end in ends if window is None or run.depth - end < window]
+
+
+def wide_type(x: Tensor) -> torch.dtype:
+    """The format in which to add up: float32, or that of x if it is wider."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(wide_type(x))
 
 
 def _weight(total: Tensor, both: Tensor) -> Tensor:
@@ -275,7 +284,7 @@ def _ask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, sca
         )
     score = _scores(q, k, mask, causal, scaling)
     total = score.logsumexp(-1)
-    return ((score - total.unsqueeze(-1)).exp() @ v.float()).to(q.dtype), total
+    return ((score - total.unsqueeze(-1)).exp() @ _wide(v)).to(q.dtype), total
 
 
 def _answer(
@@ -295,13 +304,13 @@ def _answer(
             grad, q, k, v, out, total, 0.0, causal, attn_mask=mask, scale=scaling
         )
     share = (_scores(q, k, mask, causal, scaling) - total.unsqueeze(-1)).exp()
-    grad = grad.float()
-    inner = share * (grad @ v.float().transpose(-1, -2) - (grad * out.float()).sum(-1, keepdim=True)) * scaling
-    return inner @ k.float(), inner.transpose(-1, -2) @ q.float(), share.transpose(-1, -2) @ grad
+    grad = _wide(grad)
+    inner = share * (grad @ _wide(v).transpose(-1, -2) - (grad * _wide(out)).sum(-1, keepdim=True)) * scaling
+    return inner @ _wide(k), inner.transpose(-1, -2) @ _wide(q), share.transpose(-1, -2) @ grad
 
 
 def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scaling: float) -> Tensor:
-    score = q.float() @ k.float().transpose(-1, -2) * scaling
+    score = _wide(q) @ _wide(k).transpose(-1, -2) * scaling
     if causal:
         score = score.masked_fill(torch.ones_like(score[0, 0], dtype=torch.bool).triu(1), HIDDEN)
-    return score if mask is None else score + mask.float()
+    return score if mask is None else score + _wide(mask)

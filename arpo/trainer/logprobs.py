@@ -1,7 +1,7 @@
 """Log-prob and entropy of tokens under their logits, with a backward pass that keeps nothing but the logits.
 
 On a GPU by one kernel each way, which reads every logit once; elsewhere by plain tensor operations. All sums are in
-float32 whatever the logits' format.
+float32, or in the logits' format if that is wider.
 
 Letters: N tokens, V vocabulary.
 """
@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from arpo.trainer.attention import wide_type
+
 
 def token_logprobs(logits_NV: Tensor, tokens_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-prob of each token under softmax(logits / temperature), and the entropy there, in float32."""
+    """Log-prob of each token under softmax(logits / temperature), and the entropy there."""
     if temperature <= 0:
         raise ValueError(f"temperature must be positive, not {temperature}")
     return _TokenLogprobs.apply(logits_NV, tokens_N, temperature)  # type: ignore[no-any-return, no-untyped-call]
@@ -33,7 +35,7 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, for_logprob_N: Tensor | None, for_entropy_N: Tensor | None) -> tuple[Tensor, None, None]:
         logits_NV, tokens_N, total_N, entropy_N = ctx.saved_tensors
-        grads = (x if x is None else x.float().contiguous() for x in (for_logprob_N, for_entropy_N))
+        grads = (x if x is None else x.contiguous() for x in (for_logprob_N, for_entropy_N))
         back = _ways(logits_NV)[1]
         return back(logits_NV, tokens_N, total_N, entropy_N, *grads, ctx.temperature), None, None
 
@@ -48,7 +50,7 @@ def _ways(logits_NV: Tensor) -> tuple[Any, Any]:
 
 def numbers(logits_NV: Tensor, tokens_N: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs, entropies, and the logs of the sums of exponentials."""
-    score_NV = logits_NV.float() / temperature
+    score_NV = logits_NV.to(wide_type(logits_NV)) / temperature
     total_N1 = score_NV.logsumexp(-1, keepdim=True)
     logprob_N1 = score_NV.gather(-1, tokens_N.unsqueeze(-1)) - total_N1
     log_NV = score_NV.sub_(total_N1)
@@ -68,7 +70,7 @@ def gradient(
 ) -> Tensor:
     """That of the logits."""
     for_logprob_N1 = (torch.zeros_like(entropy_N) if for_logprob_N is None else for_logprob_N).unsqueeze(-1)
-    log_NV = (logits_NV.float() / temperature).sub_(total_N.unsqueeze(-1))
+    log_NV = (logits_NV.to(wide_type(logits_NV)) / temperature).sub_(total_N.unsqueeze(-1))
     grad_NV = log_NV.exp()
     if for_entropy_N is None:
         grad_NV.mul_(-for_logprob_N1)

@@ -31,7 +31,8 @@ Visit = Callable[[Tensor, Tensor, Tensor], Tensor | None]  # (which targets, log
 @torch.no_grad()
 def evaluate(model: Any, batch: TreeBatch, temperature: float, budget: int) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies [K] of the batch's targets, on the model's device."""
-    logprobs_K = torch.zeros(len(batch.targets_K), device=model.device)
+    kind = torch.promote_types(model.dtype, torch.float32)
+    logprobs_K = torch.zeros(len(batch.targets_K), device=model.device, dtype=kind)
     entropies_K = torch.zeros_like(logprobs_K)
 
     def note(rows_k: Tensor, logprobs_k: Tensor, entropies_k: Tensor) -> None:
