@@ -209,14 +209,14 @@ def cut(batch: TreeBatch, budget: int) -> list[Part]:
             yield Part(np.concatenate(group), above, ())
 
     def trunk(s: int, above: int) -> Part:
-        """A node that is too large with what is below it, followed down as long as one child alone is, too."""
+        """A node that is too large with what is below it, followed down while one child alone is, or there is one."""
         own: list[Ints] = []
         hanging: list[tuple[int, list[int]]] = []
         length = 0
         while True:
             own.append(np.arange(batch.first_S[s], batch.first_S[s] + count_S[s]))
             length += int(count_S[s])
-            large = [child for child in children[s] if batch.size_S[child] > budget]
+            large = [child for child in children[s] if batch.size_S[child] > budget] or children[s]
             if len(large) != 1:
                 hanging.append((length, children[s]))
                 break

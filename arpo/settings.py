@@ -237,6 +237,9 @@ class Rewards(_Section):
         description="how an answer is compared: f1, em, number, math, choice, judge, or a function of yours, as "
         "path/to/file.py:name or package.module:name",
     )
+    by_kind: dict[str, Text] = Field(
+        default={}, description="accuracy for questions of a kind (data.kind), where it is another one"
+    )
     function: Annotated[Text | None, _NoneWord] = Field(
         default=None, description="a function of yours, named in the same way, that replaces the whole reward"
     )
@@ -255,11 +258,12 @@ class Rewards(_Section):
     )
     workers: int = Field(default=8, ge=1, le=256, description="paths that are scored at the same time")
 
-    @field_validator("accuracy")
+    @field_validator("accuracy", "by_kind")
     @classmethod
-    def _accuracy_is_known(cls, value: str) -> str:
+    def _accuracy_is_known(cls, value: str | dict[str, str]) -> str | dict[str, str]:
         known = ("f1", "em", "number", "math", "choice", "judge")
-        if value not in known and ":" not in value:
+        given = [value] if isinstance(value, str) else value.values()
+        if any(name not in known and ":" not in name for name in given):
             names = ", ".join(f'"{name}"' for name in known)
             raise PydanticCustomError("one_way", "{text}", {"text": f"one of {names} or path/to/file.py:name"})
         return value

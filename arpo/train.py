@@ -30,7 +30,10 @@ from arpo.trainer.checkpoint import load_checkpoint, model_settings, save_checkp
 from arpo.trainer.update import Trainer
 from arpo.types import ArpoError, Credit, Reward, RolloutTree, derive_seed
 
-MAY_CHANGE = ("train.steps:", "run.", "eval.")  # settings that a resumed run may have other than it began with
+MAY_CHANGE = (  # settings that a resumed run may have other than it began with
+    *("train.steps:", "run.", "eval."),
+    *("train.lr:", "train.micro_tokens:", "train.checkpointing:", "rollout.kv_tokens:", "model.device:"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,9 +207,10 @@ def _credit(config: Config, tree: RolloutTree, rewards: Sequence[Reward]) -> tup
 
 
 def _outcome(tree: RolloutTree, rewards: Sequence[Reward]) -> str:
-    """What a curriculum remembers of a question; paths that a broken tool spoilt say nothing about it."""
+    """What a curriculum remembers of a question; paths that something broken spoilt say nothing about it."""
     tried = zip(tree.leaves, rewards, strict=True)
-    return outcome([reward.parts["correct"] for leaf, reward in tried if not tree.infra_fault(leaf)])
+    said = [reward for leaf, reward in tried if not tree.infra_fault(leaf) and not unjudged(reward)]
+    return outcome([reward.parts["correct"] for reward in said])
 
 
 async def test(session: Session) -> Evaluation:

@@ -201,3 +201,14 @@ def test_the_example_is_short_and_trains(tokenizer: Any, tmp_path: Path, monkeyp
             assert run.session.reward(task, tree, tree.leaves[0]).total == pytest.approx(total + bonus)
     (row,) = read_run(tmp_path / "run").read_metrics()
     assert row["paths"] == 8
+
+
+def test_kinds_of_questions_are_compared_in_their_own_way() -> None:
+    tree = searched(last="<think>so</think><answer>\\boxed{1200.0}</answer>")
+    reward = reward_from(Rewards(accuracy="em", by_kind={"math": "number", "qa": "f1"}, bonus=0.0))
+    scores = {kind: reward(Task("q", "How far?", ("1200",), kind), tree, tree.leaves[0]).total for kind in ("", "math")}
+    assert scores == {"": 0.0, "math": 1.0}
+    qa = reward(Task("q", "How far?", ("1200.0 feet",), "qa"), tree, tree.leaves[0]).total
+    assert qa == pytest.approx(2 / 3)
+    with pytest.raises(ArpoError, match="by_kind"):
+        load_config(None, ['reward.by_kind={math = "maths"}'])

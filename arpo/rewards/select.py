@@ -33,7 +33,12 @@ def reward_from(settings: Rewards) -> RewardFn:
 
 
 def _accuracy(settings: Rewards) -> Accuracy:
-    name = settings.accuracy
+    usual = _named(settings.accuracy, settings)
+    by_kind = {kind: _named(name, settings) for kind, name in settings.by_kind.items()}
+    return lambda prediction, golds, task: by_kind.get(task.kind, usual)(prediction, golds, task)
+
+
+def _named(name: str, settings: Rewards) -> Accuracy:
     if name == "number":
         return lambda prediction, golds, _: numbers_equal(prediction, golds, settings.tolerance)
     if name == "math":

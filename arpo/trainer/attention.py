@@ -5,11 +5,12 @@ tokens into runs: stretches in which each token follows the one before it. What 
 and all of a few stretches above it, which lie together in memory; a token's place along its path is its depth, so
 sliding windows are counted in depth.
 
-On a CPU each (run, stretch) is one call of the usual attention kernel without a mask; the results are joined by their
-log-sum-exps, and the backward pass gives each call the joined ones, which makes it exact: nothing is copied, and no
-score is computed in vain. On a GPU with 16-bit numbers all runs are one call of flash attention for ragged batches,
-over keys and values gathered along each run's path; their gradients are added up in float32, always in the same order.
-Elsewhere (float32 on a GPU) the same as on a CPU, by plain matrix products.
+On a CPU each (run, stretch) is one call of the usual attention kernel without a mask (with windows, runs are cut to
+about a window, and masks are no larger than two of them). The results are joined by their log-sum-exps, and the
+backward pass gives each call the joined ones, which makes it exact; nothing is copied. On a GPU with 16-bit numbers all
+runs are one call of flash attention for ragged batches, over keys and values gathered along each run's path; the
+gradients of these are added up in float32, always in the same order. Elsewhere (float32 on a GPU) it goes as on a CPU,
+by plain matrix products of at most 1,024 queries.
 
 Letters: T tokens, C tokens of the context, L tokens in the context and T together, H key/value heads, G query heads per
 key/value head, D head width, R gathered tokens.
@@ -17,6 +18,7 @@ key/value head, D head width, R gathered tokens.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,6 +28,9 @@ import torch
 from torch import Tensor
 
 Ints = npt.NDArray[np.int64]
+QUERIES = 1024  # in one piece where its scores are written out
+SHORT = 128  # with a window, pieces are not shorter than that
+ENDLESS = 1 << 62
 HIDDEN = -1e30  # the score of what a query may not see; finite, so that nothing becomes NaN
 KV = tuple[Tensor, Tensor]
 
@@ -79,6 +84,7 @@ class TreePlan:
         self.runs = find_runs(parent_T, depth_T, self.context_tokens)
         self.kept: dict[int, KV] = {}
         self._keep = keep
+        self._split: dict[int, list[Run]] = {}
         self._gathered: _Gathered | None = None
 
     def attend(
@@ -92,6 +98,17 @@ class TreePlan:
             k_THD, v_THD = torch.cat([k_C, k_THD]), torch.cat([v_C, v_THD])
         how = _Flash if _has_flash(q_THGD) else _Pieces
         return how.apply(q_THGD, k_THD, v_THD, self, scaling, window)  # type: ignore[no-any-return, no-untyped-call]
+
+    def take(self) -> list[KV]:
+        """What was kept, layer by layer. Not kept here any longer: its graph leads back to here, and never would go."""
+        kept, self.kept, self._keep = self.kept, {}, False
+        return [kept[layer] for layer in range(len(kept))]
+
+    def short_runs(self, longest: int) -> list[Run]:
+        """The runs, cut into ones of at most `longest` tokens."""
+        if longest not in self._split:
+            self._split[longest] = [part for run in self.runs for part in _cut_run(run, longest)]
+        return self._split[longest]
 
     def gathered(self, device: torch.device) -> _Gathered:
         """For flash attention: all runs side by side."""
@@ -196,7 +213,7 @@ class _Pieces(torch.autograd.Function):
     ) -> Tensor:
         out_THGD = torch.empty_like(q_THGD, memory_format=torch.contiguous_format)
         sums = []
-        for run in plan.runs:
+        for run in plan.short_runs(_longest(q_THGD, window)):
             q = _heads_first(q_THGD[run.first : run.last])
             out: Tensor | None = None
             total: Tensor | None = None
@@ -221,7 +238,7 @@ class _Pieces(torch.autograd.Function):
         dq_THGD, dk_LHD, dv_LHD = (
             torch.zeros(x.shape, dtype=wide_type(x), device=x.device) for x in (q_THGD, k_LHD, v_LHD)
         )
-        for run, total in zip(ctx.plan.runs, sums, strict=True):
+        for run, total in zip(ctx.plan.short_runs(_longest(q_THGD, ctx.window)), sums, strict=True):
             own = slice(run.first, run.last)
             grad, q, out = (_heads_first(x[own]) for x in (grad_THGD, q_THGD, out_THGD))
             for stretch in _within(run, ctx.window):
@@ -235,10 +252,28 @@ class _Pieces(torch.autograd.Function):
         return dq_THGD.to(q_THGD.dtype), dk_LHD.to(k_LHD.dtype), dv_LHD.to(v_LHD.dtype), None, None, None
 
 
+def _longest(q_THGD: Tensor, window: int | None) -> int:
+    """Queries in one piece: few where scores are written out, and about a window's where there is one."""
+    most = QUERIES if q_THGD.device.type != "cpu" else ENDLESS
+    return most if window is None else min(most, max(window, SHORT))
+
+
+def _cut_run(run: Run, longest: int) -> Iterator[Run]:
+    own = run.sees[-1]
+    for start in range(0, run.last - run.first, longest):
+        stop, depth = min(start + longest, run.last - run.first), run.depth + start
+        before = (Stretch(own.first, own.first + start, own.depth),) if start else ()
+        sees = (*run.sees[:-1], *before, Stretch(own.first + start, own.first + stop, depth))
+        yield Run(run.first + start, run.first + stop, depth, sees)
+
+
 def _within(run: Run, window: int | None) -> list[Stretch]:
-    """What of the path is near enough to be seen at all."""
-    ends = ((stretch, stretch.depth + stretch.last - stretch.first - 1) for stretch in run.sees)
-    return [stretch for stretch, end in ends if window is None or run.depth - end < window]
+    """What of the path is near enough to be seen by the first query."""
+    if window is None:
+        return list(run.sees)
+    nearest = run.depth - window + 1
+    clipped = (Stretch(s.first + max(0, nearest - s.depth), s.last, max(s.depth, nearest)) for s in run.sees)
+    return [stretch for stretch in clipped if stretch.first < stretch.last]
 
 
 def wide_type(x: Tensor) -> torch.dtype:

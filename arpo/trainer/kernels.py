@@ -16,9 +16,10 @@ def numbers(logits_NV: Tensor, tokens_N: Tensor, temperature: float) -> tuple[Te
     logits_NV = logits_NV.contiguous()
     rows, vocab = logits_NV.shape
     logprob_N, entropy_N, total_N = (torch.empty(rows, device=logits_NV.device) for _ in range(3))
-    _numbers[(rows,)](
-        logits_NV, tokens_N, logprob_N, entropy_N, total_N, 1 / temperature, vocab, CHUNK=CHUNK, num_warps=8
-    )
+    with torch.cuda.device_of(logits_NV):  # type: ignore[no-untyped-call]
+        _numbers[(rows,)](
+            logits_NV, tokens_N, logprob_N, entropy_N, total_N, 1 / temperature, vocab, CHUNK=CHUNK, num_warps=8
+        )
     return logprob_N, entropy_N, total_N
 
 
@@ -36,19 +37,20 @@ def gradient(
     rows, vocab = logits_NV.shape
     grad_NV = torch.empty_like(logits_NV)
     nothing_N = torch.zeros_like(entropy_N)
-    _gradient[(rows, triton.cdiv(vocab, CHUNK))](
-        logits_NV,
-        tokens_N,
-        total_N,
-        entropy_N,
-        nothing_N if for_logprob_N is None else for_logprob_N,
-        nothing_N if for_entropy_N is None else for_entropy_N,
-        grad_NV,
-        1 / temperature,
-        vocab,
-        CHUNK=CHUNK,
-        num_warps=8,
-    )
+    with torch.cuda.device_of(logits_NV):  # type: ignore[no-untyped-call]
+        _gradient[(rows, triton.cdiv(vocab, CHUNK))](
+            logits_NV,
+            tokens_N,
+            total_N,
+            entropy_N,
+            nothing_N if for_logprob_N is None else for_logprob_N,
+            nothing_N if for_entropy_N is None else for_entropy_N,
+            grad_NV,
+            1 / temperature,
+            vocab,
+            CHUNK=CHUNK,
+            num_warps=8,
+        )
     return grad_NV
 
 

@@ -51,7 +51,8 @@ class Optimiser:
             norm = float(clip_grad_norm_(self._masters.values(), max_grad_norm))
             if not math.isfinite(norm):
                 raise ArpoError(
-                    f"the gradient's norm is {norm}: training diverged; go on from a checkpoint with a lower train.lr"
+                    f"the gradient's norm is {norm}: training diverged; "
+                    "--resume from the last checkpoint with a lower train.lr"
                 )
             for group in self._adamw.param_groups:
                 group["lr"] = lr

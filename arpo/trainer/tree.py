@@ -101,8 +101,9 @@ class _Passes:
         self._model, self._network, self._batch = model, Network(model), batch
         self._temperature, self._visit = temperature, visit
         self._parent_N, self._depth_N = batch.parent_N.cpu().numpy(), batch.depth_N.cpu().numpy()
-        self._predicted_at_K = self._parent_N[batch.targets_K.cpu().numpy()]
-        self._by_place = np.argsort(self._predicted_at_K, kind="stable")
+        predicted_at_K = self._parent_N[batch.targets_K.cpu().numpy()]
+        self._by_place = np.argsort(predicted_at_K, kind="stable")
+        self._places = predicted_at_K[self._by_place]
 
     def run(self, parts: list[Part]) -> None:
         """Compute these parts and all below them."""
@@ -121,7 +122,7 @@ class _Passes:
         tokens = torch.from_numpy(part.tokens).to(device)
         hidden_TE = self._network.hidden(self._batch.tokens_N[tokens], self._batch.depth_N[tokens], plan)
         loss = self._look(hidden_TE, torch.from_numpy(rows_k).to(device), torch.from_numpy(at_k).to(device))
-        own = [plan.kept[layer] for layer in range(len(plan.kept))]
+        own = plan.take()
         leaves = [(k.detach(), v.detach()) for k, v in own]
         if torch.is_grad_enabled():
             for leaf in (x for pair in leaves for x in pair):
@@ -141,9 +142,8 @@ class _Passes:
 
     def _targets(self, part: Part) -> tuple[np.ndarray, np.ndarray]:
         """The targets that are predicted in this part: which they are, and where in the part they are predicted."""
-        ordered = self._predicted_at_K[self._by_place]
-        first = np.searchsorted(ordered, part.tokens, side="left")
-        last = np.searchsorted(ordered, part.tokens, side="right")
+        first = np.searchsorted(self._places, part.tokens, side="left")
+        last = np.searchsorted(self._places, part.tokens, side="right")
         count = last - first
         at_k = np.repeat(np.arange(len(part.tokens)), count)
         place_k = np.repeat(first, count) + np.arange(len(at_k)) - np.repeat(np.cumsum(count) - count, count)
