@@ -387,10 +387,10 @@ def test_a_directory_with_other_things_in_it(arpo: Arpo) -> None:
 
 
 def test_resuming_with_other_settings(arpo: Arpo, trained: Path) -> None:
-    outcome = arpo("train", "small.toml", f"run.dir={trained}", "train.lr=0.5", "eval.every=1", "--resume")
+    outcome = arpo("train", "small.toml", f"run.dir={trained}", "rollout.temperature=0.5", "eval.every=1", "--resume")
     message = mistake(outcome).splitlines()
     assert message[0] == f"{trained} was begun with other settings, so it can't be resumed:"
-    assert message[1:] == ["train.lr: 1e-06 -> 0.5"]
+    assert message[1:] == ["rollout.temperature: 1.0 -> 0.5"]
 
 
 def test_resuming_what_was_never_begun(arpo: Arpo) -> None:

@@ -123,6 +123,16 @@ def test_stopping_saves_and_steps_after_the_checkpoint_are_done_again(
     assert_same(tmp_path / "straight", tmp_path / "stopped")
 
 
+def test_a_resumed_run_may_fit_into_less_memory_and_learn_more_slowly(model_path: Path, tmp_path: Path) -> None:
+    run_to_the_end(config_for(model_path, tmp_path / "run", "train.steps=1"))
+    less = ("train.micro_tokens=50", "train.checkpointing=true", "rollout.kv_tokens=5000", "train.lr=1e-9")
+    before = what_it_left(tmp_path / "run")[0]
+    run_to_the_end(config_for(model_path, tmp_path / "run", "train.steps=2", *less), resume=True)
+    after, rows, _ = what_it_left(tmp_path / "run")
+    assert len(rows) == 2 and rows[1]["optimiser_steps"] == 1
+    assert all((after[name] - before[name]).abs().max() < 1e-6 for name in before)
+
+
 def test_several_minibatches_and_warmup_resume_too(model_path: Path, tmp_path: Path) -> None:
     more = ["train.minibatches=3", "train.warmup=5", "train.weight_decay=0.1"]
     run_to_the_end(config_for(model_path, tmp_path / "straight", *more))
