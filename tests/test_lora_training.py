@@ -8,7 +8,6 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import pytest
@@ -16,6 +15,8 @@ import torch
 from models import FAMILIES, VOCAB, Letters, logits_of, make_model, plain_numbers
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
+from test_train import config_for as any_config
+from test_train import even_share, model_path
 from torch import Tensor
 
 import arpo.setup
@@ -26,12 +27,13 @@ from arpo.runlog import open_run as read_run
 from arpo.settings import Config, Model, Train
 from arpo.train import open_run, open_session, train
 from arpo.train import test as run_test
-from arpo.trainer.checkpoint import model_settings, save_pretrained
+from arpo.trainer.checkpoint import model_settings
 from arpo.trainer.lora import adapters_off, add_adapter, has_adapter, load_adapter, merge_adapter, save_adapter
 from arpo.trainer.model import load_trainable
 from arpo.trainer.optimiser import Optimiser
-from arpo.trainer.tiny import build_model
-from arpo.types import ArpoError, Completion, Kind, Leaf, Reward, RolloutTree, SamplingParams, Task
+from arpo.types import ArpoError, Completion, SamplingParams
+
+__all__ = ["model_path"]  # a fixture of another file
 
 ALL = Train().lora_targets
 PROMPT = [5, 6, 7, 9] * 12
@@ -263,22 +265,8 @@ BF16 = ("model.dtype=bfloat16", "train.lr=1e-4", "train.minibatches=2", "train.w
 KINDS = {"lora": LORA, "bfloat16": BF16, "both": (*BF16, *LORA)}
 
 
-def even_share(task: Task, tree: RolloutTree, leaf: Leaf) -> Reward:
-    """A reward that any model can earn: the share of even token ids on the path."""
-    tokens = [t for i in tree.path(leaf.node) if tree.nodes[i].kind is Kind.MODEL for t in tree.nodes[i].tokens]
-    share = fmean(token % 2 == 0 for token in tokens)
-    return Reward(share, {"correct": share, "format": 1.0})
-
-
-@pytest.fixture
-def model_path(tokenizer: Any, tmp_path: Path) -> Path:
-    """A small random model in Hugging Face layout."""
-    save_pretrained(build_model(tokenizer, 32, 1, 256, seed=1), tokenizer, tmp_path / "model")
-    return tmp_path / "model"
-
-
 def config_for(model: Path, directory: Path, *more: str) -> Config:
-    return load_config(None, [f"model.path={model}", "model.device=cpu", f"run.dir={directory}", *SMALL, *more])
+    return any_config(model, directory, *SMALL, *more)
 
 
 def nodes_of(trees: Any) -> list[Any]:

@@ -214,6 +214,16 @@ def _join(
 
 
 @triton.jit
+def fold(top, total, mean, score):
+    """Take more scores into the highest, the sum of exponentials, and the weighted sum of (score - highest)."""
+    new_top = tl.maximum(top, tl.max(score, 0))
+    fade = tl.exp(top - new_top)
+    weight = tl.exp(score - new_top)
+    more = tl.sum(tl.where(weight > 0.0, weight * (score - new_top), 0.0), 0)
+    return new_top, total * fade + tl.sum(weight, 0), fade * (mean + total * (top - new_top)) + more
+
+
+@triton.jit
 def _sample(
     logits, temperature_B, uniform_B, token_B, logprob_B, entropy_B, vocab, stride, CHUNK: tl.constexpr
 ):  # fmt: skip
@@ -230,14 +240,7 @@ def _sample(
         score = tl.load(logits + start + i, mask=start + i < vocab, other=float("-inf")).to(tl.float32) / scale
         best = tl.max(score, 0)
         likeliest = tl.where(best > top, start + tl.argmax(score, 0), likeliest)
-        new_top = tl.maximum(top, best)
-        fade = tl.exp(top - new_top)
-        weight = tl.exp(score - new_top)
-        mean = fade * (mean + total * (top - new_top)) + tl.sum(
-            tl.where(weight > 0.0, weight * (score - new_top), 0.0), 0
-        )
-        total = total * fade + tl.sum(weight, 0)
-        top = new_top
+        top, total, mean = fold(top, total, mean, score)
     target = tl.load(uniform_B + row).to(tl.float32) * total
     passed = tl.full([], 0.0, tl.float32)
     before = tl.full([], 0.0, tl.float32)

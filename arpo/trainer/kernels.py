@@ -7,8 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from arpo.engine.kernels import HIDDEN, fold
+
 CHUNK = 4096
-HIDDEN = tl.constexpr(-1.0e30)
 
 
 def numbers(logits_NV: Tensor, tokens_N: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -61,17 +62,10 @@ def _numbers(logits, tokens_N, logprob_N, entropy_N, total_N, scale, vocab, CHUN
     i = tl.arange(0, CHUNK)
     top = tl.full([], HIDDEN, tl.float32)
     total = tl.full([], 0.0, tl.float32)
-    mean = tl.full([], 0.0, tl.float32)  # of (score - top), weighted, not yet divided by the total
+    mean = tl.full([], 0.0, tl.float32)
     for start in range(0, vocab, CHUNK):
         score = tl.load(logits + start + i, mask=start + i < vocab, other=float("-inf")).to(tl.float32) * scale
-        new_top = tl.maximum(top, tl.max(score, 0))
-        fade = tl.exp(top - new_top)
-        weight = tl.exp(score - new_top)
-        mean = fade * (mean + total * (top - new_top)) + tl.sum(
-            tl.where(weight > 0.0, weight * (score - new_top), 0.0), 0
-        )
-        total = total * fade + tl.sum(weight, 0)
-        top = new_top
+        top, total, mean = fold(top, total, mean, score)
     all_of_it = top + tl.log(total)
     own = tl.load(logits + tl.load(tokens_N + row)).to(tl.float32) * scale
     tl.store(logprob_N + row, own - all_of_it)
