@@ -12,20 +12,19 @@ import signal
 import sys
 from contextlib import closing
 from pathlib import Path
-from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import typer
 
 from arpo.config import load_config
-from arpo.display import console, print_tree, printable, progress_bar, tool_lines
+from arpo.display import console, print_tree, printable, progress_bar, show_reading, tool_lines
+from arpo.runlog import is_run, open_run
 from arpo.settings import Config
 from arpo.types import ArpoError, Task, derive_seed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
 
-    from arpo.data.tasks import Reading
     from arpo.evaluate import Evaluation
     from arpo.tools.base import Tool
     from arpo.tools.call import Toolbox
@@ -35,7 +34,7 @@ HELP = "Train language models that use tools, with ARPO. Start with `arpo demo`.
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=HELP)
 index_app = typer.Typer(no_args_is_help=True, help="Build and try the indexes that the search tool can look into.")
 app.add_typer(index_app, name="index")
-data_app = typer.Typer(no_args_is_help=True, help="Look at questions before training on them.")
+data_app = typer.Typer(no_args_is_help=True, help="Look at questions before training; make traces for `arpo sft`.")
 app.add_typer(data_app, name="data")
 ConfigFile = Annotated[Path, typer.Argument(help="a TOML file with settings")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="settings as key=value, like train.steps=50")]
@@ -67,16 +66,33 @@ def train(
     resume: Annotated[bool, typer.Option(help="go on from the run's last checkpoint")] = False,
 ) -> None:
     """Train a model as CONFIG says; everything goes to run.dir."""
-    from arpo.train import open_run
-    from arpo.train import train as train_loop
+    from arpo import train as training
 
-    with open_run(load_config(config, overrides or ()), resume) as run:
-        try:
-            last = _run(train_loop(run))
-        except asyncio.CancelledError:
-            print(f"stopped; what was trained is saved in {run.log.directory}, go on with --resume", file=sys.stderr)
-            raise typer.Exit(130) from None
-        console.print(f"done: {last} steps; the run is in {run.log.directory}")
+    with training.open_run(load_config(config, overrides or ()), resume) as run:
+        _run_to_the_end(training.train(run), run.log.directory)
+
+
+@app.command()
+def sft(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option(help="go on from the run's last checkpoint")] = False,
+) -> None:
+    """Teach a model the traces in sft.data, as a cold start; everything goes to run.dir."""
+    from arpo import sft as course
+
+    with course.open_course(load_config(config, overrides or ()), resume) as run:
+        _run_to_the_end(course.teach(run), run.keeper.log.directory)
+
+
+def _run_to_the_end(work: Coroutine[None, None, int], directory: Path) -> None:
+    """Train; whoever stops it is told how to go on."""
+    try:
+        last = _run(work)
+    except asyncio.CancelledError:
+        print(f"stopped; what was trained is saved in {directory}, go on with --resume", file=sys.stderr)
+        raise typer.Exit(130) from None
+    console.print(f"done: {last} steps; the run is in {directory}")
 
 
 @app.command(name="eval")
@@ -169,17 +185,9 @@ def _reader() -> tuple[Callable[[], str], bool]:
 def _chat_config(model: str, overrides: list[str]) -> Config:
     """The settings that `arpo chat` means by MODEL."""
     path = Path(model).expanduser()
-    if path.suffix == ".toml" or _is_run(path):
+    if path.suffix == ".toml" or is_run(path):
         return _config_of(path, overrides)
     return load_config(None, [f"model.path={model}", *overrides])
-
-
-def _is_run(directory: Path) -> bool:
-    """Runs and models both keep a config.json; that of a run has our settings in it."""
-    try:
-        return "rollout" in json.loads((directory / "config.json").read_bytes())
-    except (OSError, ValueError):
-        return False
 
 
 @app.command()
@@ -258,25 +266,40 @@ def check_data(
         chosen.append((settings.data.test, Columns.named(settings.data)))
     readings = [read_tasks(name, columns) for name, columns in chosen if name != "world"]
     for reading in readings:
-        _show_reading(reading)
+        show_reading(reading)
     if not readings:
         console.print("all questions are the built-in world's")
     if any(reading.problems or not reading.tasks for reading in readings):
         raise typer.Exit(1)
 
 
-def _show_reading(reading: Reading) -> None:
-    console.print(f"{reading.source}: {reading.rows:,} rows, {len(reading.tasks):,} questions")
-    for part, used in reading.columns.items():
-        names = ", ".join(f"{name} ({count:,})" if len(used) > 1 else name for name, count in used.items())
-        console.print(printable(f"  {part:<10} {names or ('file and line' if part == 'id' else 'none')}"))
-    for task in reading.tasks[:3]:
-        kind = f" [{task.kind}]" if task.kind else ""
-        console.print(printable(f"{task.id}{kind}: {shorten(task.question, 200)}"))
-        console.print(printable(f"  answer: {shorten(' | '.join(task.answers), 200)}"))
-    if reading.problems:
-        console.print(f"rows that do not fit, which data.bad_rows=skip would leave out: {len(reading.problems):,}")
-        console.print(printable(reading.complaint()))
+@data_app.command(name="traces")
+def make_traces(
+    kind: Annotated[Literal["gsm8k"], typer.Argument(help="what the solutions are: gsm8k")],
+    source: Annotated[str, typer.Argument(help="GSM8K with its annotations: a file, or hf:openai/gsm8k:main:train")],
+    out: Annotated[Path, typer.Option(help="the .jsonl file to make")],
+    limit: Annotated[int | None, typer.Option(min=1, help="only the first rows")] = None,
+) -> None:
+    """Turn annotated solutions into traces with the Python tool, each of them run and checked."""
+    from arpo.collect import gsm8k_traces
+
+    _run(gsm8k_traces(source, out, limit))
+
+
+@data_app.command(name="sample")
+def sample_data(
+    target: Annotated[Path, typer.Argument(help="a run's directory (its last checkpoint is used) or a TOML file")],
+    out: Annotated[Path, typer.Option(help="the .jsonl file to make")],
+    overrides: Overrides = None,
+    questions: Annotated[int | None, typer.Option(min=1, help="only the first training questions")] = None,
+    per_question: Annotated[int, typer.Option(min=1, help="traces of one question at most")] = 4,
+) -> None:
+    """Let a model try its training questions, and keep the paths that got all right as traces."""
+    from arpo.collect import sample_traces
+    from arpo.train import open_session
+
+    with closing(open_session(_config_of(target, overrides or []))) as session:
+        _run(sample_traces(session, out, questions, per_question))
 
 
 async def _answer(tool: Tool, query: str) -> str:
@@ -309,7 +332,6 @@ def _stages() -> Iterator[Callable[[str, float], None]]:
 
 def _config_of(target: Path, overrides: list[str]) -> Config:
     """The settings in a TOML file, or those of a run with its last checkpoint as the model."""
-    from arpo.runlog import open_run
     from arpo.trainer.checkpoint import model_settings
 
     if not target.is_dir():

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from textwrap import shorten
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 from rich.tree import Tree
 
+from arpo.data.tasks import Reading
 from arpo.tools.stats import ToolStats
 from arpo.types import Kind, Node, Reward, RolloutTree
 
@@ -20,6 +22,7 @@ console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
 HEADER = (
     "step reward right format  calls branches  entropy: start tool  tokens: unique/total  seconds: sample tools train"
 )
+SFT_HEADER = "step  epoch   loss  grad norm  traces  tokens: trained/all  seconds"
 COLOURS = {Kind.PROMPT: "bold", Kind.MODEL: "cyan", Kind.TOOL: "yellow"}
 
 
@@ -49,6 +52,30 @@ def step_line(step: int, m: Mapping[str, float]) -> str:
         f" {m['branches']:>8.0f} {m['entropy_start']:>15.2f} {m['entropy_after_tool']:>4.2f} {tokens:>21}"
         f" {m['rollout_seconds']:>16.1f} {m['tool_seconds']:>5.1f} {m['train_seconds']:>5.1f}{tested}"
     )
+
+
+def sft_line(step: int, m: Mapping[str, float]) -> str:
+    """One step of supervised fine-tuning under `SFT_HEADER`."""
+    tokens = f"{m['trained_tokens'] / 1000:.1f}k/{m['computed_tokens'] / 1000:.1f}k"
+    return (
+        f"{step:>4} {m['epoch']:>6.2f} {m['loss']:>6.3f} {m['grad_norm']:>10.2f} {m['traces']:>7.0f} {tokens:>20}"
+        f" {m['train_seconds']:>8.1f}"
+    )
+
+
+def show_reading(reading: Reading) -> None:
+    """What would be read of a source: columns, first questions, rows that do not fit."""
+    console.print(f"{reading.source}: {reading.rows:,} rows, {len(reading.tasks):,} questions")
+    for part, used in reading.columns.items():
+        names = ", ".join(f"{name} ({count:,})" if len(used) > 1 else name for name, count in used.items())
+        console.print(printable(f"  {part:<10} {names or ('file and line' if part == 'id' else 'none')}"))
+    for task in reading.tasks[:3]:
+        kind = f" [{task.kind}]" if task.kind else ""
+        console.print(printable(f"{task.id}{kind}: {shorten(task.question, 200)}"))
+        console.print(printable(f"  answer: {shorten(' | '.join(task.answers), 200)}"))
+    if reading.problems:
+        console.print(f"rows that do not fit, which data.bad_rows=skip would leave out: {len(reading.problems):,}")
+        console.print(printable(reading.complaint()))
 
 
 def tool_lines(stats: Mapping[str, ToolStats]) -> list[str]:

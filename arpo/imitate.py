@@ -13,7 +13,8 @@ import torch
 from torch.nn import functional
 
 from arpo.data.traces import Trace
-from arpo.render import CallFormat, encode_prompt, encode_result
+from arpo.lessons import encode_trace
+from arpo.render import CallFormat
 from arpo.types import Kind
 
 Row = tuple[list[int], list[bool]]  # token ids, and which of them are trained on
@@ -30,20 +31,14 @@ def imitate(model: Any, batches: Iterator[list[Row]], steps: int, lr: float, pro
 
 def trace_rows(traces: Sequence[Trace], tokenizer: Any, fmt: CallFormat) -> list[Row]:
     """Traces as token rows, tokenised piece by piece exactly as a rollout would."""
-    return [_trace_row(trace, tokenizer, fmt) for trace in traces]
-
-
-def _trace_row(trace: Trace, tokenizer: Any, fmt: CallFormat) -> Row:
-    tokens = list(encode_prompt(tokenizer, trace.task.question, fmt.instructions))
-    trained = [False] * len(tokens)
-    for kind, text in trace.segments:
-        if kind is Kind.MODEL:
-            part = tokenizer(text, add_special_tokens=False).input_ids
-        else:
-            part = encode_result(tokenizer, fmt, text, len(text))[0]
-        tokens.extend(part)
-        trained.extend([kind is Kind.MODEL] * len(part))
-    return tokens, trained
+    lessons = [encode_trace(trace, tokenizer, fmt) for trace in traces]
+    return [
+        (
+            [token for _, ids in lesson.pieces for token in ids],
+            [kind is Kind.MODEL for kind, ids in lesson.pieces for _ in ids],
+        )
+        for lesson in lessons
+    ]
 
 
 def batches_of(fill: Callable[[], list[Row]], batch_tokens: int, rng: random.Random) -> Iterator[list[Row]]:

@@ -58,6 +58,10 @@ class CallFormat(ABC):
         """The call that the turn `text` ends with, given the stop string it ended at; None if it ended otherwise."""
 
     @abstractmethod
+    def write_call(self, call: ToolCall) -> str:
+        """The call as a model would write it, which `find_call` reads; ValueError if that cannot be."""
+
+    @abstractmethod
     def wrapper(self, tokenizer: Any) -> tuple[str, str]:
         """What stands before and after a tool's text."""
 
@@ -83,6 +87,13 @@ class TagFormat(CallFormat):
             return None
         body, error = _call_body(text, spec.name, [spec.name for spec in self.specs])
         return ToolCall(spec.name, {} if error else {spec.main_argument: body}, error)
+
+    def write_call(self, call: ToolCall) -> str:
+        main = {spec.name: spec.main_argument for spec in self.specs}.get(call.name)
+        value = call.args.get(main) if main is not None and len(call.args) == 1 else None
+        if not isinstance(value, str):
+            raise ValueError(f"tags cannot write a call of {call.name!r} with {', '.join(call.args) or 'no arguments'}")
+        return f"<{call.name}>\n{value}\n</{call.name}>" if "\n" in value else f"<{call.name}>{value}</{call.name}>"
 
     def wrapper(self, tokenizer: Any) -> tuple[str, str]:
         return "<result>", "</result>\n"
@@ -112,6 +123,10 @@ class JsonFormat(CallFormat):
             return None
         body, error = _call_body(text, "tool_call", ["tool_call"])
         return ToolCall("", {}, error) if error else _json_call(body, [spec.name for spec in self.specs])
+
+    def write_call(self, call: ToolCall) -> str:
+        body = json.dumps({"name": call.name, "arguments": call.args}, ensure_ascii=False)
+        return f"<tool_call>\n{body}\n</tool_call>"
 
     def wrapper(self, tokenizer: Any) -> tuple[str, str]:
         return _turn_wrapper(tokenizer, repr(getattr(tokenizer, "chat_template", None)))

@@ -221,6 +221,14 @@ def open_run(directory: Path, write: bool = False) -> RunLog:
     return RunLog(directory, lock)
 
 
+def is_run(directory: Path) -> bool:
+    """Whether a directory holds a run. Models keep a config.json too; that of a run has our settings in it."""
+    try:
+        return "rollout" in json.loads((directory / CONFIG).read_bytes())
+    except (OSError, ValueError):
+        return False
+
+
 def refuse_used(directory: Path) -> None:
     """Raise if a new run must not be made in `directory`."""
     if not directory.exists():

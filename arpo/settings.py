@@ -34,7 +34,7 @@ class Model(_Section):
     """The model that is trained."""
 
     path: Text = Field(
-        default="tiny", description='"tiny" (built in), a Hugging Face directory, a hub name, or a GGUF file'
+        default="tiny", description='"tiny" (built in), a Hugging Face directory, a run\'s, a hub name, or a GGUF file'
     )
     adapter: Annotated[Text | None, _NoneWord] = Field(
         default=None,
@@ -360,6 +360,18 @@ class Coldstart(_Section):
     lr: float = Field(default=5e-4, gt=0, description="learning rate")
 
 
+class Sft(_Section):
+    """Supervised fine-tuning on traces: `arpo sft`."""
+
+    data: Text = Field(default="traces.jsonl", description="the traces: a .jsonl, .json or .parquet file, or hf:NAME")
+    epochs: int = Field(default=3, ge=1, description="passes over the traces")
+    batch_tokens: int = Field(
+        default=32768, ge=1, description="tokens per optimiser step, prompts and results included"
+    )
+    lr: float = Field(default=7e-6, gt=0, description="learning rate")
+    warmup: int = Field(default=20, ge=0, description="optimiser steps until the full learning rate")
+
+
 class Config(_Section):
     """Everything a run is decided by."""
 
@@ -378,6 +390,7 @@ class Config(_Section):
     eval: Eval = Eval()
     run: Run = Run()
     coldstart: Coldstart = Coldstart()
+    sft: Sft = Sft()
 
     @model_validator(mode="after")
     def _all_initial_when_never_branching(self) -> Config:

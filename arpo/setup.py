@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arpo.coldstart import coldstart
+from arpo.config import config_from_resolved
 from arpo.data.order import Part
 from arpo.data.tasks import Columns, load_tasks
 from arpo.data.world import World, make_world
@@ -20,7 +21,8 @@ from arpo.engine.local import LocalEngine
 from arpo.plugins import load_object, names_object
 from arpo.render import encode_prompt, make_format
 from arpo.rollout import Agent
-from arpo.settings import Config, Mcp
+from arpo.runlog import is_run, open_run
+from arpo.settings import Config, Mcp, Model
 from arpo.tools.base import Tool
 from arpo.tools.cache import ToolCache
 from arpo.tools.call import Toolbox
@@ -33,6 +35,7 @@ from arpo.tools.search import (
     open_index,
     web_search,
 )
+from arpo.trainer.checkpoint import model_settings
 from arpo.trainer.model import load_trainable
 from arpo.types import ArpoError, Task
 
@@ -218,11 +221,29 @@ BUILT_IN: dict[str, Callable[[Config, World], Tool]] = {"search": _search, "pyth
 def make_model(config: Config, bench: Bench, progress: Progress) -> tuple[Any, Any]:
     """The model and its tokenizer; the built-in model is made first if need be."""
     if config.model.path != "tiny":
-        return load_trainable(config.model, config.train, config.seed)
+        return load_trainable(_of_run(config.model), config.train, config.seed)
     if config.rollout.format != "tags":
         raise ArpoError('rollout.format: the built-in model ("tiny") was taught tags; use "tags" or another model.path')
     path = coldstart(config.coldstart, bench.world, lambda world: world_tools(config, world), progress)
     return load_trainable(config.model.model_copy(update={"path": str(path)}), config.train, config.seed)
+
+
+def _of_run(model: Model) -> Model:
+    """Where the path is a run's directory, its last checkpoint; an adapter comes with the base it was trained on."""
+    directory = Path(model.path).expanduser()
+    if not is_run(directory):
+        return model
+    log = open_run(directory)
+    checkpoint = log.latest_checkpoint()
+    if checkpoint is None:
+        raise ArpoError(f"model.path: the run {model.path!r} has no checkpoint yet")
+    trained = model_settings(checkpoint[1])
+    if "path" in trained:
+        return model.model_copy(update={"path": trained["path"]})
+    if model.adapter is not None:
+        raise ArpoError(f"model.adapter: the run {model.path!r} is an adapter itself; only one can be loaded")
+    base = config_from_resolved(log.config()).model.path
+    return _of_run(model.model_copy(update={"path": base})).model_copy(update=trained)
 
 
 def make_agent(config: Config, bench: Bench, model: Any, tokenizer: Any, threaded: bool | None = None) -> Agent:

@@ -11,12 +11,9 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from arpo import runlog
 from arpo.advantage import credit
-from arpo.config import differences
 from arpo.data.order import batch_of, outcome
 from arpo.display import HEADER, console, progress_bar, step_line
 from arpo.evaluate import Evaluation, evaluate
@@ -24,16 +21,17 @@ from arpo.metrics import rollout_metrics, tool_metrics
 from arpo.rewards import RewardFn, Scorer, fault_metrics, reward_from, unjudged
 from arpo.rollout import Agent, rollouts
 from arpo.runlog import RunLog
+from arpo.runs import Keeper, open_directory
 from arpo.settings import Config
 from arpo.setup import Bench, fit_prompts, make_agent, make_bench, make_model
-from arpo.trainer.checkpoint import load_checkpoint, model_settings, save_checkpoint
 from arpo.trainer.update import Trainer
 from arpo.types import ArpoError, Credit, Reward, RolloutTree, derive_seed
 
 MAY_CHANGE = (  # settings that a resumed run may have other than it began with
-    *("train.steps:", "run.", "eval."),
+    *("train.steps:", "run.", "eval.", "sft."),
     *("train.lr:", "train.micro_tokens:", "train.checkpointing:", "rollout.kv_tokens:", "model.device:"),
 )
+SIGN = "reward"  # what every record of such a run has
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,18 +52,38 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A session that is being trained and logged; `step` steps were done when it was opened."""
+    """A session that is being trained and logged."""
 
     session: Session
-    trainer: Trainer
-    log: RunLog
-    step: int
+    keeper: Keeper
+
+    @property
+    def trainer(self) -> Trainer:
+        """What trains it."""
+        return self.keeper.trainer
+
+    @property
+    def log(self) -> RunLog:
+        """Its directory."""
+        return self.keeper.log
+
+    @property
+    def step(self) -> int:
+        """Steps that were done when it was opened."""
+        return self.keeper.step
 
 
 def open_session(config: Config, bench: Bench | None = None, threaded: bool | None = None) -> Session:
     """Load (or make) the model that the config names and all that goes with it; `threaded` as in `make_agent`."""
     bench = bench or make_bench(config)
     reward = reward_from(config.reward)
+    model, tokenizer = load_shown(config, bench)
+    agent = make_agent(config, bench, model, tokenizer, threaded)
+    return Session(config, fit_prompts(bench, agent, config.data.max_prompt_tokens), model, agent, reward)
+
+
+def load_shown(config: Config, bench: Bench) -> tuple[Any, Any]:
+    """The model and its tokenizer; if the built-in model must be made first, that is shown."""
     with progress_bar("cold start", config.coldstart.steps) as bar:
         bar.update(bar.task_ids[0], visible=False)  # nothing to see unless the built-in model must be made
 
@@ -77,15 +95,12 @@ def open_session(config: Config, bench: Bench | None = None, threaded: bool | No
             note = f"loss {loss:.3f}" if step else "writing examples"
             bar.update(bar.task_ids[0], completed=step, total=steps, note=note, visible=True)
 
-        model, tokenizer = make_model(config, bench, show)
-    agent = make_agent(config, bench, model, tokenizer, threaded)
-    return Session(config, fit_prompts(bench, agent, config.data.max_prompt_tokens), model, agent, reward)
+        return make_model(config, bench, show)
 
 
 @contextmanager
 def open_run(config: Config, resume: bool = False) -> Iterator[Run]:
     """A new run in `run.dir`, or one that goes on there from its last checkpoint. Holds the directory until left."""
-    directory = Path(config.run.dir).expanduser()
     with ExitStack() as stack:
         bench = make_bench(config)
         stack.callback(bench.tools.close)
@@ -96,36 +111,24 @@ def open_run(config: Config, resume: bool = False) -> Iterator[Run]:
                 "loss.kl: the adapter that is trained on is not part of the model it would be compared with; "
                 "use loss.kl=0, or train.lora_rank=0 to train all weights"
             )
-        log = stack.enter_context(_resume_log(directory, config)) if resume else None
-        if log is None:
-            runlog.refuse_used(directory)
-        checkpoint = log.latest_checkpoint() if log else None
-        model = config.model.model_copy(update=model_settings(checkpoint[1]) if checkpoint else {})
-        session = open_session(config.model_copy(update={"model": model}), bench)
-        apart = config.loss.kl and not config.train.lora_rank  # from a model of its own, the one before training
-        reference = make_model(config, bench, lambda *_: None)[0] if apart else None
-        trainer = Trainer(session.model, session.agent.tokenizer, config, reference)
-        step = load_checkpoint(trainer, checkpoint[1]) if checkpoint else 0
-        if log is None:  # only now: a mistake in data or model leaves no run behind
-            log = stack.enter_context(runlog.create(directory, config.resolved()))
-        log.rewind(step)
+        sessions: list[Session] = []
+
+        def load(latest: Config) -> Trainer:
+            sessions.append(open_session(latest, bench))
+            apart = config.loss.kl and not config.train.lora_rank  # from a model of its own, the one before training
+            reference = make_model(config, bench, lambda *_: None)[0] if apart else None
+            return Trainer(sessions[0].model, sessions[0].agent.tokenizer, config, reference)
+
+        keeper = stack.enter_context(open_directory(config, resume, load, MAY_CHANGE, SIGN))
+        session = sessions[0]
         if config.data.curriculum:
-            session.outcomes.extend(record["outcomes"] for record in log.read_metrics())
-        yield Run(session, trainer, log, step)
-
-
-def _resume_log(directory: Path, config: Config) -> RunLog:
-    log = runlog.open_run(directory, write=True)
-    changed = [line for line in differences(log.config(), config.resolved()) if not line.startswith(MAY_CHANGE)]
-    if changed:
-        log.close()
-        raise ArpoError(f"{directory} was begun with other settings, so it can't be resumed:\n" + "\n".join(changed))
-    return log
+            session.outcomes.extend(record["outcomes"] for record in keeper.log.read_metrics())
+        yield Run(session, keeper)
 
 
 async def train(run: Run) -> int:
     """Train to the configured number of steps; returns the last step done."""
-    config, step, saved, engine = run.session.config, run.step, run.step, run.session.agent.engine
+    config, step, engine = run.session.config, run.step, run.session.agent.engine
     await engine.update_weights(step)
     if step >= config.train.steps:
         console.print(f"Nothing to do: the run is at step {step}, train.steps is {config.train.steps}.")
@@ -136,14 +139,14 @@ async def train(run: Run) -> int:
         while step < config.train.steps:
             bar.update(bar.task_ids[0], completed=step)
             started = time.monotonic()
-            with _saving(run, step, saved):
+            with run.keeper.saving(step):
                 trees, rewards = await sample_step(run.session, step + 1)
             seconds = {"rollout_seconds": time.monotonic() - started}
             told = {f"engine_{name}": value for name, value in engine.stats().items()}
             metrics = {**learn_step(run, step + 1, trees, rewards), **seconds, **told}
             step += 1
             await engine.update_weights(step)
-            with _saving(run, step, saved):
+            with run.keeper.saving(step):
                 try:
                     if config.eval.every and step % config.eval.every == 0:
                         result = await test(run.session)
@@ -154,9 +157,7 @@ async def train(run: Run) -> int:
                     run.log.append(step, {**metrics, **seen})
             console.print(step_line(step, metrics))
             learnt += metrics["optimiser_steps"]
-            if step % config.run.checkpoint_every == 0 or step == config.train.steps:
-                _save(run, step)
-                saved = step
+            run.keeper.step_done(step, config.train.steps)
     if not learnt:
         console.print("Nothing was learnt: for every question, all paths earned the same. `arpo rollout` shows why.")
     return step
@@ -187,17 +188,6 @@ def learn_step(
     learnt = run.trainer.update(trees, credits)
     sampled = {**rollout_metrics(trees, rewards), **fault_metrics(rewards), **tool_metrics(trees)}
     return {**sampled, **learnt, "train_seconds": time.monotonic() - started}
-
-
-@contextmanager
-def _saving(run: Run, step: int, saved: int) -> Iterator[None]:
-    """Whatever ends the work inside, Ctrl-C or an error, costs no finished step: they are saved first."""
-    try:
-        yield
-    except BaseException:
-        if saved != step:
-            _save(run, step)
-        raise
 
 
 def _credit(config: Config, tree: RolloutTree, rewards: Sequence[Reward]) -> tuple[Credit, ...]:
@@ -238,8 +228,3 @@ def need_test_questions(bench: Bench) -> None:
     """Raise if there are none."""
     if not bench.test:
         raise ArpoError("data.test: there are no held-out questions; name a file of them")
-
-
-def _save(run: Run, step: int) -> None:
-    keep = run.session.config.run.keep_checkpoints
-    run.log.commit_checkpoint(step, lambda directory: save_checkpoint(run.trainer, step, directory), keep)

@@ -36,12 +36,12 @@ ROWS = (
         "loss",
         "metrics",
     ),
-    ("runlog", "config", "rollout", "display", "trainer"),
-    ("evaluate", "imitate"),
+    ("runlog", "config", "rollout", "display", "trainer", "lessons"),
+    ("evaluate", "imitate", "runs"),
     ("coldstart",),
     ("setup",),
     ("train",),
-    ("chat", "demo", "doctor", "pretrain"),
+    ("chat", "demo", "doctor", "pretrain", "sft", "collect"),
     ("cli",),
 )
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}

@@ -67,8 +67,13 @@ class Reading:
 
     def complaint(self) -> str:
         """The problems, the first of them and how many more there are."""
-        more = len(self.problems) - SHOWN
-        return "\n".join([*self.problems[:SHOWN], *([f"and {more} more"] if more > 0 else [])])
+        return complaint(self.problems)
+
+
+def complaint(problems: Sequence[str]) -> str:
+    """The first problems and how many more there are."""
+    more = len(problems) - SHOWN
+    return "\n".join([*problems[:SHOWN], *([f"and {more} more"] if more > 0 else [])])
 
 
 def read_tasks(source: str, columns: Columns, prepare: Callable[[Row], Row | None] | None = None) -> Reading:
@@ -79,7 +84,7 @@ def read_tasks(source: str, columns: Columns, prepare: Callable[[Row], Row | Non
     used: dict[str, Counter[str]] = {part: Counter() for part in ("question", "answer", "id", "kind")}
     for unit, number, given in read_rows(source):
         try:
-            row = _object(given) if prepare is None else prepare(_object(given))
+            row = as_object(given) if prepare is None else prepare(as_object(given))
             if row is None:
                 left_out += 1
             else:
@@ -132,7 +137,8 @@ def lookup(row: Row, column: str) -> Any:
     return lookup(inner, rest)
 
 
-def _object(given: Any) -> Row:
+def as_object(given: Any) -> Row:
+    """A row as an object, parsed now if it has not been yet; ValueError if it is none."""
     if isinstance(given, JsonText):
         try:
             given = json.loads(given)
@@ -141,6 +147,12 @@ def _object(given: Any) -> Row:
     if not isinstance(given, dict):
         raise ValueError(f"expected a JSON object, got {type(given).__name__}")
     return given
+
+
+def question_of(row: Row) -> str:
+    """The question of a row, in whichever of the usual columns."""
+    column, value = _find(row, Columns(settings=None), "question")
+    return _question(value, column)
 
 
 def _task(row: Row, name: str, columns: Columns, used: dict[str, Counter[str]]) -> Task:

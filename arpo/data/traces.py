@@ -19,6 +19,7 @@ from arpo.types import Kind, Task, derive_seed
 PER_WORLD = 100
 CallFn = Callable[[str, str], str]
 """(tool name, argument) -> result text, by the real tool."""
+Segment = tuple[Kind, str]  # who wrote it, and what
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class Trace:
     """A worked example: the task and what was written after the question, by model and tools in turn."""
 
     task: Task
-    segments: tuple[tuple[Kind, str], ...]
+    segments: tuple[Segment, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class _Writer:
 
     def __init__(self, call: CallFn, rng: random.Random) -> None:
         self.call, self.rng = call, rng
-        self.segments: list[tuple[Kind, str]] = []
+        self.segments: list[Segment] = []
 
     def use(self, thought: str, tool: str, argument: str) -> str:
         self.segments.append((Kind.MODEL, f"<think> {thought}</think><{tool}> {argument}</{tool}>"))
