@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from test_cli import call
 from traces import formats, write_rows
 
 from arpo.collect import gsm8k_traces
@@ -106,7 +107,8 @@ def test_only_what_python_confirms_becomes_a_trace(tmp_path: Path, capsys: pytes
         "<python>\nv1 = 48/2\nv2 = 48+v1\nprint(v2)\n</python><result>72.0</result>"
         "<think>The answer is 72.</think><answer>\\boxed{72}</answer>"
     )
-    asyncio.run(gsm8k_traces(str(source), tmp_path / "again.jsonl", limit=6))
+    assert call("data", "traces", "gsm8k", source, "--out", tmp_path / "again.jsonl", "--limit", 6) == 0
+    assert "2 of 6 solutions became traces" in capsys.readouterr().out
     assert (tmp_path / "again.jsonl").read_bytes() == (tmp_path / "out.jsonl").read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["again.jsonl", "out.jsonl", "train.jsonl"]
     assert json.loads((tmp_path / "out.jsonl").read_text().splitlines()[0])["messages"][0]["content"] == CLIPS

@@ -122,7 +122,9 @@ def test_it_teaches_how_to_call_tools(tmp_path: Path) -> None:
 @pytest.mark.parametrize("more", [(), ("train.micro_tokens=50",), ("train.micro_tokens=8", "train.checkpointing=true")])
 def test_packed_traces_have_the_gradient_of_each_by_itself(folder: Path, more: tuple[str, ...]) -> None:
     """However they are packed and cut, and whatever the settings of reinforcement learning are."""
-    model, lessons = lessons_of(folder, [sum_row(a, b) for a, b in SUMS])
+    rows = [sum_row(a, b) for a, b in SUMS]
+    rows[2]["messages"][1]["content"] = "<think>Add. So add. Add!</think>"  # traces weigh by their tokens
+    model, lessons = lessons_of(folder, rows)
     others = ("rollout.temperature=0.5", "loss.kl=1", "loss.kind=gspo", "train.minibatches=3", "loss.entropy=0.1")
     config = sums_config(folder, *others, *more)
     expected, loss = plain_gradients(model, lessons)
@@ -156,6 +158,21 @@ def test_results_and_prompts_teach_nothing_but_through_attention(folder: Path) -
     for other in blind[1:]:
         for name in blind[0][0].keys() - {"model.layers.0.self_attn.o_proj.weight"}:
             torch.testing.assert_close(other[0][name], blind[0][0][name], rtol=1e-5, atol=1e-8)
+
+
+def test_a_run_has_the_settings_of_its_section(folder: Path) -> None:
+    """The loss is that of the definition, not that of `[loss]`, and the learning rate rises over `sft.warmup` steps."""
+    for number, more in enumerate(("sft.warmup=0", "sft.warmup=1000", "sft.lr=1e-5")):
+        run_to_the_end(sums_config(folder, *FAST, "rollout.temperature=0.5", more, f"run.dir={folder / str(number)}"))
+    rows = [what_it_left(folder / str(number))[1] for number in range(3)]
+    with open_course(sums_config(folder, *FAST, f"run.dir={folder / 'other'}")) as course:
+        model, lessons = course.keeper.trainer.model, [course.lessons[n] for n in course.batches[0][1]]
+    assert rows[0][0]["loss"] == pytest.approx(plain_gradients(model, lessons)[1], rel=1e-5)
+    assert rows[0][0]["traces"] == len(lessons)
+    assert rows[0][-1]["loss"] < 0.9 * rows[0][0]["loss"]
+    for slow in rows[1:]:
+        assert slow[0] == rows[0][0]
+        assert slow[-1]["loss"] > 0.95 * slow[0]["loss"]
 
 
 def what_it_left(directory: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
@@ -220,9 +237,9 @@ def test_resuming_refuses_other_settings_and_the_other_command(folder: Path) -> 
     with arpo.train.open_run(other) as run:
         asyncio.run(arpo.train.train(run))
     for opened, wrong in ((open_course, other), (arpo.train.open_run, config)):
-        with pytest.raises(ArpoError, match="begun by another command"), opened(wrong, True):
+        with pytest.raises(ArpoError, match="begun by another command") as refused, opened(wrong, True):
             raise AssertionError("it was opened")
-    assert run_to_the_end(config, resume=True) == 4  # the lock was given back, and there is nothing to do
+    assert run_to_the_end(config, resume=True) == 4 and refused  # the lock was given back, and there is nothing to do
     with pytest.raises(ArpoError, match="already holds a run"), open_course(config):
         raise AssertionError("it was opened")
 

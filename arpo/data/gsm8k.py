@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from arpo.data.tasks import text_after
 
 _ANNOTATION = re.compile(r"<<([^<>=]*)=([^<>]*)>>")
-_RESULT = re.compile(r"\s*=?\s*\$?\s*<<[^<>]*>>\s*\$?[\d.,]*\d")
+_RESULT = re.compile(r"\s*\$?[\d.,]*\d")
 _NUMBER = re.compile(r"(?<![\w.])(?:\d+(?:\.\d+)?|\.\d+)(?![\w.])")
 _ARITHMETIC = re.compile(r"[-+*/().\d\s]+")
 
@@ -71,7 +71,7 @@ def _named(number: str, known: dict[float, str]) -> str:
 
 def _expression(text: str) -> str:
     """One side of an annotation as Python."""
-    text = re.sub(r"(\d+(?:\.\d+)?|\.\d+)%", r"(\1/100)", _plain(text))
+    text = re.sub(r"(?<![\d.])(\d+(?:\.\d+)?|\.\d+)%", r"(\1/100)", _plain(text))
     text = text.replace("\u00d7", "*").replace("x", "*").replace("\u00f7", "/").strip()
     if not _ARITHMETIC.fullmatch(text):
         raise NoProgram("a step is not plain arithmetic")
@@ -91,6 +91,16 @@ def _value(text: str) -> float | None:
 
 
 def _thought(solution: str) -> str:
-    text = solution.rpartition("####")[0]
-    lines = (re.sub(r"<<[^<>]*>>", "", _RESULT.sub("", line)).strip() for line in text.splitlines())
+    lines = (_without_results(line).strip() for line in solution.rpartition("####")[0].splitlines())
     return " ".join(filter(None, lines))
+
+
+def _without_results(line: str) -> str:
+    """The line without its annotations, and without the numbers that stand right behind them."""
+    text, *rest = re.split(r"<<[^<>]*>>", line)
+    for part in rest:
+        found = _RESULT.match(part)
+        if found:
+            text, part = text.rstrip(" $").removesuffix("=").rstrip(), part[found.end() :]
+        text += part
+    return text
