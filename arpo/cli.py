@@ -97,13 +97,45 @@ def _run_to_the_end(work: Coroutine[None, None, int], directory: Path) -> None:
 
 @app.command(name="eval")
 def evaluate(
-    target: Annotated[Path, typer.Argument(help="a run's directory (its last checkpoint is used) or a TOML file")],
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="a run's directory (its last checkpoint is used) or a TOML file; with --benchmarks also a Hugging "
+            "Face directory, a hub name or a .gguf file; with --endpoint only settings, if any"
+        ),
+    ] = "",
     overrides: Overrides = None,
+    benchmarks: Annotated[str | None, typer.Option(help="names, like gsm8k,hotpotqa: docs/evaluation.md")] = None,
+    k: Annotated[str | None, typer.Option(help="pass@k for these, like 1,3,5; 1 if not given")] = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="answers per question (eval.samples)")] = None,
+    questions: Annotated[int | None, typer.Option(min=1, help="the first so many of each set")] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="folder of NAME.jsonl or .parquet; else the hub")] = None,
+    out: Annotated[Path | None, typer.Option(help="directory for answers and results; evals/MODEL if none")] = None,
+    endpoint: Annotated[str | None, typer.Option(help="ask this OpenAI-compatible endpoint, not a model")] = None,
+    model: Annotated[str | None, typer.Option(help="the model's name at the endpoint")] = None,
 ) -> None:
-    """Accuracy on held-out questions."""
+    """Accuracy on held-out questions, or on benchmarks, where a stopped evaluation goes on if started again."""
+    settings = {"eval.samples": samples, "eval.endpoint": endpoint, "eval.endpoint_model": model}
+    given = [*(overrides or []), *(f"{name}={value}" for name, value in settings.items() if value is not None)]
+    if endpoint is not None and target.partition("=")[0].replace(".", "").isidentifier() and "=" in target:
+        target, given = "", [target, *given]  # no model, so what stands in its place is a setting
+    if not target and endpoint is None:
+        raise ArpoError("name what is to be evaluated: a run, a TOML file or a model; or give --endpoint and --model")
+    if benchmarks is not None:
+        from arpo.benchmark import run_benchmarks, the_plan
+
+        given = [*(["rollout.concurrency=8"] if endpoint else []), *given]
+        config = _chat_config(target, given) if target else load_config(None, given)
+        plan = the_plan(config, target, benchmarks, k or "1", questions, data_dir, out)
+        if run_benchmarks(config, plan, _run).failures:
+            raise typer.Exit(1)
+        return
+    if k or endpoint or model or data_dir or out:
+        raise ArpoError("--k, --data-dir, --out, --endpoint and --model need --benchmarks")
     from arpo.train import open_session, test
 
-    with closing(open_session(_config_of(target, overrides or []))) as session:
+    given += [] if questions is None else [f"eval.questions={questions}"]
+    with closing(open_session(_config_of(Path(target), given))) as session:
         _show_evaluation(_run(test(session)), session.bench.tools)
 
 
@@ -183,7 +215,7 @@ def _reader() -> tuple[Callable[[], str], bool]:
 
 
 def _chat_config(model: str, overrides: list[str]) -> Config:
-    """The settings that `arpo chat` means by MODEL."""
+    """The settings that `arpo chat` and `arpo eval --benchmarks` mean by MODEL."""
     path = Path(model).expanduser()
     if path.suffix == ".toml" or is_run(path):
         return _config_of(path, overrides)

@@ -56,6 +56,12 @@ class Evaluation:
         return fmean(reward.parts[part] for rewards in self.rewards for reward in rewards)
 
 
+def whole_paths(settings: Eval, rollout_settings: Rollout, paths: int) -> Rollout:
+    """How so many paths are sampled for an evaluation, all from the prompt."""
+    how = {name: getattr(settings, name) for name in ("temperature", "top_p", "top_k")}
+    return rollout_settings.model_copy(update={"leaves": paths, "initial": paths, **how})
+
+
 async def evaluate(
     agent: Agent,
     tasks: Sequence[Task],
@@ -70,16 +76,7 @@ async def evaluate(
 
     Answers are scored in `workers` threads while other questions are still being asked.
     """
-    how = rollout_settings.model_copy(
-        update={
-            "leaves": settings.samples,
-            "initial": settings.samples,
-            "temperature": settings.temperature,
-            "top_p": settings.top_p,
-            "top_k": settings.top_k,
-        }
-    )
-
+    how = whole_paths(settings, rollout_settings, settings.samples)
     chosen = tasks[: settings.questions]
     seeds = [derive_seed(seed, "eval", number) for number in range(len(chosen))]
     with Scorer(reward, workers) as scorer:

@@ -88,8 +88,8 @@ class RunLog:
         data, index = self._tree_files(step)
         data.parent.mkdir(exist_ok=True)
         index.unlink(missing_ok=True)  # an index never stands beside data it does not describe
-        _write_atomically(data, content)
-        _write_atomically(index, _dump({"trees": [asdict(entry) for entry in entries]}))
+        write_atomically(data, content)
+        write_atomically(index, _dump({"trees": [asdict(entry) for entry in entries]}))
 
     def tree_steps(self) -> list[int]:
         """Steps whose trees are there, in order."""
@@ -181,7 +181,7 @@ class RunLog:
         for later in reversed([other for other in self.checkpoint_steps() if other > step]):
             self._drop_checkpoint(later)  # first, so that a crash below cannot leave a checkpoint without its records
         kept = [json.dumps(record) + "\n" for record in self.read_metrics() if record["step"] <= step]
-        _write_atomically(self.directory / METRICS, "".join(kept).encode("ascii"))
+        write_atomically(self.directory / METRICS, "".join(kept).encode("ascii"))
         for path in sorted((self.directory / "trees").glob("step_*")):  # sorted: an index goes before its data
             if int(path.name.removeprefix("step_").partition(".")[0]) > step:
                 path.unlink()
@@ -198,10 +198,10 @@ def create(directory: Path, config: Mapping[str, Any]) -> RunLog:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ArpoError(f"{directory}: cannot be made: {error.strerror}") from error
-    log = RunLog(directory, _take_lock(directory))
+    log = RunLog(directory, take_lock(directory))
     try:
         refuse_used(directory)  # another process may have been faster
-        _write_atomically(directory / CONFIG, _dump(config))
+        write_atomically(directory / CONFIG, _dump(config))
     except BaseException:
         log.close()
         raise
@@ -214,7 +214,7 @@ def open_run(directory: Path, write: bool = False) -> RunLog:
         raise ArpoError(f"{directory}: not a run (it has no {CONFIG})")
     if not write:
         return RunLog(directory, None)
-    lock = _take_lock(directory)
+    lock = take_lock(directory)
     metrics = directory / METRICS
     if metrics.exists():  # what is appended must not join a line that was cut off
         os.truncate(metrics, metrics.read_bytes().rfind(b"\n") + 1)
@@ -242,7 +242,8 @@ def refuse_used(directory: Path) -> None:
         raise ArpoError(f"{directory}: is not empty and holds no run; choose another run.dir")
 
 
-def _take_lock(directory: Path) -> IO[str]:
+def take_lock(directory: Path, what: str = "run", option: str = "run.dir") -> IO[str]:
+    """The lock of a directory, held until it is closed; whoever meets one that is held is told what to change."""
     path = directory / LOCK
     try:
         file = path.open("a+", encoding="ascii")
@@ -250,7 +251,7 @@ def _take_lock(directory: Path) -> IO[str]:
     except BlockingIOError:
         holder = path.read_text(encoding="ascii").strip() or "unknown"
         raise ArpoError(
-            f"{path}: another process (pid {holder}) is writing this run; stop it or choose another run.dir"
+            f"{path}: another process (pid {holder}) is writing this {what}; stop it or choose another {option}"
         ) from None
     except OSError as error:
         raise ArpoError(f"{path}: cannot be locked: {error.strerror}") from error
@@ -260,7 +261,8 @@ def _take_lock(directory: Path) -> IO[str]:
     return file
 
 
-def _write_atomically(path: Path, content: bytes) -> None:
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file that is either whole or not there, whatever happens."""
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("wb") as file:
         file.write(content)

@@ -339,6 +339,14 @@ class Eval(_Section):
     temperature: float = Field(default=0.6, ge=0, description="sampling temperature; 0: always the likeliest token")
     top_p: float = Field(default=0.95, gt=0, le=1, description="keep the likeliest tokens of this total probability")
     top_k: int = Field(default=0, ge=0, description="keep this many of the likeliest tokens; 0: all")
+    endpoint: Annotated[Text | None, _NoneWord] = Field(
+        default=None, description="OpenAI-compatible endpoint asked on benchmarks in place of a model of one's own"
+    )
+    endpoint_model: Annotated[Text | None, _NoneWord] = Field(default=None, description="model asked at the endpoint")
+    endpoint_key_env: Annotated[Text | None, _NoneWord] = Field(
+        default=None, description="environment variable that holds the endpoint's key; none: no key is sent"
+    )
+    endpoint_timeout: float = Field(default=300.0, gt=0, description="seconds one turn at the endpoint may take")
 
 
 class Run(_Section):

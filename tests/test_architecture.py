@@ -36,12 +36,12 @@ ROWS = (
         "loss",
         "metrics",
     ),
-    ("runlog", "config", "rollout", "display", "trainer", "lessons"),
-    ("evaluate", "imitate", "runs"),
-    ("coldstart",),
-    ("setup",),
+    ("runlog", "config", "rollout", "remote", "display", "trainer", "lessons"),
+    ("evaluate", "samples", "imitate", "runs"),
+    ("coldstart", "summary"),
+    ("setup", "report"),
     ("train",),
-    ("chat", "demo", "doctor", "pretrain", "sft", "collect"),
+    ("benchmark", "chat", "demo", "doctor", "pretrain", "sft", "collect"),
     ("cli",),
 )
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}

@@ -193,6 +193,19 @@ def test_eval_of_a_run_and_of_a_file(arpo: Arpo, trained: Path) -> None:
     assert not Path("run").exists()
 
 
+def test_eval_of_a_run_on_a_benchmark(arpo: Arpo, trained: Path) -> None:
+    write_questions("gsm8k.jsonl", *({"question": f"{n} + 1?", "answer": f"so\n#### {n + 1}"} for n in range(3)))
+    own = ("tools.enabled=[]", "--benchmarks", "gsm8k", "--data-dir", ".", "--out", "out")
+    outcome = arpo("eval", trained, "--samples", 2, "--questions", 2, *own)
+    assert (outcome.code, outcome.err) == (0, "")
+    settings = json.loads(Path("out/settings.json").read_text())
+    assert settings["model"]["path"] == str(trained / "checkpoints" / "step_000002" / "model")
+    assert settings["rollout"]["max_tokens"] == 60  # as the run has it
+    assert len(Path("out/samples/gsm8k.jsonl").read_text().splitlines()) == 4
+    outcome = arpo("eval", trained, "--samples", 2, "--questions", 3)  # these options go for held-out questions, too
+    assert outcome.out.splitlines()[0] == "accuracy 0.0% over 3 questions"
+
+
 def test_rollout_shows_a_tree(arpo: Arpo, trained: Path) -> None:
     outcome = arpo("rollout", trained, "--number", 5)
     assert outcome.code == 0

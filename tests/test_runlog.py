@@ -152,14 +152,14 @@ def test_tree_file_is_plain_json_lines_for_other_programs(tmp_path: Path) -> Non
 def test_trees_without_index_are_not_there_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = create(tmp_path / "run", {})
     _save(log, 1, "a", "b")
-    write = runlog._write_atomically
+    write = runlog.write_atomically
 
     def crash_at_index(path: Path, content: bytes) -> None:
         if path.name.endswith(".index.json"):
             raise KeyboardInterrupt
         write(path, content)
 
-    monkeypatch.setattr(runlog, "_write_atomically", crash_at_index)
+    monkeypatch.setattr(runlog, "write_atomically", crash_at_index)
     for step in (1, 2):
         with pytest.raises(KeyboardInterrupt):
             _save(log, step, "c")

@@ -1,0 +1,112 @@
+"""The numbers of an evaluation: by hand on a few answers, and intervals that hold the truth as often as they say."""
+
+from __future__ import annotations
+
+import random
+from statistics import fmean
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from arpo import summary as module
+from arpo.samples import Sample
+from arpo.summary import bootstrap, estimate, summarise
+
+
+def sample(task: str, number: int, score: float = 0.0, **more: object) -> Sample:
+    """An answer that is right if it scores 1."""
+    given = {"score": score, "correct": float(score == 1), **more}
+    return Sample("gsm8k", task, number, **given)  # type: ignore[arg-type]
+
+
+def test_numbers_by_hand() -> None:
+    answers = [
+        sample("a", 0, 1.0, format=1.0, calls=2, tokens=100, seconds=1.0),
+        sample("a", 1, 0.5, format=1.0, calls=0, tokens=50, seconds=2.0),
+        sample("a", 2, 0.0, format=0.0, calls=1, tokens=30, seconds=3.0, faults=("judge.long",)),
+        sample("b", 0, 0.0, format=1.0, calls=1, tokens=20, seconds=4.0, faults=("judge.long",)),
+        sample("b", 1, 0.0, format=1.0, calls=1, tokens=None, seconds=5.0),
+        sample("b", 2, 1.0, failed="the endpoint was down", calls=50),
+        sample("c", 0, 1.0, failed="a tool was unavailable"),
+    ]
+    found = summarise(answers, (1, 2, 3, 4))
+    assert (found.questions, found.answers, found.failed) == (2, 5, 2)
+    assert found.score is not None and found.score.value == pytest.approx((0.5 + 0.0) / 2)
+    # a: 1 of 3 right, pass@1 1/3, pass@2 2/3, pass@3 1; b: 0 of 2 right, and too few answers for pass@3
+    assert {k: (e.value, e.questions) for k, e in found.pass_at.items()} == {
+        1: (pytest.approx(1 / 6), 2),
+        2: (pytest.approx(1 / 3), 2),
+        3: (pytest.approx(1.0), 1),
+    }
+    assert (found.format, found.calls, found.tokens, found.seconds) == (0.8, 1.0, 50.0, 3.0)
+    assert found.faults == {"judge.long": 2} and found.levels == {}
+    assert summarise(reversed(answers), (1, 2, 3, 4)) == found
+
+
+def test_levels_stand_apart_where_there_are_several() -> None:
+    answers = [sample("a", 0, 1.0, level="easy"), sample("b", 0, 0.0, level="hard"), sample("c", 0, 1.0, level="hard")]
+    found = summarise(answers, (1,))
+    assert list(found.levels) == ["easy", "hard"]
+    hard = found.levels["hard"]
+    assert hard.score is not None and (hard.score.value, hard.questions, hard.pass_at[1].value) == (0.5, 2, 0.5)
+    assert summarise(answers[1:], (1,)).levels == {}
+    assert list(summarise([*answers, sample("d", 0)], (1,)).levels) == ["easy", "hard", "none"]
+
+
+def test_nothing_that_counts() -> None:
+    found = summarise([sample("a", 0, 1.0, failed="down")], (1,))
+    assert (found.questions, found.failed, found.score, found.pass_at, found.tokens) == (0, 1, None, {}, None)
+    assert estimate([]) is None
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=40))
+def test_an_interval_lies_within_the_values(values: list[float]) -> None:
+    low, high = bootstrap(values, draws=100)
+    assert min(values) - 1e-9 <= low <= high <= max(values) + 1e-9
+    assert bootstrap(values, draws=100) == (low, high)
+
+
+def test_an_interval_equals_one_drawn_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = [random.Random(i).random() for i in range(30)]
+    drawn = np.random.default_rng(module.SEED).integers(0, 30, (module.DRAWS, 30))
+    means = sorted(fmean(values[i] for i in row) for row in drawn)
+    low, high = bootstrap(values)
+    inside = sum(low <= mean <= high for mean in means) / len(means)
+    assert inside == pytest.approx(0.95, abs=0.002)
+    assert sum(mean < low for mean in means) == pytest.approx(sum(mean > high for mean in means), abs=2)
+    monkeypatch.setattr(module, "_AT_ONCE", 70)  # drawn in many small parts, the numbers are the same
+    assert bootstrap(values) == pytest.approx((low, high))
+
+
+def coverage(questions: int, draw: object, truth: float, trials: int = 400) -> float:
+    """How often the interval holds the truth."""
+    rng = np.random.default_rng(1)
+    intervals = [bootstrap(draw(rng, questions), draws=400, seed=trial) for trial in range(trials)]  # type: ignore[operator]
+    return fmean(low <= truth <= high for low, high in intervals)
+
+
+def test_intervals_hold_the_truth_about_as_often_as_they_say() -> None:
+    """95 % of 400 trials, give or take 2.2 (two standard deviations), and bootstrap is a little narrow."""
+    shares = coverage(150, lambda rng, n: rng.binomial(1, 0.4, n), 0.4)
+    means_of_five = coverage(150, lambda rng, n: rng.binomial(5, rng.beta(0.5, 0.5, n)) / 5, 0.5)
+    assert 0.92 <= shares <= 0.975
+    assert 0.92 <= means_of_five <= 0.975
+    few = coverage(30, lambda rng, n: rng.binomial(1, 0.5, n), 0.5)
+    assert 0.90 <= few <= 0.975
+
+
+def test_pass_at_k_is_unbiased_and_its_interval_holds_the_truth() -> None:
+    """Questions with any chance p, five answers each: pass@3 is the mean of 1 - (1 - p)^3 over p, which is 3/4."""
+    rng = np.random.default_rng(2)
+    values, hits = [], []
+    for _ in range(150):
+        answers = []
+        for question, p in enumerate(rng.random(60)):
+            answers += [sample(str(question), i, float(right)) for i, right in enumerate(rng.random(5) < p)]
+        found = summarise(answers, (3,)).pass_at[3]
+        values.append(found.value)
+        hits.append(found.low <= 0.75 <= found.high)
+    assert fmean(values) == pytest.approx(0.75, abs=0.015)
+    assert fmean(hits) >= 0.88
