@@ -39,6 +39,7 @@ from arpo.train import open_session
 from arpo.types import ArpoError, RolloutTree, Task, derive_seed
 
 GIVE_UP = 20  # answers in a row that fail
+ENDPOINT_AT_ONCE = 8  # answers that an endpoint is asked for, unless rollout.concurrency is set
 SUFFIXES = (".jsonl", ".json", ".parquet")
 Play = Callable[[Task, int], Awaitable[tuple[RolloutTree, int | None]]]
 """From a question and a seed to a tree with one path, and the tokens that the model wrote."""
@@ -226,7 +227,7 @@ class _Work:
             jobs = iter(left)
             try:
                 async with asyncio.TaskGroup() as group:
-                    for _ in range(min(self.config.rollout.concurrency, len(left))):
+                    for _ in range(min(_at_once(self.config), len(left))):
                         group.create_task(self._worker(jobs, advance))
             except ExceptionGroup as several:
                 raise several.exceptions[0] from several
@@ -269,6 +270,11 @@ class _Work:
         every = [sample for given in self.given.values() for _, sample in sorted(given.items())]
         failures = [sample for sample in every if sample.failed is not None]
         return Results(agent_name(self.config), summaries, failures)
+
+
+def _at_once(config: Config) -> int:
+    unset = config.eval.endpoint is not None and "concurrency" not in config.rollout.model_fields_set
+    return ENDPOINT_AT_ONCE if unset else config.rollout.concurrency
 
 
 def _counter(total: int, start: int) -> Callable[[], int]:

@@ -124,7 +124,6 @@ def evaluate(
     if benchmarks is not None:
         from arpo.benchmark import run_benchmarks, the_plan
 
-        given = [*(["rollout.concurrency=8"] if endpoint else []), *given]
         config = _chat_config(target, given) if target else load_config(None, given)
         plan = the_plan(config, target, benchmarks, k or "1", questions, data_dir, out)
         if run_benchmarks(config, plan, _run).failures:

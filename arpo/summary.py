@@ -7,9 +7,9 @@ asked and not others of the kind, and a few answers were sampled of each.
 
 Promises: the same samples give the same numbers, in whatever order they come; answers that failed are counted, never
 scored.
-Does not cover: small sets, where such an interval is too narrow. In simulations it holds the truth in 94 % of cases
-with 100 questions; with 30 in 94 % in the middle of the scale, 91 % where one in ten is wrong and 77 % where one in 20
-is. Where all questions score the same it has no width at all.
+Does not cover: small sets, where such an interval is too narrow. In simulations it holds the truth in 93 to 94 % of
+cases with 100 questions; with 30 in 94 % in the middle of the scale, 91 % where one in twelve is wrong and 77 % where
+one in 20 is. Where all questions score the same it has no width at all.
 """
 
 from __future__ import annotations

@@ -287,10 +287,14 @@ def test_an_endpoint_that_is_down_is_given_up(arpo: Arpo, server: ChatServer, mo
 
 def test_settings_of_a_file_for_an_endpoint(arpo: Arpo, server: ChatServer) -> None:
     server.reply = solving
-    Path("my.toml").write_text("[tools]\nenabled = []\n[eval]\ntemperature = 0.25\n[rollout]\nmax_tokens = 77\n")
-    command = ("eval", "my.toml", "--benchmarks", "gsm8k", "--data-dir", "sets", "--questions", 1)
+    server.delay = 0.02
+    Path("my.toml").write_text(
+        "[tools]\nenabled = []\n[eval]\ntemperature = 0.25\n[rollout]\nmax_tokens = 77\nconcurrency = 2\n"
+    )
+    command = ("eval", "my.toml", "--benchmarks", "gsm8k", "--data-dir", "sets")
     assert arpo(*command, "--endpoint", server.url, "--model", "m").code == 0
     assert (server.requests[0]["temperature"], server.requests[0]["max_tokens"]) == (0.25, 77)
+    assert server.most <= 2
     assert Path("evals/my.toml/results.json").is_file()
 
 

@@ -45,6 +45,13 @@ def test_numbers_by_hand() -> None:
     assert summarise(reversed(answers), (1, 2, 3, 4)) == found
 
 
+def test_the_order_of_the_answers_does_not_matter() -> None:
+    rng = random.Random(0)
+    answers = [sample(str(question), number, rng.random()) for question in range(20) for number in range(3)]
+    shuffled = rng.sample(answers, len(answers))
+    assert summarise(shuffled, (1, 2)) == summarise(answers, (1, 2))
+
+
 def test_levels_stand_apart_where_there_are_several() -> None:
     answers = [sample("a", 0, 1.0, level="easy"), sample("b", 0, 0.0, level="hard"), sample("c", 0, 1.0, level="hard")]
     found = summarise(answers, (1,))
