@@ -8,36 +8,33 @@ import importlib
 import io
 import json
 import random
-import signal
 import sys
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from arpo.cli_base import Overrides, config_of, run_async
+from arpo.cli_data import data_app, index_app
 from arpo.config import load_config
-from arpo.display import console, print_tree, printable, progress_bar, show_reading, tool_lines
-from arpo.runlog import is_run, open_run
+from arpo.display import console, print_tree, tool_lines
+from arpo.runlog import is_run
 from arpo.settings import Config
 from arpo.types import ArpoError, Task, derive_seed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterator
+    from collections.abc import Callable, Coroutine
 
     from arpo.evaluate import Evaluation
-    from arpo.tools.base import Tool
     from arpo.tools.call import Toolbox
 
 T = TypeVar("T")
 HELP = "Train language models that use tools, with ARPO. Start with `arpo demo`."
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=HELP)
-index_app = typer.Typer(no_args_is_help=True, help="Build and try the indexes that the search tool can look into.")
 app.add_typer(index_app, name="index")
-data_app = typer.Typer(no_args_is_help=True, help="Look at questions before training; make traces for `arpo sft`.")
 app.add_typer(data_app, name="data")
 ConfigFile = Annotated[Path, typer.Argument(help="a TOML file with settings")]
-Overrides = Annotated[list[str] | None, typer.Argument(help="settings as key=value, like train.steps=50")]
 # Of a chat, below what the user gives: calmer than in training, one path at a time, and nothing is rewarded.
 CHAT_SETTINGS = ("rollout.temperature=0.7", "rollout.concurrency=1", "reward.bonus=0")
 
@@ -88,7 +85,7 @@ def sft(
 def _run_to_the_end(work: Coroutine[None, None, int], directory: Path) -> None:
     """Train; whoever stops it is told how to go on."""
     try:
-        last = _run(work)
+        last = run_async(work)
     except asyncio.CancelledError:
         print(f"stopped; what was trained is saved in {directory}, go on with --resume", file=sys.stderr)
         raise typer.Exit(130) from None
@@ -126,7 +123,7 @@ def evaluate(
 
         config = _chat_config(target, given) if target else load_config(None, given)
         plan = the_plan(config, target, benchmarks, k or "1", questions, data_dir, out)
-        if run_benchmarks(config, plan, _run).failures:
+        if run_benchmarks(config, plan, run_async).failures:
             raise typer.Exit(1)
         return
     if k or endpoint or model or data_dir or out:
@@ -134,8 +131,8 @@ def evaluate(
     from arpo.train import open_session, test
 
     given += [] if questions is None else [f"eval.questions={questions}"]
-    with closing(open_session(_config_of(Path(target), given))) as session:
-        _show_evaluation(_run(test(session)), session.bench.tools)
+    with closing(open_session(config_of(Path(target), given))) as session:
+        _show_evaluation(run_async(test(session)), session.bench.tools)
 
 
 @app.command()
@@ -151,7 +148,7 @@ def rollout(
     from arpo.rollout import rollout as grow
     from arpo.train import need_test_questions, open_session
 
-    with closing(open_session(_config_of(target, overrides or []))) as session:
+    with closing(open_session(config_of(target, overrides or []))) as session:
         held_out = session.bench.test
         if ask is None and number >= len(held_out) > 0:
             raise ArpoError(f"--number {number}: there are {len(held_out)} held-out questions, counted from 0")
@@ -163,7 +160,7 @@ def rollout(
             raise ArpoError(f"--ask: {error}") from None
         config = session.config
         seed = derive_seed(config.seed, "show", number)
-        tree = _run(grow(session.agent, task, config.rollout, config.branching, seed))
+        tree = run_async(grow(session.agent, task, config.rollout, config.branching, seed))
         print_tree(tree, [session.reward(task, tree, leaf) for leaf in tree.leaves])
         shared = 1 - tree.unique_tokens / tree.total_tokens
         console.print(
@@ -217,7 +214,7 @@ def _chat_config(model: str, overrides: list[str]) -> Config:
     """The settings that `arpo chat` and `arpo eval --benchmarks` mean by MODEL."""
     path = Path(model).expanduser()
     if path.suffix == ".toml" or is_run(path):
-        return _config_of(path, overrides)
+        return config_of(path, overrides)
     return load_config(None, [f"model.path={model}", *overrides])
 
 
@@ -236,143 +233,7 @@ def demo(seed: Annotated[int, typer.Option(min=0, help="decides all randomness o
     """Watch a small agent learn to use tools: a few minutes on a laptop."""
     from arpo.demo import run_demo
 
-    run_demo(seed, _run)
-
-
-@index_app.command(name="build")
-def build_index(
-    corpus: Annotated[Path, typer.Argument(help="passages: .jsonl, .json or .parquet; or triples: .tsv, .txt")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="the directory to make")],
-    dense: Annotated[
-        str | None, typer.Option(help="also embed the passages with this model (path or hub name)")
-    ] = None,
-    query_prefix: Annotated[str, typer.Option(help='what the model wants before a query (E5: "query: ")')] = "",
-    passage_prefix: Annotated[str, typer.Option(help='what it wants before a passage (E5: "passage: ")')] = "",
-    force: Annotated[bool, typer.Option(help="replace an index that is there")] = False,
-) -> None:
-    """Index the passages of CORPUS; tools.search can then name the directory."""
-    from arpo.tools.search import Embedder
-    from arpo.tools.search import build_index as build
-
-    embedder = None if dense is None else Embedder(dense, query_prefix, passage_prefix)
-    try:
-        with _stages() as progress:
-            about = build(corpus, output, embedder, force, progress)
-    except KeyboardInterrupt:  # typer would swallow it, and with it the message of `main`
-        raise asyncio.CancelledError from None
-    console.print(f"{about['passages']:,} passages with {about['words']:,} different words; the index is in {output}")
-
-
-@index_app.command(name="search")
-def search_index(
-    directory: Annotated[Path, typer.Argument(help="an index that `arpo index build` made")],
-    query: Annotated[str, typer.Argument(help="what to search for")],
-    number: Annotated[int, typer.Option("--number", "-n", min=1, help="results to show")] = 3,
-    mode: Annotated[Literal["bm25", "dense", "hybrid"], typer.Option(help="how to search")] = "bm25",
-) -> None:
-    """Show what the search tool finds in an index."""
-    from arpo.tools.search import index_search, open_index
-
-    tool = index_search(open_index(directory), number, mode)
-    console.print(printable(_run(_answer(tool, query))))
-
-
-@data_app.command(name="check")
-def check_data(
-    source: Annotated[
-        str, typer.Argument(help="a .jsonl, .json or .parquet file, hf:NAME:CONFIG:SPLIT, or a TOML file")
-    ],
-    overrides: Overrides = None,
-) -> None:
-    """Show what would be read: columns, first questions, and rows that do not fit (with these the exit code is 1)."""
-    from arpo.data.tasks import Columns, read_tasks
-
-    own = source.endswith(".toml")
-    settings = load_config(
-        Path(source) if own else None, [*([] if own else [f"data.train={source}"]), *(overrides or [])]
-    )
-    prefix = "data.mix." if settings.data.mix else "data."
-    chosen = [(mix.source, Columns.named(mix, prefix)) for mix in settings.data.training]
-    if settings.data.test:
-        chosen.append((settings.data.test, Columns.named(settings.data)))
-    readings = [read_tasks(name, columns) for name, columns in chosen if name != "world"]
-    for reading in readings:
-        show_reading(reading)
-    if not readings:
-        console.print("all questions are the built-in world's")
-    if any(reading.problems or not reading.tasks for reading in readings):
-        raise typer.Exit(1)
-
-
-@data_app.command(name="traces")
-def make_traces(
-    kind: Annotated[Literal["gsm8k"], typer.Argument(help="what the solutions are: gsm8k")],
-    source: Annotated[str, typer.Argument(help="GSM8K with its annotations: a file, or hf:openai/gsm8k:main:train")],
-    out: Annotated[Path, typer.Option(help="the .jsonl file to make")],
-    limit: Annotated[int | None, typer.Option(min=1, help="only the first rows")] = None,
-) -> None:
-    """Turn annotated solutions into traces with the Python tool, each of them run and checked."""
-    from arpo.collect import gsm8k_traces
-
-    _run(gsm8k_traces(source, out, limit))
-
-
-@data_app.command(name="sample")
-def sample_data(
-    target: Annotated[Path, typer.Argument(help="a run's directory (its last checkpoint is used) or a TOML file")],
-    out: Annotated[Path, typer.Option(help="the .jsonl file to make")],
-    overrides: Overrides = None,
-    questions: Annotated[int | None, typer.Option(min=1, help="only the first training questions")] = None,
-    per_question: Annotated[int, typer.Option(min=1, help="traces of one question at most")] = 4,
-) -> None:
-    """Let a model try its training questions, and keep the paths that got all right as traces."""
-    from arpo.collect import sample_traces
-    from arpo.train import open_session
-
-    with closing(open_session(_config_of(target, overrides or []))) as session:
-        _run(sample_traces(session, out, questions, per_question))
-
-
-async def _answer(tool: Tool, query: str) -> str:
-    from arpo.tools.base import ToolError
-
-    try:
-        return await tool.run(query=query)
-    except ToolError as error:
-        raise ArpoError(str(error)) from None
-
-
-@contextlib.contextmanager
-def _stages() -> Iterator[Callable[[str, float], None]]:
-    """Shows how far work has come that goes through stages: a bar on a terminal, some lines elsewhere."""
-    shown = ("", 0)
-    with progress_bar("", 100) as bar:
-
-        def progress(what: str, share: float) -> None:
-            nonlocal shown
-            now = (what, int(100 * share))
-            if now == shown:
-                return
-            shown = now
-            bar.update(bar.task_ids[0], description=what, completed=now[1])
-            if not console.is_terminal and now[1] % 25 == 0:
-                console.print(f"{what}: {now[1]}%")
-
-        yield progress
-
-
-def _config_of(target: Path, overrides: list[str]) -> Config:
-    """The settings in a TOML file, or those of a run with its last checkpoint as the model."""
-    from arpo.trainer.checkpoint import model_settings
-
-    if not target.is_dir():
-        return load_config(target, overrides)
-    log = open_run(target)
-    checkpoint = log.latest_checkpoint()
-    if checkpoint is None:
-        raise ArpoError(f"{target} has no checkpoint yet")
-    trained = [f"model.{key}={value or 'none'}" for key, value in model_settings(checkpoint[1]).items()]
-    return load_config(target / "config.json", [*trained, *overrides])
+    run_demo(seed, run_async)
 
 
 def _show_evaluation(result: Evaluation, tools: Toolbox) -> None:
@@ -384,24 +245,3 @@ def _show_evaluation(result: Evaluation, tools: Toolbox) -> None:
     console.print(f"right format {result.format_rate:.1%}, {result.tool_calls:.2f} tool calls per path")
     for line in tool_lines(tools.stats()):
         console.print(line)
-
-
-def _run(work: Coroutine[None, None, T]) -> T:
-    """Run to the end; Ctrl-C and a polite kill cancel the work, which then saves what it has."""
-
-    async def with_signals() -> T:
-        loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
-
-        def stop(number: signal.Signals) -> None:
-            loop.remove_signal_handler(number)  # whoever asks twice does not want to wait
-            task.cancel()
-
-        with contextlib.suppress(NotImplementedError, RuntimeError):  # not on Windows, not outside the main thread
-            for number in (signal.SIGINT, signal.SIGTERM):
-                loop.add_signal_handler(number, stop, number)
-        return await task
-
-    try:
-        return asyncio.run(with_signals())
-    except KeyboardInterrupt:  # typer would swallow it, and with it the message of `main`
-        raise asyncio.CancelledError from None

@@ -9,34 +9,21 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-Text = Annotated[str, Field(min_length=1)]
-Names = Annotated[tuple[Text, ...], Field(strict=False)]  # TOML and JSON have lists, no tuples
-_NoneWord = BeforeValidator(lambda value: None if value == "none" else value)  # TOML has no null
-MAX_SEED = 2**32 - 1  # what every random generator in use accepts
+from arpo.sections import COLUMNS, MAX_SEED, Data, Mcp, Mix, Names, NoneWord, Section, Text, Tools, World
+
+__all__ = ["COLUMNS", "Data", "Mcp", "Mix", "Tools", "World"]
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-    @staticmethod
-    def _at_most(value: int, info: ValidationInfo, section: str, other: str) -> int:
-        limit = info.data.get(other, value)  # absent if it is wrong itself
-        if value > limit:
-            text = f"at most {section}.{other}, which is {limit}"
-            raise PydanticCustomError("conflict", "{text}", {"text": text, "other": (section, other)})
-        return value
-
-
-class Model(_Section):
+class Model(Section):
     """The model that is trained."""
 
     path: Text = Field(
         default="tiny", description='"tiny" (built in), a Hugging Face directory, a run\'s, a hub name, or a GGUF file'
     )
-    adapter: Annotated[Text | None, _NoneWord] = Field(
+    adapter: Annotated[Text | None, NoneWord] = Field(
         default=None,
         description="directory of a LoRA adapter that is merged into the model, or trained on if train.lora_rank is "
         "not 0; none: the model as it is",
@@ -47,150 +34,7 @@ class Model(_Section):
     )
 
 
-class _Columns(_Section):
-    """Which column of a row holds what; dots lead to what lies inside one (reward_model.ground_truth)."""
-
-    question: Annotated[Text | None, _NoneWord] = Field(
-        default=None,
-        description="column that holds the question, a text or a list of messages; none: question, problem or prompt",
-    )
-    answer: Annotated[Text | None, _NoneWord] = Field(
-        default=None,
-        description="column that holds the right answer or a list of them; none: answer or reward_model.ground_truth",
-    )
-    id: Annotated[Text | None, _NoneWord] = Field(
-        default=None, description="column that names the question; none: id, or else file and line"
-    )
-    kind: Annotated[Text | None, _NoneWord] = Field(
-        default=None, description="column by which accuracy is told apart; none: kind or ability, where there is one"
-    )
-    answer_after: Annotated[Text | None, _NoneWord] = Field(
-        default=None, description='the answer is what follows the last of these marks, like "####"; none: all of it'
-    )
-
-
-class Mix(_Columns):
-    """One source of training questions among several."""
-
-    source: Text = Field(description="what data.train may be")
-    weight: int = Field(default=1, ge=1, le=10_000, description="its share of the questions, against the other weights")
-
-
-class Data(_Columns):
-    """The questions."""
-
-    train: Annotated[Text | None, _NoneWord] = Field(
-        default=None,
-        description='training questions: a .jsonl, .json or .parquet file, "hf:NAME:CONFIG:SPLIT" or "world"; none: '
-        "the mix, or the world where there is none",
-    )
-    test: Annotated[Text | None, _NoneWord] = Field(
-        default=None, description="held-out questions, likewise; none: the world's if the training questions are"
-    )
-    mix: Annotated[tuple[Mix, ...], Field(strict=False)] = Field(
-        default=(), description="training questions from several sources, one [[data.mix]] table each"
-    )
-    bad_rows: Literal["refuse", "skip"] = Field(
-        default="refuse", description="rows that are no question with an answer stop the run, or are left out"
-    )
-    max_prompt_tokens: Annotated[Annotated[int, Field(ge=1)] | None, _NoneWord] = Field(
-        default=None, description="training questions whose prompt is longer are left out; none: all must fit the model"
-    )
-    curriculum: int = Field(
-        default=0,
-        ge=0,
-        description="questions whose last so many visits were all right, or all wrong, come up in every fourth pass "
-        "only; 0: all in every pass",
-    )
-
-    @field_validator("mix")
-    @classmethod
-    def _mix_or_train(cls, value: tuple[Mix, ...], info: ValidationInfo) -> tuple[Mix, ...]:
-        if value and info.data.get("train") is not None:
-            text = "no tables where data.train is set"
-            raise PydanticCustomError("conflict", "{text}", {"text": text, "other": ("data", "train")})
-        return value
-
-    @property
-    def training(self) -> tuple[Mix, ...]:
-        """The sources of the training questions; a single one is a mixture too."""
-        return self.mix or (Mix(source=self.train or "world", **{name: getattr(self, name) for name in COLUMNS}),)
-
-
-COLUMNS = tuple(_Columns.model_fields)
-
-
-class World(_Section):
-    """The built-in generated world."""
-
-    seed: int = Field(default=0, ge=0, le=MAX_SEED, description="decides the whole world")
-    entities: int = Field(default=1000, ge=60, le=2000, description="people, places and things in it")
-    train_questions: int = Field(default=2000, ge=1, description="questions to train on")
-    test_questions: int = Field(default=300, ge=1, description="questions held out for evaluation")
-    difficulty: float = Field(default=0.5, ge=0, le=1, description="how flawed the traces are, how many hops are asked")
-
-
-class Mcp(_Section):
-    """One MCP server whose tools the model may call: a command to start, or a URL."""
-
-    command: Annotated[Text | None, _NoneWord] = Field(default=None, description="program that speaks MCP over stdio")
-    args: Names = Field(default=(), description="its arguments")
-    env: dict[str, str] = Field(default={}, description="environment variables it gets besides the usual ones")
-    url: Annotated[Text | None, _NoneWord] = Field(default=None, description="server that speaks streamable HTTP")
-    token_env: Annotated[Text | None, _NoneWord] = Field(
-        default=None, description="environment variable that holds the bearer token for the URL"
-    )
-    only: Names = Field(default=(), description="its tools that are used; empty: all")
-
-    @model_validator(mode="after")
-    def _one_way(self) -> Mcp:
-        if (self.command is None) == (self.url is None):
-            raise PydanticCustomError("one_way", "either command or url")
-        return self
-
-
-class Tools(_Section):
-    """What the model may call."""
-
-    enabled: Names = Field(
-        default=("search", "python"),
-        description="tools the model is told of: search, python, browse, or your own as path/to/file.py:name; MCP "
-        "tools are too",
-    )
-    search: Annotated[Text | None, _NoneWord] = Field(
-        default=None,
-        description="where search looks: a file of documents, an index folder, the URL of a /retrieve server, or "
-        "serper, tavily, brave; none: the world's documents",
-    )
-    search_mode: Literal["bm25", "dense", "hybrid"] = Field(
-        default="bm25", description="how an index folder is searched; dense and hybrid need one built with --dense"
-    )
-    search_results: int = Field(default=2, ge=1, description="documents in one search result")
-    timeout: float = Field(default=10.0, gt=0, description="seconds one call may take")
-    result_tokens: int = Field(default=512, ge=1, description="longer results are cut to this many tokens")
-    python_memory_mb: int = Field(default=512, ge=16, description="memory that one piece of code may use")
-    python_blocks: bool = Field(
-        default=False, description="wait for each piece of code on the spot: slower, but runs repeat exactly"
-    )
-    unsafe_no_isolation: bool = Field(
-        default=False, description="run model-written code with all your rights where it cannot be isolated"
-    )
-    browse_url: Annotated[Text | None, _NoneWord] = Field(
-        default=None, description="OpenAI-compatible endpoint that condenses pages; none: the best paragraphs are kept"
-    )
-    browse_model: Annotated[Text | None, _NoneWord] = Field(default=None, description="model asked at browse_url")
-    cache: Annotated[Text | None, _NoneWord] = Field(
-        default=None, description="file that keeps tools' answers for all runs that name it; none: nothing is kept"
-    )
-    cache_mode: Literal["on", "record", "replay"] = Field(
-        default="on", description="use and fill the cache, make every call anew, or make none: offline and repeatable"
-    )
-    mcp: Annotated[tuple[Mcp, ...], Field(strict=False)] = Field(
-        default=(), description="MCP servers, one [[tools.mcp]] table each"
-    )
-
-
-class Rollout(_Section):
+class Rollout(Section):
     """How paths are sampled."""
 
     format: Literal["tags", "json"] = Field(default="tags", description="how calls are written: <search> tags or JSON")
@@ -214,10 +58,10 @@ class Rollout(_Section):
     @field_validator("initial")
     @classmethod
     def _initial_fits(cls, value: int, info: ValidationInfo) -> int:
-        return cls._at_most(value, info, "rollout", "leaves")
+        return cls.at_most(value, info, "rollout", "leaves")
 
 
-class Branching(_Section):
+class Branching(Section):
     """When a tool result gets more than one continuation."""
 
     policy: Literal["entropy", "never"] = Field(default="entropy", description="what decides about branching")
@@ -229,7 +73,7 @@ class Branching(_Section):
     width: int = Field(default=1, ge=1, description="Z: extra paths opened at one point")
 
 
-class Rewards(_Section):
+class Rewards(Section):
     """What a path earns."""
 
     accuracy: Text = Field(
@@ -240,7 +84,7 @@ class Rewards(_Section):
     by_kind: dict[str, Text] = Field(
         default={}, description="accuracy for questions of a kind (data.kind), where it is another one"
     )
-    function: Annotated[Text | None, _NoneWord] = Field(
+    function: Annotated[Text | None, NoneWord] = Field(
         default=None, description="a function of yours, named in the same way, that replaces the whole reward"
     )
     bonus: float = Field(default=0.1, ge=0, description="added to a right answer that used all of bonus_tools")
@@ -249,11 +93,11 @@ class Rewards(_Section):
         default=1e-6, ge=0, lt=1, description="number: the relative difference that still counts as right"
     )
     math_seconds: float = Field(default=3.0, gt=0, description="math: time that comparing one answer may take")
-    judge_url: Annotated[Text | None, _NoneWord] = Field(
+    judge_url: Annotated[Text | None, NoneWord] = Field(
         default=None, description="judge: OpenAI-compatible endpoint, like http://localhost:8000/v1"
     )
-    judge_model: Annotated[Text | None, _NoneWord] = Field(default=None, description="judge: model asked at judge_url")
-    judge_key_env: Annotated[Text | None, _NoneWord] = Field(
+    judge_model: Annotated[Text | None, NoneWord] = Field(default=None, description="judge: model asked at judge_url")
+    judge_key_env: Annotated[Text | None, NoneWord] = Field(
         default=None, description="judge: environment variable that holds the key; none: no key is sent"
     )
     workers: int = Field(default=8, ge=1, le=256, description="paths that are scored at the same time")
@@ -269,13 +113,13 @@ class Rewards(_Section):
         return value
 
 
-class Advantage(_Section):
+class Advantage(Section):
     """Who gets the credit."""
 
     attribution: Literal["soft", "hard"] = Field(default="soft", description="how tokens that paths share are credited")
 
 
-class Loss(_Section):
+class Loss(Section):
     """The policy-gradient objective."""
 
     kind: Literal["ppo", "gspo", "cispo"] = Field(
@@ -285,7 +129,7 @@ class Loss(_Section):
     )
     clip_low: float = Field(default=0.2, gt=0, le=1, description="ratios below 1 - clip_low are clipped")
     clip_high: float = Field(default=0.2, gt=0, description="ratios above 1 + clip_high are clipped")
-    dual_clip: Annotated[Annotated[float, Field(gt=1)] | None, _NoneWord] = Field(
+    dual_clip: Annotated[Annotated[float, Field(gt=1)] | None, NoneWord] = Field(
         default=3.0, description="cap on the ratio where the advantage is negative"
     )
     aggregation: Literal["token-mean", "sequence-mean", "constant"] = Field(
@@ -295,13 +139,13 @@ class Loss(_Section):
     )
     kl: float = Field(default=0.0, ge=0, description="weight of the KL divergence to the model before training")
     entropy: float = Field(default=0.0, ge=0, description="weight of the entropy bonus")
-    importance_cap: Annotated[Annotated[float, Field(gt=0)] | None, _NoneWord] = Field(
+    importance_cap: Annotated[Annotated[float, Field(gt=0)] | None, NoneWord] = Field(
         default=None,
         description="tokens weigh trainer's over engine's probability, at most this; none: the difference is ignored",
     )
 
 
-class Train(_Section):
+class Train(Section):
     """The optimiser and the training loop."""
 
     steps: int = Field(default=100, ge=1, description="batches of questions to train on")
@@ -327,10 +171,10 @@ class Train(_Section):
     @field_validator("minibatches")
     @classmethod
     def _minibatches_fit(cls, value: int, info: ValidationInfo) -> int:
-        return cls._at_most(value, info, "train", "prompts")
+        return cls.at_most(value, info, "train", "prompts")
 
 
-class Eval(_Section):
+class Eval(Section):
     """Evaluation."""
 
     every: int = Field(default=0, ge=0, description="training steps between evaluations; 0: none")
@@ -339,17 +183,17 @@ class Eval(_Section):
     temperature: float = Field(default=0.6, ge=0, description="sampling temperature; 0: always the likeliest token")
     top_p: float = Field(default=0.95, gt=0, le=1, description="keep the likeliest tokens of this total probability")
     top_k: int = Field(default=0, ge=0, description="keep this many of the likeliest tokens; 0: all")
-    endpoint: Annotated[Text | None, _NoneWord] = Field(
+    endpoint: Annotated[Text | None, NoneWord] = Field(
         default=None, description="OpenAI-compatible endpoint asked on benchmarks in place of a model of one's own"
     )
-    endpoint_model: Annotated[Text | None, _NoneWord] = Field(default=None, description="model asked at the endpoint")
-    endpoint_key_env: Annotated[Text | None, _NoneWord] = Field(
+    endpoint_model: Annotated[Text | None, NoneWord] = Field(default=None, description="model asked at the endpoint")
+    endpoint_key_env: Annotated[Text | None, NoneWord] = Field(
         default=None, description="environment variable that holds the endpoint's key; none: no key is sent"
     )
     endpoint_timeout: float = Field(default=300.0, gt=0, description="seconds one turn at the endpoint may take")
 
 
-class Run(_Section):
+class Run(Section):
     """Where results go."""
 
     dir: Text = Field(default="runs/arpo", description="the run's directory")
@@ -358,7 +202,7 @@ class Run(_Section):
     save_trees: bool = Field(default=True, description="write every rollout tree")
 
 
-class Coldstart(_Section):
+class Coldstart(Section):
     """How the built-in model is made."""
 
     seed: int = Field(default=0, ge=0, le=MAX_SEED, description="decides the model that comes out")
@@ -368,7 +212,7 @@ class Coldstart(_Section):
     lr: float = Field(default=5e-4, gt=0, description="learning rate")
 
 
-class Sft(_Section):
+class Sft(Section):
     """Supervised fine-tuning on traces: `arpo sft`."""
 
     data: Text = Field(default="traces.jsonl", description="the traces: a .jsonl, .json or .parquet file, or hf:NAME")
@@ -380,7 +224,7 @@ class Sft(_Section):
     warmup: int = Field(default=20, ge=0, description="optimiser steps until the full learning rate")
 
 
-class Config(_Section):
+class Config(Section):
     """Everything a run is decided by."""
 
     seed: int = Field(default=0, ge=0, le=MAX_SEED, description="decides all randomness of the run")

@@ -21,7 +21,7 @@ FILES = {
 
 # Lowest first; `engine` stands for the whole subpackage. A module imports only from rows below its own.
 ROWS = (
-    ("types",),
+    ("types", "sections"),
     ("settings", "plugins"),
     (
         "treejson",
@@ -42,6 +42,8 @@ ROWS = (
     ("setup", "report"),
     ("train",),
     ("benchmark", "chat", "demo", "doctor", "pretrain", "sft", "collect"),
+    ("cli_base",),
+    ("cli_data",),
     ("cli",),
 )
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
@@ -49,12 +51,15 @@ FREE_INSIDE = ("engine", "tools", "rewards", "data", "trainer")  # their modules
 HEAVY = ("torch", "transformers", "tokenizers", "safetensors")
 LIGHT = (
     "types",
+    "sections",
     "settings",
     "plugins",
     "config",
     "runlog",
     "treejson",
     "display",
+    "cli_base",
+    "cli_data",
     "cli",
     "branching",
     "render",

@@ -20,7 +20,8 @@ from test_train import even_share, model_path
 from torch import Tensor
 
 import arpo.setup
-from arpo.cli import _config_of, main
+from arpo.cli import main
+from arpo.cli_base import config_of
 from arpo.config import load_config
 from arpo.engine.local import LocalEngine
 from arpo.runlog import open_run as read_run
@@ -314,7 +315,7 @@ def test_a_run_trains_stops_resumes_and_is_evaluated(kind: str, model_path: Path
     with_masters = any("/master/" in key for key in tensors)
     assert with_masters == (kind != "lora")
     # The checkpoint is the model that was trained: it gives the very numbers of the test above.
-    session = open_session(_config_of(tmp_path / "straight", []))
+    session = open_session(config_of(tmp_path / "straight", []))
     session = replace(session, reward=even_share)
     assert nodes_of(asyncio.run(run_test(session)).trees) == tested
     session.close()
@@ -380,7 +381,7 @@ def test_an_adapter_of_the_built_in_model(model_path: Path, tmp_path: Path, monk
     monkeypatch.setattr(arpo.setup, "coldstart", lambda *_: model_path)
     config = load_config(None, [f"run.dir={tmp_path / 'run'}", *SMALL, "train.steps=1", *LORA])
     tested = run_to_the_end(config)
-    session = open_session(_config_of(tmp_path / "run", []))
+    session = open_session(config_of(tmp_path / "run", []))
     assert nodes_of(asyncio.run(run_test(session)).trees) == tested
     session.close()
 

@@ -56,14 +56,6 @@ def judge() -> Iterator[MathJudge]:
         yield opened
 
 
-def alive(pid: int) -> bool:
-    """Whether a process still runs (a zombie does not)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
 def group_of(pid: int) -> list[int]:
     """Processes of a group: a worker and the fork at work."""
     found = []

@@ -1,0 +1,57 @@
+"""What the commands share: settings from a file or a run, and running to the end or to Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+
+from arpo.config import load_config
+from arpo.runlog import open_run
+from arpo.settings import Config
+from arpo.types import ArpoError
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+T = TypeVar("T")
+Overrides = Annotated[list[str] | None, typer.Argument(help="settings as key=value, like train.steps=50")]
+
+
+def config_of(target: Path, overrides: list[str]) -> Config:
+    """The settings in a TOML file, or those of a run with its last checkpoint as the model."""
+    from arpo.trainer.checkpoint import model_settings
+
+    if not target.is_dir():
+        return load_config(target, overrides)
+    log = open_run(target)
+    checkpoint = log.latest_checkpoint()
+    if checkpoint is None:
+        raise ArpoError(f"{target} has no checkpoint yet")
+    trained = [f"model.{key}={value or 'none'}" for key, value in model_settings(checkpoint[1]).items()]
+    return load_config(target / "config.json", [*trained, *overrides])
+
+
+def run_async(work: Coroutine[None, None, T]) -> T:
+    """Run to the end; Ctrl-C and a polite kill cancel the work, which then saves what it has."""
+
+    async def with_signals() -> T:
+        loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
+
+        def stop(number: signal.Signals) -> None:
+            loop.remove_signal_handler(number)  # whoever asks twice does not want to wait
+            task.cancel()
+
+        with contextlib.suppress(NotImplementedError, RuntimeError):  # not on Windows, not outside the main thread
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.add_signal_handler(number, stop, number)
+        return await task
+
+    try:
+        return asyncio.run(with_signals())
+    except KeyboardInterrupt:  # typer would swallow it, and with it the message of `main`
+        raise asyncio.CancelledError from None
