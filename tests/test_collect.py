@@ -126,6 +126,7 @@ def test_sampled_traces_are_read_back_with_the_tokens_that_were_sampled(
     assert len({(trace.task.question, trace.segments) for trace in reading.traces}) == len(reading.traces)
     assert [grown.task.id for grown in seen] == [f"questions.jsonl:{n}" for n in range(1, 11)]
     again = tmp_path / "again.jsonl"
+    monkeypatch.setattr("arpo.collect.AT_A_TIME", 3)
     assert (
         call("data", "sample", taught / "run", "--out", again, "--per-question", 2, "--questions", 10, *settings) == 0
     )

@@ -201,23 +201,24 @@ def test_resumed_equals_not_stopped_to_the_last_bit(folder: Path, more: tuple[st
     assert what_it_left(folder / "run")[1][-1]["loss"] < what_it_left(folder / "run")[1][0]["loss"]
 
 
-def test_stopping_saves_every_finished_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("every", "last"), [(100, 3), (2, 2)])  # the second was saved already
+def test_stopping_saves_every_finished_step(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, every: int, last: int
+) -> None:
     run_to_the_end(sums_config(folder, *FAST))
-    step, stopped = (
-        arpo.sft._step,
-        sums_config(folder, *FAST, f"run.dir={folder / 'stopped'}", "run.checkpoint_every=100"),
-    )
+    step = arpo.sft._step
+    stopped = sums_config(folder, *FAST, f"run.dir={folder / 'stopped'}", f"run.checkpoint_every={every}")
 
-    def stop_in_step_three(course: arpo.sft.Course, number: int) -> dict[str, float]:
-        if number == 2:
+    def stop_in_the_last_step(course: arpo.sft.Course, number: int) -> dict[str, float]:
+        if number == last - 1:
             asyncio.current_task().cancel()  # type: ignore[union-attr]
         return step(course, number)
 
     with monkeypatch.context() as patch:
-        patch.setattr(arpo.sft, "_step", stop_in_step_three)
+        patch.setattr(arpo.sft, "_step", stop_in_the_last_step)
         with pytest.raises(asyncio.CancelledError):
             run_to_the_end(stopped)
-    assert (read_run(folder / "stopped").latest_checkpoint() or (0,))[0] == 3
+    assert (read_run(folder / "stopped").latest_checkpoint() or (0,))[0] == last
     run_to_the_end(stopped, resume=True)
     assert_same(folder / "run", folder / "stopped")
 
