@@ -25,9 +25,9 @@ from arpo.data.published import published_for
 from arpo.display import console, printable
 from arpo.runlog import write_atomically
 from arpo.samples import Sample
-from arpo.summary import DRAWS, LEVEL, SEED, Estimate, Summary
+from arpo.summary import LEVEL, Estimate, Summary
 
-INTERVAL = f"{LEVEL:.0%} percentile bootstrap over questions, {DRAWS:,} draws, seed {SEED}"
+INTERVAL = f"{LEVEL:.0%} Wilson interval over questions"
 METRICS = {"math": "maths equality", "f1": "token F1", "em": "exact match", "judge": "LLM judge", "choice": "choice"}
 COLOURS = ("#4f9bd0", "#86bde2", "#aed4ec", "#cde5f4", "#e1eef6")  # score, then pass@k; the last for all further ones
 LEFT, RIGHT, WIDTH, ROW, GAP, HEAD = 180, 120, 500, 18, 14, 64  # of the picture

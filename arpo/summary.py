@@ -1,15 +1,14 @@
 """The numbers of an evaluation, with intervals.
 
 A question's score is the mean over its answers, and its pass@k the unbiased estimate from them; a benchmark's is the
-mean over questions. The interval is the 95 % percentile bootstrap over questions: means of 2,000 draws of as many
-questions, with putting back, from a fixed seed. It tells how far the number may be off because these questions were
-asked and not others of the kind, and a few answers were sampled of each.
+mean over questions. The interval is Wilson's at 95 %, with as many questions as would spread so much if each were just
+right or wrong. It tells how far the number may be off because these questions were asked and not others of the kind,
+and a few answers were sampled of each.
 
 Promises: the same samples give the same numbers, in whatever order they come; answers that failed are counted, never
-scored.
-Does not cover: small sets, where such an interval is too narrow. In simulations it holds the truth in 93 to 94 % of
-cases with 100 questions; with 30 in 94 % in the middle of the scale, 91 % where one in twelve is wrong and 77 % where
-one in 20 is. Where all questions score the same it has no width at all.
+scored. In simulations the interval holds the truth in 92 to 98 % of cases with 30 questions or more, also near 0 and
+100 %.
+Does not cover: questions that depend on each other.
 """
 
 from __future__ import annotations
@@ -17,15 +16,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean
-
-import numpy as np
+from math import sqrt
+from statistics import NormalDist, fmean, pvariance
 
 from arpo.evaluate import pass_at_k
 from arpo.samples import Sample
 
-DRAWS, LEVEL, SEED = 2000, 0.95, 0
-_AT_ONCE = 4_000_000  # numbers drawn in one go
+LEVEL = 0.95
+Z = NormalDist().inv_cdf((1 + LEVEL) / 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,21 +95,18 @@ def estimate(values: Sequence[float]) -> Estimate | None:
     """The mean of these values, one per question, with its interval; None of none."""
     if not values:
         return None
-    low, high = bootstrap(values)
+    low, high = interval(values)
     return Estimate(fmean(values), low, high, len(values))
 
 
-def bootstrap(values: Sequence[float], draws: int = DRAWS, seed: int = SEED) -> tuple[float, float]:
-    """The interval between the outer quantiles of the means of `draws` resamples."""
-    values_Q = np.asarray(values, dtype=np.float64)
-    random = np.random.default_rng(seed)
-    count, means = len(values_Q), []
-    step = max(1, _AT_ONCE // count)
-    for start in range(0, draws, step):
-        drawn_DQ = random.integers(0, count, (min(step, draws - start), count))
-        means.append(values_Q[drawn_DQ].mean(axis=1))
-    low, high = np.quantile(np.concatenate(means), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return float(low), float(high)
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Where the mean of such values, each from 0 to 1, is to be expected."""
+    mean, spread = fmean(values), pvariance(values)
+    worth = len(values) * mean * (1 - mean) / spread if spread else len(values)  # questions that are right or wrong
+    squeeze = Z * Z / worth
+    middle = (mean + squeeze / 2) / (1 + squeeze)
+    reach = Z / (1 + squeeze) * sqrt(mean * (1 - mean) / worth + squeeze / (4 * worth))
+    return max(0.0, middle - reach), min(1.0, middle + reach)
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -136,7 +136,7 @@ def test_a_model_on_two_benchmarks(arpo: Arpo, model_dir: Path) -> None:
     assert list(hotpotqa["levels"]) == ["easy", "hard", "medium"]
     assert sorted(kept(Path("out"), "gsm8k")) == [(f"gsm8k.jsonl:{n}", i) for n in (1, 2, 3, 4) for i in (0, 1, 2)]
     ElementTree.parse("out/results.svg")
-    assert "| HotpotQA | token F1 | 0.0 (0.0 to 0.0) |" in Path("out/results.md").read_text()
+    assert "| HotpotQA | token F1 | 0.0 (0.0 to " in Path("out/results.md").read_text()
     tokens = {tuple(n[2] for n in words) for _, words, _ in kept(Path("out"), "gsm8k").values()}
     assert len(tokens) == 12  # every answer has a seed of its own
 
@@ -380,7 +380,7 @@ def test_the_markdown_has_a_row_per_benchmark_beside_what_is_published() -> None
     lines = text.splitlines()
     assert lines[0] == "# Evaluation of a\\|b \\*c\\* \\# d"
     cells = [cell.strip() for cell in lines[4].strip("|").split(" | ")]
-    assert cells[:10] == ["GAIA", "LLM judge", *["50.0 (0.0 to 100.0)"] * 2, "2", "2", "3.00", "1,500", "50.0", "4.00"]
+    assert cells[:10] == ["GAIA", "LLM judge", *["50.0 (9.5 to 90.5)"] * 2, "2", "2", "3.00", "1,500", "50.0", "4.00"]
     assert "ARPO Qwen3-14B pass@1 43.7" in cells[10] and "ARPO Qwen3-14B pass@5 61.2" in cells[10]
     assert lines[5].startswith("| GSM8K | maths equality | none | none | 0 | 0 | none |")
     assert "Published figures: arXiv 2507.19849, arXiv 2510.14545;" in text
@@ -403,7 +403,8 @@ def test_the_picture_is_well_formed_whatever_the_name_is() -> None:
 def test_the_json_and_the_table_hold_everything() -> None:
     found = results_json(results())
     json.dumps(found, allow_nan=False)
-    assert found["benchmarks"]["gaia"]["score"] == {"value": 0.5, "low": 0.0, "high": 1.0, "questions": 2}
+    expected = {"value": 0.5, "low": 0.0945, "high": 0.9055, "questions": 2}
+    assert found["benchmarks"]["gaia"]["score"] == pytest.approx(expected, abs=1e-4)
     assert found["benchmarks"]["gsm8k"]["score"] is None
     assert found["failures"] == [{"benchmark": "gsm8k", "task": "x", "number": 0, "reason": "down"}]
     assert terminal_table(results()).row_count == 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from statistics import fmean
 
 import numpy as np
@@ -10,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arpo import summary as module
 from arpo.samples import Sample
-from arpo.summary import bootstrap, estimate, summarise
+from arpo.summary import estimate, interval, summarise
 
 
 def sample(task: str, number: int, score: float = 0.0, **more: object) -> Sample:
@@ -69,39 +69,44 @@ def test_nothing_that_counts() -> None:
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=40))
-def test_an_interval_lies_within_the_values(values: list[float]) -> None:
-    low, high = bootstrap(values, draws=100)
-    assert min(values) - 1e-9 <= low <= high <= max(values) + 1e-9
-    assert bootstrap(values, draws=100) == (low, high)
+def test_an_interval_holds_the_mean(values: list[float]) -> None:
+    low, high = interval(values)
+    assert 0 <= low <= fmean(values) + 1e-9 and fmean(values) - 1e-9 <= high <= 1
 
 
-def test_an_interval_equals_one_drawn_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
-    values = [random.Random(i).random() for i in range(30)]
-    drawn = np.random.default_rng(module.SEED).integers(0, 30, (module.DRAWS, 30))
-    means = sorted(fmean(values[i] for i in row) for row in drawn)
-    low, high = bootstrap(values)
-    inside = sum(low <= mean <= high for mean in means) / len(means)
-    assert inside == pytest.approx(0.95, abs=0.002)
-    assert sum(mean < low for mean in means) == pytest.approx(sum(mean > high for mean in means), abs=2)
-    monkeypatch.setattr(module, "_AT_ONCE", 70)  # drawn in many small parts, the numbers are the same
-    assert bootstrap(values) == pytest.approx((low, high))
+@pytest.mark.parametrize("value", [0.0, 0.4, 1.0])
+def test_where_all_score_the_same_there_is_no_certainty(value: float) -> None:
+    low, high = interval([value] * 20)
+    assert high - low > 0.1
 
 
-def coverage(questions: int, draw: object, truth: float, trials: int = 400) -> float:
-    """How often the interval holds the truth."""
+@pytest.mark.parametrize(("right", "low", "high"), [(9, 0.5958, 0.9821), (5, 0.2366, 0.7634), (10, 0.7225, 1.0)])
+def test_of_right_and_wrong_it_is_wilsons(right: int, low: float, high: float) -> None:
+    """Of ten questions; the numbers are the usual tables'."""
+    assert interval([1.0] * right + [0.0] * (10 - right)) == pytest.approx((low, high), abs=1e-4)
+
+
+def test_questions_that_spread_less_count_for_more() -> None:
+    """Half right everywhere tells more than half of them right: with a tenth of the spread, ten times the questions."""
+    some = [0.5 + (-1) ** i * 0.5 / 10**0.5 for i in range(20)]
+    assert interval(some) == pytest.approx(interval([0.0, 1.0] * 100))
+
+
+def coverage(questions: int, draw: Callable[[np.random.Generator, int], np.ndarray], truth: float) -> float:
+    """How often, of 1,000 times, the interval holds the truth."""
     rng = np.random.default_rng(1)
-    intervals = [bootstrap(draw(rng, questions), draws=400, seed=trial) for trial in range(trials)]  # type: ignore[operator]
+    intervals = [interval(draw(rng, questions).tolist()) for _ in range(1000)]
     return fmean(low <= truth <= high for low, high in intervals)
 
 
-def test_intervals_hold_the_truth_about_as_often_as_they_say() -> None:
-    """95 % of 400 trials, give or take 2.2 (two standard deviations), and bootstrap is a little narrow."""
-    shares = coverage(150, lambda rng, n: rng.binomial(1, 0.4, n), 0.4)
-    means_of_five = coverage(150, lambda rng, n: rng.binomial(5, rng.beta(0.5, 0.5, n)) / 5, 0.5)
-    assert 0.92 <= shares <= 0.975
-    assert 0.92 <= means_of_five <= 0.975
-    few = coverage(30, lambda rng, n: rng.binomial(1, 0.5, n), 0.5)
-    assert 0.90 <= few <= 0.975
+@pytest.mark.parametrize("questions", [30, 150])
+@pytest.mark.parametrize("chance", [0.05, 0.4, 0.92, 0.97])
+def test_intervals_hold_the_truth_as_often_as_they_say(questions: int, chance: float) -> None:
+    shares = coverage(questions, lambda rng, n: rng.binomial(1, chance, n), chance)
+    assert 0.92 <= shares <= 0.985
+    chances = (4 * chance, 4 * (1 - chance))
+    means_of_five = coverage(questions, lambda rng, n: rng.binomial(5, rng.beta(*chances, n)) / 5, chance)
+    assert 0.9 <= means_of_five <= 0.985
 
 
 def test_pass_at_k_is_unbiased_and_its_interval_holds_the_truth() -> None:
