@@ -20,6 +20,9 @@ from arpo.trainer.checkpoint import load_checkpoint, model_settings, save_checkp
 from arpo.trainer.update import Trainer
 from arpo.types import ArpoError
 
+# Settings that any resumed run may have other than it began with.
+ALWAYS = ("run.", "eval.", "train.micro_tokens:", "train.checkpointing:", "model.device:")
+
 
 @dataclass(slots=True)
 class Keeper:
@@ -82,7 +85,9 @@ def open_directory(
 def _resume(directory: Path, config: Config, may_change: tuple[str, ...], sign: str) -> RunLog:
     log = runlog.open_run(directory, write=True)
     try:
-        changed = [line for line in differences(log.config(), config.resolved()) if not line.startswith(may_change)]
+        changed = [
+            line for line in differences(log.config(), config.resolved()) if not line.startswith(ALWAYS + may_change)
+        ]
         if changed:
             message = f"{directory} was begun with other settings, so it can't be resumed:\n"
             raise ArpoError(message + "\n".join(changed))

@@ -32,7 +32,7 @@ from arpo.train import load_shown
 from arpo.trainer.update import Trainer
 from arpo.types import derive_seed
 
-MAY_CHANGE = ("sft.epochs:", "train.steps:", "run.", "eval.")  # settings that a resumed run may have otherwise
+MAY_CHANGE = ("sft.epochs:", "sft.lr:", "train.steps:")  # when a run is resumed
 SIGN = "epoch"  # what every record of such a run has
 KEPT = ("loss", "grad_norm", "trained_tokens", "computed_tokens", "train_entropy")  # of a training step's metrics
 

@@ -27,10 +27,7 @@ from arpo.setup import Bench, fit_prompts, make_agent, make_bench, make_model
 from arpo.trainer.update import Trainer
 from arpo.types import ArpoError, Credit, Reward, RolloutTree, derive_seed
 
-MAY_CHANGE = (  # settings that a resumed run may have other than it began with
-    *("train.steps:", "run.", "eval.", "sft."),
-    *("train.lr:", "train.micro_tokens:", "train.checkpointing:", "rollout.kv_tokens:", "model.device:"),
-)
+MAY_CHANGE = ("train.steps:", "train.lr:", "rollout.kv_tokens:", "sft.")  # when a run is resumed
 SIGN = "reward"  # what every record of such a run has
 
 

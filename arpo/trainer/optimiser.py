@@ -52,7 +52,7 @@ class Optimiser:
             if not math.isfinite(norm):
                 raise ArpoError(
                     f"the gradient's norm is {norm}: training diverged; "
-                    "--resume from the last checkpoint with a lower train.lr"
+                    "--resume from the last checkpoint with a lower learning rate (train.lr, or sft.lr)"
                 )
             for group in self._adamw.param_groups:
                 group["lr"] = lr
