@@ -86,6 +86,8 @@ def the_plan(
     ks = k.replace(",", " ").split()
     if not ks or not all(each.isascii() and each.isdigit() and int(each) for each in ks):
         raise ArpoError(f"--k: got {k!r}, expected numbers from 1 on, like 1,3,5")
+    if data_dir is not None and not data_dir.is_dir():
+        raise ArpoError(f"--data-dir: there is no folder {str(data_dir)!r}")
     name = "-".join(re.findall(r"[\w.-]+", target or agent_name(config)))
     numbers = tuple(sorted(set(map(int, ks))))
     return Plan(chosen, out or Path("evals", name), config.eval.samples, numbers, questions, data_dir)
@@ -93,9 +95,9 @@ def the_plan(
 
 def run_benchmarks(config: Config, plan: Plan, run: Runner) -> Results:
     """Ask what has not been answered yet, write the results and show them; `run` runs the work."""
+    endpoint, settings = _endpoint(config.eval), identity(config)
     questions = load_questions(plan, config.data.bad_rows)
     rewards = {name: reward_from(_judged_by(config.reward, BENCHMARKS[name].metric)) for name in plan.benchmarks}
-    endpoint, settings = _endpoint(config.eval), identity(config)
     refuse_other(plan.out, settings)
     if "search" in config.tools.enabled and config.tools.search is None:
         raise ArpoError(

@@ -63,9 +63,10 @@ def train(
     resume: Annotated[bool, typer.Option(help="go on from the run's last checkpoint")] = False,
 ) -> None:
     """Train a model as CONFIG says; everything goes to run.dir."""
+    settings = load_config(config, overrides or ())  # before all that takes seconds to import
     from arpo import train as training
 
-    with training.open_run(load_config(config, overrides or ()), resume) as run:
+    with training.open_run(settings, resume) as run:
         _run_to_the_end(training.train(run), run.log.directory)
 
 
@@ -76,9 +77,10 @@ def sft(
     resume: Annotated[bool, typer.Option(help="go on from the run's last checkpoint")] = False,
 ) -> None:
     """Teach a model the traces in sft.data, as a cold start; everything goes to run.dir."""
+    settings = load_config(config, overrides or ())
     from arpo import sft as course
 
-    with course.open_course(load_config(config, overrides or ()), resume) as run:
+    with course.open_course(settings, resume) as run:
         _run_to_the_end(course.teach(run), run.keeper.log.directory)
 
 
@@ -128,10 +130,13 @@ def evaluate(
         return
     if k or endpoint or model or data_dir or out:
         raise ArpoError("--k, --data-dir, --out, --endpoint and --model need --benchmarks")
+    given += [] if questions is None else [f"eval.questions={questions}"]
+    if not Path(target).exists() and not target.endswith(".toml"):
+        raise ArpoError(f"{target}: a model alone has no questions: give a run or a TOML file, or name --benchmarks")
+    config = config_of(Path(target), given)
     from arpo.train import open_session, test
 
-    given += [] if questions is None else [f"eval.questions={questions}"]
-    with closing(open_session(config_of(Path(target), given))) as session:
+    with closing(open_session(config)) as session:
         _show_evaluation(run_async(test(session)), session.bench.tools)
 
 

@@ -69,7 +69,7 @@ def check_data(
     ],
     overrides: Overrides = None,
 ) -> None:
-    """Show what would be read: columns, first questions, and rows that do not fit (with these the exit code is 1)."""
+    """Show what would be read: columns, first questions, rows that do not fit (exit code 1 if they are refused)."""
     from arpo.data.tasks import Columns, read_tasks
 
     own = source.endswith(".toml")
@@ -80,12 +80,16 @@ def check_data(
     chosen = [(mix.source, Columns.named(mix, prefix)) for mix in settings.data.training]
     if settings.data.test:
         chosen.append((settings.data.test, Columns.named(settings.data)))
+    skip = settings.data.bad_rows == "skip"
     readings = [read_tasks(name, columns) for name, columns in chosen if name != "world"]
     for reading in readings:
-        show_reading(reading)
+        show_reading(reading, skip)
     if not readings:
         console.print("all questions are the built-in world's")
-    if any(reading.problems or not reading.tasks for reading in readings):
+    for reading in readings:
+        if not reading.tasks:
+            raise ArpoError(f"{reading.source}: holds no questions")
+    if not skip and any(reading.problems for reading in readings):
         raise typer.Exit(1)
 
 

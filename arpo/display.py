@@ -63,8 +63,8 @@ def sft_line(step: int, m: Mapping[str, float]) -> str:
     )
 
 
-def show_reading(reading: Reading) -> None:
-    """What would be read of a source: columns, first questions, rows that do not fit."""
+def show_reading(reading: Reading, skip: bool) -> None:
+    """What would be read of a source: columns, first questions, rows that do not fit and whether they are skipped."""
     console.print(f"{reading.source}: {reading.rows:,} rows, {len(reading.tasks):,} questions")
     for part, used in reading.columns.items():
         names = ", ".join(f"{name} ({count:,})" if len(used) > 1 else name for name, count in used.items())
@@ -74,7 +74,8 @@ def show_reading(reading: Reading) -> None:
         console.print(printable(f"{task.id}{kind}: {shorten(task.question, 200)}"))
         console.print(printable(f"  answer: {shorten(' | '.join(task.answers), 200)}"))
     if reading.problems:
-        console.print(f"rows that do not fit, which data.bad_rows=skip would leave out: {len(reading.problems):,}")
+        fate = "are left out" if skip else "would be refused; data.bad_rows=skip leaves them out"
+        console.print(f"rows that do not fit and {fate}: {len(reading.problems):,}")
         console.print(printable(reading.complaint()))
 
 

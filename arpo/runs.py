@@ -83,6 +83,8 @@ def open_directory(
 
 
 def _resume(directory: Path, config: Config, may_change: tuple[str, ...], sign: str) -> RunLog:
+    if not runlog.is_run(directory):
+        raise ArpoError(f"{directory}: there is no run yet; leave out --resume to begin one")
     log = runlog.open_run(directory, write=True)
     try:
         changed = [
@@ -90,7 +92,9 @@ def _resume(directory: Path, config: Config, may_change: tuple[str, ...], sign: 
         ]
         if changed:
             message = f"{directory} was begun with other settings, so it can't be resumed:\n"
-            raise ArpoError(message + "\n".join(changed))
+            raise ArpoError(
+                "\n".join([message.rstrip(), *changed, "give these as they were, or choose another run.dir"])
+            )
         if any(sign not in record for record in log.read_metrics()):
             raise ArpoError(f"{directory} was begun by another command (arpo train, arpo sft): resume it with that one")
     except BaseException:

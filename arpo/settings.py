@@ -157,7 +157,9 @@ class Train(Section):
     max_grad_norm: float = Field(default=1.0, gt=0, description="longer gradients are scaled down to this norm")
     micro_tokens: int = Field(default=16384, ge=1, description="tokens in one forward pass; larger trees are cut")
     drop_infra: bool = Field(default=True, description="leave paths spoiled by a broken tool out of training")
-    lora_rank: int = Field(default=0, ge=0, description="rank of the LoRA adapter that is trained; 0: all weights are")
+    lora_rank: int = Field(
+        default=0, ge=0, le=1024, description="rank of the LoRA adapter that is trained; 0: all weights are"
+    )
     lora_alpha: int = Field(default=32, ge=1, description="the adapter counts lora_alpha / lora_rank times")
     lora_targets: Names = Field(
         default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),

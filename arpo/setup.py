@@ -71,7 +71,10 @@ def make_bench(config: Config) -> Bench:
         for mix in settings.training
     )
     source = settings.test or ("world" if _from_world(config) else None)
-    test = _tasks(source, Columns.named(settings), settings.bad_rows, world.test) if source else ()
+    try:
+        test = _tasks(source, Columns.named(settings), settings.bad_rows, world.test) if source else ()
+    except ArpoError as error:
+        raise ArpoError(f"{error}\n(it is data.test; training can do without: data.test=none)") from None
     return Bench(parts, test, make_tools(config, world), world)
 
 
@@ -220,12 +223,13 @@ BUILT_IN: dict[str, Callable[[Config, World], Tool]] = {"search": _search, "pyth
 
 def make_model(config: Config, bench: Bench, progress: Progress) -> tuple[Any, Any]:
     """The model and its tokenizer; the built-in model is made first if need be."""
-    if config.model.path != "tiny":
-        return load_trainable(_of_run(config.model), config.train, config.seed)
+    model = _of_run(config.model)
+    if model.path != "tiny":
+        return load_trainable(model, config.train, config.seed)
     if config.rollout.format != "tags":
         raise ArpoError('rollout.format: the built-in model ("tiny") was taught tags; use "tags" or another model.path')
     path = coldstart(config.coldstart, bench.world, lambda world: world_tools(config, world), progress)
-    return load_trainable(config.model.model_copy(update={"path": str(path)}), config.train, config.seed)
+    return load_trainable(model.model_copy(update={"path": str(path)}), config.train, config.seed)
 
 
 def _of_run(model: Model) -> Model:

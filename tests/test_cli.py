@@ -284,7 +284,8 @@ def test_all_mistakes_are_told_at_once(arpo: Arpo) -> None:
 def test_a_missing_data_file(arpo: Arpo) -> None:
     expected = f"none.jsonl: there is no such file (relative paths start in {Path.cwd()})"
     assert mistake(arpo("train", "small.toml", "data.train=none.jsonl")) == expected
-    assert mistake(arpo("eval", "small.toml", "data.test=none.jsonl")) == expected
+    told = f"{expected}\n(it is data.test; training can do without: data.test=none)"
+    assert mistake(arpo("eval", "small.toml", "data.test=none.jsonl")) == told
     assert not Path("run").exists()
 
 
@@ -403,11 +404,13 @@ def test_resuming_with_other_settings(arpo: Arpo, trained: Path) -> None:
     outcome = arpo("train", "small.toml", f"run.dir={trained}", "rollout.temperature=0.5", "eval.every=1", "--resume")
     message = mistake(outcome).splitlines()
     assert message[0] == f"{trained} was begun with other settings, so it can't be resumed:"
-    assert message[1:] == ["rollout.temperature: 1.0 -> 0.5"]
+    assert message[1:] == ["rollout.temperature: 1.0 -> 0.5", "give these as they were, or choose another run.dir"]
 
 
 def test_resuming_what_was_never_begun(arpo: Arpo) -> None:
-    assert mistake(arpo("train", "small.toml", "--resume")) == "run: not a run (it has no config.json)"
+    assert (
+        mistake(arpo("train", "small.toml", "--resume")) == "run: there is no run yet; leave out --resume to begin one"
+    )
     assert not Path("run").exists()
 
 

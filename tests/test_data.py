@@ -271,9 +271,11 @@ def test_check_names_bad_rows_and_fails(here: Path) -> None:
     assert lines[:2] == ["mine.jsonl: 27 rows, 2 questions", "  question   question (1), problem (1)"]
     assert "  answer: x | y" in lines
     assert "mine.jsonl:27: \\x1b[2J" in lines
-    assert lines[-22] == "rows that do not fit, which data.bad_rows=skip would leave out: 25"
+    assert lines[-22] == "rows that do not fit and would be refused; data.bad_rows=skip leaves them out: 25"
     assert lines[-2:] == ["mine.jsonl, line 21: expected a JSON object, got int", "and 5 more"]
     assert all(len(line) < 300 for line in lines)
+    code, lines = check("mine.jsonl", "data.bad_rows=skip")
+    assert (code, lines[-22]) == (0, "rows that do not fit and are left out: 25")
 
 
 def test_check_takes_settings_and_whole_configs(here: Path) -> None:
@@ -290,7 +292,11 @@ def test_check_takes_settings_and_whole_configs(here: Path) -> None:
     Path("my.toml").write_text("")
     assert check("my.toml") == (0, ["all questions are the built-in world's"])
     Path("empty.jsonl").touch()
-    assert check("empty.jsonl")[0] == 1
+    with pytest.raises(ArpoError, match="holds no questions"):
+        check("empty.jsonl")
+    Path("table.csv").write_text("question,answer")
+    with pytest.raises(ArpoError, match=r"turn it into \.jsonl"):
+        check("table.csv")
     with pytest.raises(ArpoError, match="there is no such file"):
         check("nowhere.jsonl")
 

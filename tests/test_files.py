@@ -145,7 +145,7 @@ def test_json_nested_without_end_is_bad_json_too(tmp_path: Path) -> None:
         ),
         (
             {"question": "Who?", "answer": " "},
-            "column 'answer' should hold a text, a number or a list of them, got ' '",
+            "column 'answer' is empty",
         ),
         (
             {"question": "Who?", "answer": ["Ada", {}]},
@@ -291,7 +291,7 @@ def test_an_answer_without_its_mark_is_a_problem(tmp_path: Path) -> None:
     assert [task.answers for task in reading.tasks] == [("4",)]
     assert [problem.partition(": ")[2] for problem in reading.problems] == [
         "no '####' in 'so 4'",
-        "column 'answer' should hold a text, a number or a list of them, got ''",
+        "column 'answer' is empty",
         "the brace after '####' is not closed in '#### {4'",
         "no '####' in '4'",
     ]

@@ -413,3 +413,24 @@ def test_the_commands_take_a_run_with_an_adapter(
         except SystemExit as stop:
             assert not stop.code, (command, capsys.readouterr())
         assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("again", [(), LORA], ids=["merged", "trained on"])
+def test_an_adapter_of_the_built_in_model_can_be_built_on(
+    again: tuple[str, ...], model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The base that such a run names is "tiny", which stands for a model that is made on the spot."""
+    monkeypatch.setattr(arpo.setup, "coldstart", lambda *_: model_path)
+    first, second = (config_for(Path("tiny"), tmp_path / name, "train.steps=1", *LORA) for name in ("a", "b"))
+    run_to_the_end(first)
+    config = config_for(tmp_path / "a", tmp_path / "b", "train.steps=1", *again)
+    with open_run(config) as run:
+        assert has_adapter(run.session.model) == bool(again)
+        plain = make_plain(second, model_path)
+        assert not torch.equal(
+            logits_of(run.session.model, [5, 6, 7]), logits_of(plain, [5, 6, 7])
+        )  # what was learnt is there
+
+
+def make_plain(config: Config, path: Path) -> Any:
+    return load_trainable(Model(path=str(path), device="cpu"), Train(), config.seed)[0]

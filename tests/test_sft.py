@@ -227,8 +227,8 @@ def test_resuming_refuses_other_settings_and_the_other_command(folder: Path) -> 
     config = sums_config(folder, *FAST, "sft.epochs=1")
     run_to_the_end(config)
     with (
-        pytest.raises(ArpoError, match=r"sft\.lr: 0\.01 -> 0\.02"),
-        open_course(sums_config(folder, *FAST, "sft.lr=0.02"), True),
+        pytest.raises(ArpoError, match=r"sft\.warmup: 3 -> 7"),
+        open_course(sums_config(folder, *FAST, "sft.warmup=7", "sft.lr=0.02"), True),
     ):
         raise AssertionError("it was opened")
     questions = write_rows(folder / "questions.jsonl", [{"question": "What is 1 plus 2?", "answer": "3"}])

@@ -29,6 +29,8 @@ def read_rows(source: str) -> Rows:
     if source.startswith(HUB):
         return _hub(source)
     readers = {".parquet": _parquet, ".json": _json_list}
+    if Path(source).suffix in (".csv", ".tsv", ".xlsx", ".arrow", ".gz", ".zip", ".zst"):
+        raise ArpoError(f"{source}: cannot be read as it is; turn it into .jsonl, .json or .parquet")
     return readers.get(Path(source).suffix, _json_lines)(source)
 
 

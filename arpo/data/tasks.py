@@ -214,8 +214,10 @@ def _answers(value: Any, column: str, mark: str | None) -> tuple[str, ...]:
 
 
 def _answer_text(value: Any, column: str) -> str:
-    if isinstance(value, bool) or not isinstance(value, str | int | float) or not str(value).strip():
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise ValueError(f"column {column!r} should hold a text, a number or a list of them, got {_short(value)}")
+    if not str(value).strip():
+        raise ValueError(f"column {column!r} is empty")
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"column {column!r} should hold a text, a number or a list of them, got {value!r}")
     return str(value).strip()
