@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from arpo.data.tasks import Columns, load_tasks
 from arpo.data.world import World, make_world
 from arpo.display import console, printable
 from arpo.engine.local import LocalEngine
+from arpo.keys import key_from
 from arpo.plugins import load_object, names_object
 from arpo.render import encode_prompt, make_format
 from arpo.rollout import Agent
@@ -202,9 +202,7 @@ def _connect(server: Mcp, timeout: float) -> McpServer:
 
     headers = None
     if server.token_env is not None:
-        if server.token_env not in os.environ:
-            raise ArpoError(f"tools.mcp: the environment variable {server.token_env} is not set")
-        headers = {"Authorization": f"Bearer {os.environ[server.token_env]}"}
+        headers = {"Authorization": f"Bearer {key_from(server.token_env, 'tools.mcp.token_env')}"}
     return connect_mcp(
         name=" ".join(filter(None, [server.url or server.command, *server.args[:1]])),
         command=server.command,

@@ -22,7 +22,7 @@ FILES = {
 # Lowest first; `engine` stands for the whole subpackage. A module imports only from rows below its own.
 ROWS = (
     ("types", "sections"),
-    ("settings", "plugins"),
+    ("settings", "plugins", "keys"),
     (
         "treejson",
         "render",
@@ -54,6 +54,7 @@ LIGHT = (
     "sections",
     "settings",
     "plugins",
+    "keys",
     "config",
     "runlog",
     "treejson",

@@ -308,7 +308,7 @@ def test_keys_show_nowhere(server: Server, provider: str) -> None:
 def test_keys_that_are_missing_or_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, provider in PROVIDERS.items():
         monkeypatch.setenv(provider.variable, " ")
-        with pytest.raises(ArpoError, match=f"{name} needs a key: set the environment variable {provider.variable}$"):
+        with pytest.raises(ArpoError, match=f"{name}: the environment variable {provider.variable} is not set"):
             web_search(name)
         for bad in (f"{KEY} {KEY}", f"{KEY}\r\nX-Evil: 1", f"{KEY}\u20ac"):
             monkeypatch.setenv(provider.variable, bad)

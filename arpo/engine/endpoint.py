@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
 import ssl
 from collections.abc import Mapping, Sequence
@@ -24,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+from arpo.keys import key_from
 from arpo.types import ArpoError, SamplingParams
 
 MAX_REPLY_BYTES = 8_000_000
@@ -85,7 +85,8 @@ class Endpoint:
             raise ArpoError(
                 f"eval.endpoint: got {shown!r}, expected an address without a key in it, like http://localhost:8000/v1"
             )
-        object.__setattr__(self, "_key", "" if self.key_env is None else _key(self.key_env))
+        key = "" if self.key_env is None else key_from(self.key_env, "eval.endpoint_key_env")
+        object.__setattr__(self, "_key", key)
         object.__setattr__(self, "_tls", httpx2.create_ssl_context())
 
     async def chat(self, messages: Sequence[Mapping[str, str]], params: SamplingParams) -> Reply:
@@ -200,12 +201,3 @@ def _count(usage: Any, name: str) -> int | None:
 
 def _seconds(header: str | None) -> float | None:
     return float(header) if header is not None and header.isascii() and header.isdigit() else None
-
-
-def _key(variable: str) -> str:
-    key = os.environ.get(variable, "").strip()
-    if not key:
-        raise ArpoError(f"eval.endpoint_key_env: the environment variable {variable} is not set; put the key there")
-    if not (key.isascii() and key.isprintable() and " " not in key):
-        raise ArpoError(f"eval.endpoint_key_env: the environment variable {variable} holds characters that no key has")
-    return key

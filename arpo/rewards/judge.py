@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import os
 import random
 import secrets
 import ssl
@@ -29,6 +28,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from arpo.keys import key_from
 from arpo.rewards.hierarchical import UNAVAILABLE, NoVerdict
 from arpo.rewards.text import exact_match
 from arpo.types import ArpoError, Task
@@ -78,7 +78,8 @@ class LlmJudge:
         if not self.url.startswith(("http://", "https://")):
             shown = self.url.rpartition("@")[2]
             raise ArpoError(f"reward.judge_url: got {shown!r}, expected an address like http://localhost:8000/v1")
-        headers = {} if self.key_env is None else {"Authorization": f"Bearer {_key(self.key_env)}"}
+        key = None if self.key_env is None else key_from(self.key_env, "reward.judge_key_env")
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         object.__setattr__(self, "_headers", headers)
         object.__setattr__(self, "_tls", httpx2.create_ssl_context())
         object.__setattr__(self, "_slots", threading.Semaphore(self.concurrency))
@@ -165,14 +166,3 @@ def messages(asked: dict[str, Any]) -> list[dict[str, str]]:
     mark = secrets.token_hex(8)
     content = f"<data {mark}>\n{json.dumps(asked)}\n</data {mark}>\n{RIGHT} or {WRONG}?"
     return [{"role": "system", "content": _INSTRUCTIONS}, {"role": "user", "content": content}]
-
-
-def _key(variable: str) -> str:
-    key = os.environ.get(variable, "").strip()
-    if not key:
-        raise ArpoError(
-            f"reward.judge_key_env: the environment variable {variable} is not set; put the judge's key there"
-        )
-    if not (key.isascii() and key.isprintable() and " " not in key):
-        raise ArpoError(f"reward.judge_key_env: the environment variable {variable} holds characters that no key has")
-    return key

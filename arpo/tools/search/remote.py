@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import html
 import json
-import os
 import re
 import ssl
 from collections.abc import Callable, Iterable, Mapping
@@ -20,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+from arpo.keys import key_from
 from arpo.tools.base import Tool, ToolUnavailable
 from arpo.tools.search.corpus import split_contents
 from arpo.tools.search.hits import search_tool
@@ -114,7 +114,7 @@ def web_search(
     if results > MAX_WEB_RESULTS:
         raise ArpoError(f"a web search returns at most {MAX_WEB_RESULTS} results, not {results}")
     engine = PROVIDERS[provider]
-    key = _key(provider, engine.variable)
+    key = key_from(engine.variable, provider)
     caller = _Caller(base_url or engine.url, timeout, f"; check {engine.variable}")
 
     async def find(query: str) -> list[Document]:
@@ -196,15 +196,6 @@ class _Caller:
     def _refusal(self, status: int) -> str:
         cause = _CAUSES.get(status, "the request failed")
         return f"{self.name}: {cause} (HTTP status {status}){self.hint if status in (401, 403) else ''}"
-
-
-def _key(provider: str, variable: str) -> str:
-    key = os.environ.get(variable, "").strip()
-    if not key:
-        raise ArpoError(f"{provider} needs a key: set the environment variable {variable}")
-    if not (key.isascii() and key.isprintable() and " " not in key):
-        raise ArpoError(f"the environment variable {variable} holds characters that no key has")
-    return key
 
 
 def _clean(query: str) -> str:
