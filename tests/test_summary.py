@@ -104,9 +104,9 @@ def coverage(questions: int, draw: Callable[[np.random.Generator, int], np.ndarr
 def test_intervals_hold_the_truth_as_often_as_they_say(questions: int, chance: float) -> None:
     shares = coverage(questions, lambda rng, n: rng.binomial(1, chance, n), chance)
     assert 0.92 <= shares <= 0.985
-    chances = (4 * chance, 4 * (1 - chance))
+    chances = (2 * chance, 2 * (1 - chance))
     means_of_five = coverage(questions, lambda rng, n: rng.binomial(5, rng.beta(*chances, n)) / 5, chance)
-    assert 0.9 <= means_of_five <= 0.985
+    assert (0.87 if questions == 30 else 0.92) <= means_of_five <= 0.985  # few right ones carry a small set
 
 
 def test_pass_at_k_is_unbiased_and_its_interval_holds_the_truth() -> None:
