@@ -1,6 +1,10 @@
-"""From the rewards of one tree's paths to the advantage that each model node gets on each path. Pure functions.
+"""From the rewards of a step's paths to the advantage that each model node gets on each path. Pure functions.
 
-    A_i  = (R_i - mean R) / std R                      over the kept leaves of the tree
+    A_i  = (R_i - mean R) / std R                      std is left out if `scale` is "none"
+           group    mean and std over the kept leaves of the question's tree
+           others   the mean over all of them but this one; std as for group
+           batch    over the kept leaves of all trees
+           tree     group, plus the same over the leaves that share the leaf's first turn
     soft = every model node of path i gets A_i for path i
     hard = a model node gets, for every path through it, the mean of these paths' A
 
@@ -16,20 +20,21 @@ from collections.abc import Sequence
 from itertools import compress
 from math import fsum, sqrt
 
+from arpo.settings import Advantage
 from arpo.types import Credit, Kind, Reward, RolloutTree
 
 _SMALLEST_STD = 1e-8
 
 
-def group_advantages(rewards: Sequence[float]) -> tuple[float, ...]:
-    """Rewards shifted to mean 0 and scaled to standard deviation 1; all zeros if they do not differ."""
+def centred(rewards: Sequence[float], scaled: bool = True) -> tuple[float, ...]:
+    """Rewards shifted to mean 0 and, if `scaled`, to standard deviation 1; all zeros if they do not differ."""
     if not rewards:
         return ()
     mean = fsum(rewards) / len(rewards)
     std = sqrt(fsum((reward - mean) ** 2 for reward in rewards) / len(rewards))
     if std < _SMALLEST_STD:
         return (0.0,) * len(rewards)
-    return tuple((reward - mean) / std for reward in rewards)
+    return tuple((reward - mean) / (std if scaled else 1.0) for reward in rewards)
 
 
 def attribute(
@@ -55,13 +60,46 @@ def attribute(
 
 
 def credit(
-    tree: RolloutTree, rewards: Sequence[Reward], attribution: str, keep: Sequence[bool] | None = None
-) -> tuple[Credit, ...]:
-    """The credits of a tree's leaves from their rewards, normalised over the leaves that are kept."""
-    keep = _all_or(tree, keep)
-    _one_per_leaf(tree, rewards)
-    group = iter(group_advantages([reward.total for reward in compress(rewards, keep)]))
-    return attribute(tree, [next(group) if kept else 0.0 for kept in keep], attribution, keep)
+    trees: Sequence[RolloutTree],
+    rewards: Sequence[Sequence[Reward]],
+    settings: Advantage,
+    keep: Sequence[Sequence[bool]] | None = None,
+) -> list[tuple[Credit, ...]]:
+    """The credits of all leaves of a step's trees from their rewards; leaves that are not kept take no part."""
+    keep = [(True,) * len(tree.leaves) for tree in trees] if keep is None else keep
+    totals: list[list[float]] = []
+    for tree, group, kept in zip(trees, rewards, keep, strict=True):
+        _one_per_leaf(tree, group)
+        _one_per_leaf(tree, kept)
+        totals.append([reward.total for reward in compress(group, kept)])
+    scaled = settings.scale == "std"
+    if settings.baseline == "batch":
+        every = iter(centred([total for group in totals for total in group], scaled))
+        values = [[next(every) for _ in group] for group in totals]
+    elif settings.baseline == "others":
+        factors = [len(group) / max(1, len(group) - 1) for group in totals]  # R - mean of others = this times R - mean
+        values = [[f * a for a in centred(group, scaled)] for f, group in zip(factors, totals, strict=True)]
+    else:
+        values = [list(centred(group, scaled)) for group in totals]
+    if settings.baseline == "tree":
+        for tree, earned, kept, own in zip(trees, totals, keep, values, strict=True):
+            for place, within in enumerate(_within(tree, earned, kept, scaled)):
+                own[place] += within
+    credits = []
+    for tree, kept, own in zip(trees, keep, values, strict=True):
+        left = iter(own)
+        credits.append(attribute(tree, [next(left) if k else 0.0 for k in kept], settings.attribution, kept))
+    return credits
+
+
+def _within(tree: RolloutTree, rewards: Sequence[float], keep: Sequence[bool], scaled: bool) -> list[float]:
+    """What each kept leaf earned beyond those that share its first turn."""
+    firsts = [tree.path(leaf.node)[:2] for leaf in compress(tree.leaves, keep)]
+    groups: dict[tuple[int, ...], list[float]] = defaultdict(list)
+    for first, reward in zip(firsts, rewards, strict=True):
+        groups[first].append(reward)
+    left = {first: iter(centred(group, scaled)) for first, group in groups.items()}
+    return [next(left[first]) for first in firsts]
 
 
 def _all_or(tree: RolloutTree, keep: Sequence[bool] | None) -> Sequence[bool]:

@@ -15,7 +15,7 @@ Letters: N tokens, S spans (nodes with tokens), K targets, I paths, M model node
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +26,8 @@ from arpo.settings import Loss
 from arpo.types import Credit, Kind, Node, RolloutTree, TreeBatch
 
 Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+_SMALLEST_STD = 1e-8
 
 
 @dataclass(slots=True)
@@ -53,11 +55,13 @@ def tree_batch(
     loss: Loss,
     max_tokens: int,
     shared: bool = True,
+    entropy: float = 0.0,
 ) -> TreeBatch:
     """The forest of all paths that teach; `credits` holds, per tree, one credit per leaf.
 
     `max_tokens` is what "constant" aggregation divides by. Without `shared`, every path is a tree of its own: packed
-    rows.
+    rows. A target counts max(0, 1 + `entropy` z) times, z being how many standard deviations its entropy when it was
+    sampled lies above the mean over all sampled tokens of kept leaves, a shared one counted once.
     """
     kept = [
         (number, tree.path(leaf.node), credit)
@@ -84,7 +88,19 @@ def tree_batch(
             if together:
                 total += _add_tree(spans, tree, together, len(path_tokens))
                 path_tokens.extend(path.model_tokens for path in together)
-    return _flatten(spans, path_tokens, total)
+    return _flatten(spans, path_tokens, total, _boost(trees, [(number, path) for number, path, _ in kept], entropy))
+
+
+def _boost(
+    trees: Sequence[RolloutTree], paths: Sequence[tuple[int, tuple[int, ...]]], weight: float
+) -> Callable[[Node], Floats]:
+    """How many times each token of a model node counts."""
+    if not weight:
+        return lambda node: np.ones(len(node.tokens))
+    nodes = [trees[number].nodes[i] for number, i in sorted({(number, i) for number, path in paths for i in path})]
+    every = np.concatenate([*(np.asarray(node.entropies) for node in nodes), np.empty(0)])
+    mean, std = (every.mean(), max(every.std(), _SMALLEST_STD)) if len(every) else (0.0, 1.0)
+    return lambda node: np.maximum(0.0, 1 + weight * (np.asarray(node.entropies) - mean) / std)
 
 
 def _sampled(tree: RolloutTree, path: Sequence[int]) -> list[Node]:
@@ -124,7 +140,9 @@ def _add_tree(spans: list[_Span], tree: RolloutTree, paths: Sequence[_Path], fir
     return total
 
 
-def _flatten(spans: Sequence[_Span], path_tokens: Sequence[int], total: int) -> TreeBatch:
+def _flatten(
+    spans: Sequence[_Span], path_tokens: Sequence[int], total: int, boost: Callable[[Node], Floats]
+) -> TreeBatch:
     count_S = np.array([len(span.node.tokens) for span in spans], dtype=np.int64)
     first_S = np.cumsum(count_S) - count_S
     parent_S = np.array([span.parent for span in spans], dtype=np.int64)
@@ -153,6 +171,7 @@ def _flatten(spans: Sequence[_Span], path_tokens: Sequence[int], total: int) -> 
         size_S=size_S,
         targets_K=_joined(targets, torch.long),
         engine_logprobs_K=_joined([span.node.logprobs for _, span in trained], torch.float32),
+        boost_K=_joined([boost(span.node) for _, span in trained], torch.float32),
         node_K=torch.from_numpy(np.repeat(np.arange(len(trained)), count_M)),
         pair_node_X=torch.as_tensor(node, dtype=torch.long),
         pair_path_X=torch.as_tensor(path, dtype=torch.long),

@@ -3,12 +3,13 @@
 For one path i, with weight w and advantage A (which may differ from token to token under hard attribution):
 
     ppo     term = min(r A, clip(r, 1 - low, 1 + high) A);   where A < 0 also term = max(term, c A), the dual clip
+            with clip_keeps_gradient r in place of 1 + high above it, its gradient scaled to the size of 1 + high
     gspo    the same, with the path's ratio s = exp(mean of log r over its model tokens) in place of r
     cispo   term = clip(r, 1 - low, 1 + high) A logprob, the clipped ratio without gradient
     loss  = - sum over paths and their model tokens of w (f term + entropy H - kl k3)
 
-where r = exp(logprob - old logprob), f = min(exp(old - engine's log-prob), cap) without gradient or 1, and
-k3 = exp(d) - d - 1 with d = reference - logprob.
+where r = exp(logprob - old logprob), f = the token's boost (see the batch), with a cap times
+min(exp(old - engine's log-prob), cap) without gradient, and k3 = exp(d) - d - 1 with d = reference - logprob.
 
 On a shared token all paths have the same r, so the sum over paths of their terms is that of two numbers, P the sum of
 the positive and Q that of the negative w A:  P min(r, 1 + high) + Q min(max(r, 1 - low), c).  This is exact also where
@@ -22,7 +23,6 @@ Letters: K targets, M model nodes, X pairs of a model node and a path, I paths.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from arpo.settings import Loss
@@ -46,9 +46,9 @@ def policy_loss(
     log_ratio_K = _cut(logprobs_K - old_K)
     ratio_K = log_ratio_K.exp()
     engine_K = batch.engine_logprobs_K[rows_K]
-    factor_K = torch.ones_like(old_K)
+    factor_K = batch.boost_K[rows_K].to(old_K.dtype)
     if settings.importance_cap is not None:
-        factor_K = _cut(old_K - engine_K).exp().clamp(max=settings.importance_cap)
+        factor_K = factor_K * _cut(old_K - engine_K).exp().clamp(max=settings.importance_cap)
     gain_X = batch.pair_weight_X * batch.pair_advantage_X
     up_K, down_K, weight_K = (
         _per_node(batch, value_X)[node_K].to(logprobs_K.dtype)
@@ -95,8 +95,11 @@ def _cut(log_ratio: Tensor) -> Tensor:
 def _clipped(ratio: Tensor, up: Tensor, down: Tensor, settings: Loss) -> tuple[Tensor, Tensor]:
     """P min(r, 1 + high) + Q min(max(r, 1 - low), c), and where something was clipped."""
     good = ratio.clamp(max=1 + settings.clip_high)
+    if settings.clip_keeps_gradient:
+        good = good.detach() * (ratio / ratio.detach())
     bad = ratio.clamp(1 - settings.clip_low, settings.dual_clip)
-    return up * good + down * bad, ((up != 0) & (good != ratio)) | ((down != 0) & (bad != ratio))
+    over, under = ratio > 1 + settings.clip_high, bad != ratio
+    return up * good + down * bad, ((up != 0) & over) | ((down != 0) & under)
 
 
 def _per_node(batch: TreeBatch, value_X: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ def rollout_metrics(trees: Sequence[RolloutTree], rewards: Sequence[Sequence[Rew
         "branches": sum(decision.branches for decision in decisions),
         "entropy_start": _mean(_first_turn_entropies(trees)),
         "entropy_after_tool": _mean([decision.entropy for decision in decisions]),
+        "sampled_tokens": sum(len(node.tokens) for node in nodes if node.kind is Kind.MODEL),
         "unique_tokens": sum(tree.unique_tokens for tree in trees),
         "total_tokens": sum(tree.total_tokens for tree in trees),
         "tool_seconds": sum(node.seconds for node in tools),

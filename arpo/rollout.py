@@ -2,8 +2,9 @@
 
 N paths start at the prompt. Right after each tool result the first k sampled tokens are looked at (`branching.decide`);
 where it says so, fresh paths start from that same result while the probed path goes on. When every path has ended and
-leaves are missing, the rest is filled with fresh samples from the root. There is no barrier: each path is a task of its
-own that waits for nothing but its own turn and its own tool. What the model samples is never tokenised again, and no
+leaves are missing, the rest is filled with fresh samples from the root; under the policy "later" from results drawn at
+random, as many for each of the first paths. There is no barrier: each path is a task of its own that waits for nothing
+but its own turn and its own tool. What the model samples is never tokenised again, and no
 model output, however broken, raises: it becomes a tool result that says what was wrong, or the end of the path.
 """
 
@@ -16,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from arpo.branching import decide
+from arpo.branching import balanced, decide
 from arpo.engine.base import Engine
 from arpo.render import CallFormat, encode_prompt, encode_result
 from arpo.settings import Branching, Rollout
@@ -99,7 +100,12 @@ async def rollout(
     A path starts, and its time begins to run, when it gets one of the `slots`.
     """
     grower = _Grower(agent, task, settings, branching, seed, slots or asyncio.Semaphore(settings.concurrency))
-    await grower.grow_from_root(settings.initial)
+    initial = settings.initial
+    if branching.balance is not None:
+        initial = await grower.grow_monitored(branching.balance) - 1
+    await grower.grow_from_root(initial)
+    while branching.policy == "later" and grower.budget:
+        await grower.grow_later()
     if grower.budget:  # every path ended and leaves are missing
         await grower.grow_from_root(grower.budget)
     return grower.tree()
@@ -116,6 +122,7 @@ class _Path:
     calls: int = 0
     tokens: int = 0  # after the prompt
     first_entropies: tuple[float, ...] = ()
+    in_a_row: int = 0  # results just above that were branched from
     fresh_branch: bool = False  # starts right after a result that has been decided upon already
 
 
@@ -141,16 +148,68 @@ class _Grower:
         self.room = min(settings.max_tokens, agent.engine.capabilities.max_context - len(prompt))
         self.leaves: list[Leaf] = []
         self.budget = settings.leaves  # leaves that may still be started
+        self.monitoring = False
         self.group: asyncio.TaskGroup
 
     async def grow_from_root(self, count: int) -> None:
         """Start `count` fresh paths at the prompt and wait until they and all their branches have ended."""
+        await self._grow([0] * count)
+
+    async def grow_monitored(self, weight: float) -> int:
+        """Sample one path that does not branch; what it shows says how many paths are to start at the prompt."""
+        self.monitoring = True
+        await self.grow_from_root(1)
+        self.monitoring = False
+        probe = self.branching.probe_tokens
+        turns = [node.entropies[:probe] for node in self.nodes if node.kind is Kind.MODEL]
+        return balanced(self.settings.leaves, weight, turns[0] if turns else (), turns[1:])
+
+    async def grow_later(self) -> None:
+        """From each of the first paths' trees one more path, as far as the budget goes, at a result drawn at random."""
+        rng = random.Random(derive_seed(self.seed, "later", self.budget))
+        below: dict[int, list[int]] = {}  # the results that a first turn led to, which the model has seen
+        for index, node in enumerate(self.nodes):
+            if node.parent is not None:
+                results = below.setdefault(self._first_turn(index), [])
+                if node.kind is Kind.TOOL and node.decision is not None:
+                    results.append(index)
+        sources = [rng.choice(results) if results else 0 for results in below.values()] or [0]
+        sources = sources[: self.budget]
+        for source in filter(None, sources):
+            decision = self.nodes[source].decision
+            assert decision is not None
+            chosen = replace(decision, branches=decision.branches + 1, reason="drawn when all paths had ended")
+            self.nodes[source] = replace(self.nodes[source], decision=chosen)
+        await self._grow(sources)
+
+    def _first_turn(self, index: int) -> int:
+        """The child of the prompt above a node, or the node itself if it is that."""
+        while parent := self.nodes[index].parent:
+            index = parent
+        return index
+
+    async def _grow(self, sources: Sequence[int]) -> None:
+        """Start a fresh path at each of these nodes and wait until they and all their branches have ended."""
         try:
             async with asyncio.TaskGroup() as self.group:
-                for _ in range(count):
-                    self._start(_Path(0, self.settings.leaves - self.budget, self.settings.max_seconds))
+                for source in sources:
+                    self._start(self._path_from(source))
         except ExceptionGroup as several:
             raise several.exceptions[0] from several
+
+    def _path_from(self, source: int) -> _Path:
+        """A path that stands at the prompt or at a tool result, with a time of its own."""
+        above = self._ancestors(source)[1:]
+        first = next((node.entropies for node in above if node.kind is Kind.MODEL), ())
+        return _Path(
+            source,
+            self.settings.leaves - self.budget,
+            self.settings.max_seconds,
+            calls=sum(node.kind is Kind.TOOL for node in above),
+            tokens=sum(len(node.tokens) for node in above),
+            first_entropies=first[: self.branching.probe_tokens],
+            fresh_branch=source > 0,
+        )
 
     def tree(self) -> RolloutTree:
         """All that was sampled, frozen."""
@@ -187,7 +246,7 @@ class _Grower:
         )
         turn = _Turn()
         source = path.at
-        decided = path.fresh_branch or self.nodes[source].kind is not Kind.TOOL
+        decided = path.fresh_branch or self.monitoring or self.nodes[source].kind is not Kind.TOOL
 
         def on_token(token: int, logprob: float, entropy: float) -> None:
             nonlocal decided
@@ -269,8 +328,11 @@ class _Grower:
         """Record what is decided at tool node `source`, and start the branches."""
         uniform = random.Random(derive_seed(self.seed, "branch", path.number, path.tokens)).random()
         vocab_size = self.agent.engine.capabilities.vocab_size
-        decision = decide(self.branching, path.first_entropies, entropies, vocab_size, self.budget, uniform)
+        decision = decide(
+            self.branching, path.first_entropies, entropies, vocab_size, self.budget, uniform, path.in_a_row
+        )
         self.nodes[source] = replace(self.nodes[source], decision=decision)
+        path.in_a_row = path.in_a_row + 1 if decision.branches else 0
         for _ in range(decision.branches):
             number = self.settings.leaves - self.budget
             left = path.deadline - time.monotonic()  # a branch inherits its trunk's time, as its tokens and calls

@@ -64,13 +64,26 @@ class Rollout(Section):
 class Branching(Section):
     """When a tool result gets more than one continuation."""
 
-    policy: Literal["entropy", "never"] = Field(default="entropy", description="what decides about branching")
-    rule: Literal["threshold", "stochastic"] = Field(default="threshold", description="if P > tau, or with chance P")
+    policy: Literal["entropy", "random", "always", "later", "never"] = Field(
+        default="entropy",
+        description="what decides about branching; random: chance alpha; later: at random results when all paths ended",
+    )
+    rule: Literal["threshold", "stochastic"] = Field(
+        default="threshold", description="entropy: if P > tau, or with chance P"
+    )
     alpha: float = Field(default=0.5, ge=0, le=1, description="base probability in P = alpha + beta * dH")
     beta: float = Field(default=0.2, ge=0, description="weight of the entropy change dH")
     tau: float = Field(default=0.5, ge=0, le=1, description="threshold on P")
     probe_tokens: int = Field(default=20, ge=1, description="k: tokens whose mean entropy is looked at")
     width: int = Field(default=1, ge=1, description="Z: extra paths opened at one point")
+    penalty: float = Field(
+        default=0.0, ge=0, le=1, description="share that P loses for each result just above that was branched from"
+    )
+    balance: Annotated[Annotated[float, Field(ge=0)] | None, NoneWord] = Field(
+        default=None,
+        description="a first path decides N = M sigmoid(balance (H at its start - H after its tools)); none: "
+        "rollout.initial does",
+    )
 
 
 class Rewards(Section):
@@ -101,6 +114,9 @@ class Rewards(Section):
         default=None, description="judge: environment variable that holds the key; none: no key is sent"
     )
     workers: int = Field(default=8, ge=1, le=256, description="paths that are scored at the same time")
+    overlong: float = Field(
+        default=0.0, ge=0, le=1, description="last share of rollout.max_tokens in which a path loses up to 1; 0: none"
+    )
 
     @field_validator("accuracy", "by_kind")
     @classmethod
@@ -116,7 +132,21 @@ class Rewards(Section):
 class Advantage(Section):
     """Who gets the credit."""
 
+    baseline: Literal["group", "others", "batch", "tree"] = Field(
+        default="group",
+        description="a reward is compared with the mean of its question's paths, of the others of them, of all paths "
+        "of the step, or both of its question's and of those that share its first turn",
+    )
+    scale: Literal["std", "none"] = Field(
+        default="std", description="whether that is divided by the standard deviation of the same rewards"
+    )
     attribution: Literal["soft", "hard"] = Field(default="soft", description="how tokens that paths share are credited")
+    entropy: float = Field(
+        default=0.0,
+        ge=0,
+        description="a token counts 1 + entropy * z times, at least 0, with z its entropy's distance from the mean in "
+        "standard deviations",
+    )
 
 
 class Loss(Section):
@@ -129,6 +159,9 @@ class Loss(Section):
     )
     clip_low: float = Field(default=0.2, gt=0, le=1, description="ratios below 1 - clip_low are clipped")
     clip_high: float = Field(default=0.2, gt=0, description="ratios above 1 + clip_high are clipped")
+    clip_keeps_gradient: bool = Field(
+        default=False, description="above the upper clip the gradient is kept, at the clipped size"
+    )
     dual_clip: Annotated[Annotated[float, Field(gt=1)] | None, NoneWord] = Field(
         default=3.0, description="cap on the ratio where the advantage is negative"
     )
@@ -149,7 +182,18 @@ class Train(Section):
     """The optimiser and the training loop."""
 
     steps: int = Field(default=100, ge=1, description="batches of questions to train on")
+    budget: int = Field(
+        default=0, ge=0, description="training ends with the step that spends this much, if before train.steps; 0: none"
+    )
+    budget_of: Literal["tool_calls", "paths", "sampled_tokens"] = Field(
+        default="tool_calls", description="what the budget counts; calls and tokens on shared prefixes once"
+    )
     prompts: int = Field(default=16, ge=1, description="questions per step")
+    resample: int = Field(
+        default=0,
+        ge=0,
+        description="how often a step replaces questions whose paths all earned the same by others; 0: never",
+    )
     minibatches: int = Field(default=1, ge=1, description="optimiser steps per batch")
     lr: float = Field(default=1e-6, gt=0, description="learning rate")
     warmup: int = Field(default=0, ge=0, description="optimiser steps until the full learning rate")

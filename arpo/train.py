@@ -7,10 +7,12 @@ last bit on a CPU with deterministic tools).
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import compress, repeat
 from typing import Any
 
 from arpo.advantage import credit
@@ -18,16 +20,16 @@ from arpo.data.order import batch_of, outcome
 from arpo.display import HEADER, console, progress_bar, step_line
 from arpo.evaluate import Evaluation, evaluate
 from arpo.metrics import rollout_metrics, tool_metrics
-from arpo.rewards import RewardFn, Scorer, fault_metrics, reward_from, unjudged
+from arpo.rewards import RewardFn, Scorer, fault_metrics, overlong, reward_from, unjudged
 from arpo.rollout import Agent, rollouts
 from arpo.runlog import RunLog
 from arpo.runs import Keeper, open_directory
 from arpo.settings import Config
 from arpo.setup import Bench, fit_prompts, make_agent, make_bench, make_model
 from arpo.trainer.update import Trainer
-from arpo.types import ArpoError, Credit, Reward, RolloutTree, derive_seed
+from arpo.types import ArpoError, Reward, RolloutTree, derive_seed
 
-MAY_CHANGE = ("train.steps:", "train.lr:", "rollout.kv_tokens:", "sft.")  # when a run is resumed
+MAY_CHANGE = ("train.steps:", "train.budget:", "train.lr:", "rollout.kv_tokens:", "sft.")  # when a run is resumed
 SIGN = "reward"  # what every record of such a run has
 
 
@@ -74,6 +76,8 @@ def open_session(config: Config, bench: Bench | None = None, threaded: bool | No
     """Load (or make) the model that the config names and all that goes with it; `threaded` as in `make_agent`."""
     bench = bench or make_bench(config)
     reward = reward_from(config.reward)
+    if config.reward.overlong:
+        reward = overlong(reward, config.reward.overlong, config.rollout.max_tokens)
     model, tokenizer = load_shown(config, bench)
     agent = make_agent(config, bench, model, tokenizer, threaded)
     return Session(config, fit_prompts(bench, agent, config.data.max_prompt_tokens), model, agent, reward)
@@ -108,6 +112,8 @@ def open_run(config: Config, resume: bool = False) -> Iterator[Run]:
                 "loss.kl: the adapter that is trained on is not part of the model it would be compared with; "
                 "use loss.kl=0, or train.lora_rank=0 to train all weights"
             )
+        if config.train.resample and config.data.curriculum:
+            raise ArpoError("train.resample: use 0 with data.curriculum, which passes over settled questions already")
         sessions: list[Session] = []
 
         def load(latest: Config) -> Trainer:
@@ -124,16 +130,21 @@ def open_run(config: Config, resume: bool = False) -> Iterator[Run]:
 
 
 async def train(run: Run) -> int:
-    """Train to the configured number of steps; returns the last step done."""
+    """Train to the configured number of steps or the end of the budget; returns the last step done."""
     config, step, engine = run.session.config, run.step, run.session.agent.engine
     await engine.update_weights(step)
+    limit, spending = config.train.budget or math.inf, config.train.budget_of
+    spent = sum(record[spending] for record in run.log.read_metrics()) if config.train.budget else 0
     if step >= config.train.steps:
         console.print(f"Nothing to do: the run is at step {step}, train.steps is {config.train.steps}.")
+        return step
+    if spent >= limit:
+        console.print(f"Nothing to do: the run has spent {spent:,} of {limit:,} {spending}.")
         return step
     console.print(HEADER)
     learnt = 0.0
     with progress_bar("training", config.train.steps) as bar:
-        while step < config.train.steps:
+        while step < config.train.steps and spent < limit:
             bar.update(bar.task_ids[0], completed=step)
             started = time.monotonic()
             with run.keeper.saving(step):
@@ -154,22 +165,37 @@ async def train(run: Run) -> int:
                     run.log.append(step, {**metrics, **seen})
             console.print(step_line(step, metrics))
             learnt += metrics["optimiser_steps"]
-            run.keeper.step_done(step, config.train.steps)
+            spent += metrics[spending]
+            run.keeper.step_done(step, config.train.steps if spent < limit else step)
     if not learnt:
         console.print("Nothing was learnt: for every question, all paths earned the same. `arpo rollout` shows why.")
     return step
 
 
 async def sample_step(session: Session, step: int) -> tuple[list[RolloutTree], list[tuple[Reward, ...]]]:
-    """The trees of one step's questions, with their rewards: a tree is scored while others grow. Changes nothing."""
-    config = session.config
-    tasks = batch_of(
-        session.bench.parts, config.train.prompts, step, config.seed, config.data.curriculum, session.outcomes
-    )
-    seeds = [derive_seed(config.seed, "rollout", step, number) for number in range(len(tasks))]
-    with Scorer(session.reward, config.reward.workers) as scorer:
-        trees = await rollouts(session.agent, tasks, config.rollout, config.branching, seeds, scorer.add)
-        return trees, await scorer.rewards(trees)
+    """The trees of one step's questions, with their rewards: a tree is scored while others grow. Changes nothing.
+
+    With `train.resample`, the trees of questions that replace such as teach nothing come after these.
+    """
+    config, parts = session.config, session.bench.parts
+    count, again = config.train.prompts, config.train.resample
+    trees: list[RolloutTree] = []
+    rewards: list[tuple[Reward, ...]] = []
+    for turn in range(again + 1):
+        missing = count - sum(map(_teaches, repeat(config), trees, rewards))
+        if not missing:
+            break
+        tasks = (
+            batch_of(parts, count, (step - 1) * again + turn, derive_seed(config.seed, "resample"))[:missing]
+            if turn
+            else batch_of(parts, count, step, config.seed, config.data.curriculum, session.outcomes)
+        )
+        seeds = [derive_seed(config.seed, "rollout", step, len(trees) + number) for number in range(len(tasks))]
+        with Scorer(session.reward, config.reward.workers) as scorer:
+            grown = await rollouts(session.agent, tasks, config.rollout, config.branching, seeds, scorer.add)
+            rewards += await scorer.rewards(grown)
+        trees += grown
+    return trees, rewards
 
 
 def learn_step(
@@ -177,20 +203,28 @@ def learn_step(
 ) -> dict[str, float]:
     """Credit and train on one step's trees; returns the step's metrics."""
     config, started = run.session.config, time.monotonic()
-    credits = [_credit(config, tree, group) for tree, group in zip(trees, rewards, strict=True)]
+    keep = [_kept(config, tree, group) for tree, group in zip(trees, rewards, strict=True)]
+    credits = credit(trees, rewards, config.advantage, keep)
     if config.data.curriculum:
         run.session.outcomes.append("".join(map(_outcome, trees, rewards)))
     if config.run.save_trees:
         run.log.write_trees(step, trees, rewards, credits)
-    learnt = run.trainer.update(trees, credits)
+    taught = list(range(len(trees)))
+    if config.train.resample:
+        taught = [number for number in taught if _teaches(config, trees[number], rewards[number])]
+    learnt = run.trainer.update([trees[number] for number in taught], [credits[number] for number in taught])
     sampled = {**rollout_metrics(trees, rewards), **fault_metrics(rewards), **tool_metrics(trees)}
     return {**sampled, **learnt, "train_seconds": time.monotonic() - started}
 
 
-def _credit(config: Config, tree: RolloutTree, rewards: Sequence[Reward]) -> tuple[Credit, ...]:
+def _kept(config: Config, tree: RolloutTree, rewards: Sequence[Reward]) -> list[bool]:
     spoiled = [tree.infra_fault(leaf) or unjudged(reward) for leaf, reward in zip(tree.leaves, rewards, strict=True)]
-    keep = [not (config.train.drop_infra and bad) for bad in spoiled]
-    return credit(tree, rewards, config.advantage.attribution, keep)
+    return [not (config.train.drop_infra and bad) for bad in spoiled]
+
+
+def _teaches(config: Config, tree: RolloutTree, rewards: Sequence[Reward]) -> bool:
+    """Whether the paths of a question that count earned different rewards."""
+    return len({reward.total for reward in compress(rewards, _kept(config, tree, rewards))}) > 1
 
 
 def _outcome(tree: RolloutTree, rewards: Sequence[Reward]) -> str:

@@ -299,6 +299,7 @@ class TreeBatch:
     size_S: npt.NDArray[np.int64]  # tokens in it and below it
     targets_K: Tensor  # long: places among the N
     engine_logprobs_K: Tensor  # float32: as sampled
+    boost_K: Tensor  # float32: how many times its policy term counts
     node_K: Tensor  # long: which of the M it belongs to
     pair_node_X: Tensor  # long
     pair_path_X: Tensor  # long

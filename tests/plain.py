@@ -125,6 +125,10 @@ def path_terms(new_T: Tensor, old_T: Tensor, advantage_T: Tensor, loss: Loss) ->
     if loss.kind == "cispo":
         return clipped_T.detach() * advantage_T * new_T
     term_T = torch.minimum(ratio_T * advantage_T, clipped_T * advantage_T)
+    if loss.clip_keeps_gradient:
+        above_T = (advantage_T > 0) & (ratio_T > 1 + loss.clip_high)
+        kept_T = (1 + loss.clip_high) * advantage_T * (move_T - move_T.detach() + 1)  # its value, with log r's slope
+        term_T = torch.where(above_T, kept_T, term_T)
     if loss.dual_clip is not None:
         term_T = torch.where(advantage_T < 0, torch.maximum(term_T, loss.dual_clip * advantage_T), term_T)
     return term_T

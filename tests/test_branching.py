@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arpo.branching import decide
+from arpo.branching import balanced, decide
 from arpo.settings import Branching
 from arpo.types import Decision
 
@@ -69,3 +69,33 @@ def test_delta_is_normalised(initial: list[float], entropies: list[float]) -> No
     decision = decide(Branching(), initial, entropies, V, 4, 0.0)
     assert -1 - 1e-9 <= decision.delta <= 1 + 1e-9
     assert (decision.branches > 0) == (decision.probability > 0.5)
+
+
+def test_controls_do_not_look_at_entropies() -> None:
+    for entropies in ([0.0], [4.0]):
+        drawn = [decide(Branching(policy="random", alpha=0.3), [2.0], entropies, V, 4, u) for u in (0.29, 0.31)]
+        assert [(d.branches, d.reason, d.probability) for d in drawn] == [(1, "branched", 0.3), (0, "not drawn", 0.3)]
+        always = decide(Branching(policy="always", width=2), [2.0], entropies, V, 4, 0.999999)
+        assert (always.branches, always.probability) == (2, 1.0)
+        later = decide(Branching(policy="later"), [2.0], entropies, V, 4, 0.0)
+        assert (later.branches, later.reason) == (0, "the policy branches when all paths have ended")
+        assert later.entropy == entropies[0]  # what was seen is recorded all the same
+    assert decide(Branching(policy="always"), [2.0], [1.0], V, 0, 0.0).reason == "the leaf budget is used up"
+    assert decide(Branching(policy="random"), [2.0], [], V, 4, 0.0).branches == 0
+
+
+def test_branching_in_a_row_costs_probability() -> None:
+    settings = Branching(rule="stochastic", alpha=0.5, beta=0.0, penalty=0.3)
+    chances = [decide(settings, [1.0], [1.0], V, 4, 0.9, in_a_row).probability for in_a_row in range(5)]
+    assert chances == pytest.approx([0.5, 0.5 * 0.7, 0.5 * 0.4, 0.5 * 0.1, 0.0])
+    negative = Branching(alpha=0.0, beta=1.0, penalty=0.5)
+    assert decide(negative, [4.0], [1.0], V, 4, 0.9, 4).probability == 0.0  # and does not turn its sign
+
+
+def test_the_share_of_paths_from_the_prompt_follows_the_balance_of_entropies() -> None:
+    assert balanced(16, 1.0, [2.0, 0.0], [[1.0], [0.5, 1.5]]) == 8  # as unsure at its start as after its tools
+    assert balanced(16, 2.0, [1.0], [[0.5], [0.5, 0.5]]) == round(16 / (1 + math.exp(-2.0 * 0.5)))
+    assert balanced(16, 2.0, [0.5], [[1.0]]) == round(16 / (1 + math.exp(1.0)))
+    assert balanced(16, 9.0, [3.0], []) == 16
+    assert balanced(16, 9.0, [], [[3.0]]) == 1
+    assert balanced(4, 0.0, [3.0], []) == 2

@@ -237,7 +237,7 @@ def test_it_learns_a_toy_task(tokenizer: Any) -> None:
                 *(rollout(agent, t, config.rollout, config.branching, 100 * step + i) for i, t in enumerate(tasks))
             )
             rewards = [[even_share(tree.task, tree, leaf) for leaf in tree.leaves] for tree in trees]
-            trainer.update(trees, [credit(t, r, "soft") for t, r in zip(trees, rewards, strict=True)])
+            trainer.update(trees, credit(trees, rewards, config.advantage))
             await agent.engine.update_weights(step)
             shares.append(fmean(reward.total for group in rewards for reward in group))
 

@@ -29,7 +29,7 @@ from trees import prompt, tool, tree, two_branches
 
 from arpo.advantage import attribute, credit
 from arpo.batch import Part, cut, tree_batch
-from arpo.settings import Loss
+from arpo.settings import Advantage, Loss
 from arpo.trainer.attention import _answer, _ask
 from arpo.trainer.tree import accumulate, evaluate
 from arpo.types import Credit, Node, Reward, RolloutTree
@@ -97,7 +97,8 @@ def random_credit(rng: random.Random, rollout: RolloutTree, attribution: str) ->
     """Rewards with ties, now and then all the same; some leaves not kept."""
     few = REWARDS if rng.random() < 0.9 else REWARDS[:1]
     rewards = [Reward(rng.choice(few)) for _ in rollout.leaves]
-    return credit(rollout, rewards, attribution, [rng.random() < 0.85 for _ in rollout.leaves])
+    keep = [rng.random() < 0.85 for _ in rollout.leaves]
+    return credit([rollout], [rewards], Advantage(attribution=attribution), [keep])[0]
 
 
 def random_forest(

@@ -4,7 +4,7 @@ from arpo.rewards.format import format_ok
 from arpo.rewards.hierarchical import Accuracy, NoVerdict, RewardFn, make_reward, unjudged
 from arpo.rewards.maths import math_equal
 from arpo.rewards.score import Scorer, fault_metrics
-from arpo.rewards.select import reward_from
+from arpo.rewards.select import overlong, reward_from
 from arpo.rewards.text import choice_match, exact_match, numbers_equal, token_f1
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "make_reward",
     "math_equal",
     "numbers_equal",
+    "overlong",
     "reward_from",
     "token_f1",
     "unjudged",

@@ -20,7 +20,7 @@ from arpo.rewards.judge import LlmJudge
 from arpo.rewards.maths import shared_judge
 from arpo.rewards.text import numbers_equal
 from arpo.settings import Rewards
-from arpo.types import ArpoError, Leaf, Reward, RolloutTree, Task
+from arpo.types import ArpoError, End, Leaf, Reward, RolloutTree, Task
 
 NEEDED_PARTS = ("correct", "format")
 
@@ -30,6 +30,22 @@ def reward_from(settings: Rewards) -> RewardFn:
     if settings.function is not None:
         return _own_reward(settings.function)
     return make_reward(_accuracy(settings), settings.bonus, settings.bonus_tools)
+
+
+def overlong(reward: RewardFn, share: float, max_tokens: int) -> RewardFn:
+    """The same reward, less what a path loses in the last `share` of the tokens it may have: from 0 up to 1 in all.
+
+    A path that was cut off because it was too long loses 1. It stays as right as it was.
+    """
+    buffer = share * max_tokens
+
+    def shaped(task: Task, tree: RolloutTree, leaf: Leaf) -> Reward:
+        given = reward(task, tree, leaf)
+        length = sum(len(tree.nodes[i].tokens) for i in tree.path(leaf.node)[1:])
+        lost = 1.0 if leaf.end is End.LENGTH else min(1.0, max(0.0, (length - max_tokens + buffer) / buffer))
+        return Reward(given.total - lost, {**given.parts, "overlong": -lost})
+
+    return shaped
 
 
 def _accuracy(settings: Rewards) -> Accuracy:

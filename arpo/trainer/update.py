@@ -60,10 +60,11 @@ class Trainer:
         }
 
     def _batch(self, trees: Sequence[RolloutTree], credits: Sequence[Sequence[Credit]]) -> TreeBatch:
-        given = trees, credits, self._config.loss, self._config.rollout.max_tokens
-        batch = tree_batch(*given)
+        config = self._config
+        given = trees, credits, config.loss, config.rollout.max_tokens
+        batch = tree_batch(*given, entropy=config.advantage.entropy)
         pays = batch.unique_tokens <= SHARING_PAYS * batch.total_tokens
-        return batch if pays else tree_batch(*given, shared=False)
+        return batch if pays else tree_batch(*given, shared=False, entropy=config.advantage.entropy)
 
     def _logprobs(self, model: Any, batch: TreeBatch) -> Tensor:
         return evaluate(model, batch, self._config.rollout.temperature, self._config.train.micro_tokens)[0]
