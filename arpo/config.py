@@ -1,7 +1,9 @@
 """Settings: sparse TOML in, one frozen and fully resolved `Config` out.
 
-Promises: defaults < preset < file < command line; every value is checked for type and range, nothing is converted
-silently; all mistakes are reported at once as one `ArpoError`, one line each, in the user's own words.
+Promises: defaults < preset < file < command line, but for an algorithm that is compared with others: its preset lies
+above the file. A preset is one of ours, or a TOML file of the user's (`preset = "mine.toml"`). Every value is checked
+for type and range, nothing is converted silently; all mistakes are reported at once as one `ArpoError`, one line each,
+in the user's own words.
 Does not cover: whether a path, a model or a tool named here exists; the code that uses it says so.
 
     config = load_config(Path("run.toml"), ["rollout.leaves=8", "model.path=Qwen/Qwen3-0.6B"])
@@ -30,8 +32,11 @@ _ABSENT = object()
 Layers = Sequence[tuple[str, Mapping[str, Any]]]  # (where it comes from, values), highest precedence first
 
 
-def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
-    """The configuration in `path` (TOML, or a run's config.json; none: defaults), `key.sub=value` overrides on top."""
+def load_config(path: Path | None, overrides: Sequence[str] = (), algorithm: str | None = None) -> Config:
+    """The configuration in `path` (TOML, or a run's config.json; none: defaults), `key.sub=value` overrides on top.
+
+    What the preset `algorithm` says lies above what the file says.
+    """
     problems: list[str] = []
     from_file = {} if path is None else _read_file(path)
     from_command: dict[str, Any] = {}
@@ -44,20 +49,38 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
         nested = functools.reduce(lambda inner, part: {part: inner}, reversed(key.split(".")), _parse(key, value))
         from_command = _merge(from_command, nested)
     layers = [(COMMAND_LINE, from_command), (str(path), from_file)]
-    preset = from_command.get("preset", from_file.get("preset", "arpo"))
-    if isinstance(preset, str):
-        if preset in presets():
-            text = _preset_folder().joinpath(f"{preset}.toml").read_text(encoding="utf-8")
-            layers.append((f'preset "{preset}"', tomllib.loads(text)))
+    complete = path is not None and path.suffix == ".json"  # a run's: the preset is in it already
+    if algorithm is not None:
+        values = _preset(algorithm)
+        if values is None:
+            raise ArpoError(f"got the algorithm {_show(algorithm)}, expected {_preset_choices(algorithm)}")
+        from_command["preset"] = algorithm
+        layers.insert(1, (f'preset "{algorithm}"', values))
+    elif not complete or "preset" in from_command:
+        preset = from_command.get("preset", from_file.get("preset", "arpo"))
+        values = _preset(preset) if isinstance(preset, str) else {}
+        if values is None:
+            expected = _preset_choices(preset)
+            problems.append(f"{_source(layers, ['preset'])}: preset: got {_show(preset)}, expected {expected}")
         else:
-            hint = _choices(preset, presets())
-            problems.append(f"{_source(layers, ['preset'])}: preset: got {_show(preset)}, expected {hint}")
+            layers.append((f'preset "{preset}"', values))
     return _check(layers, problems)
 
 
 def presets() -> list[str]:
     """Names of the presets that come with the package."""
     return sorted(entry.name[:-5] for entry in _preset_folder().iterdir() if entry.name.endswith(".toml"))
+
+
+def _preset(name: str) -> dict[str, Any] | None:
+    """What a preset says: one of ours, or a file; None if it is neither."""
+    if name in presets():
+        return tomllib.loads(_preset_folder().joinpath(f"{name}.toml").read_text(encoding="utf-8"))
+    return _read_file(Path(name).expanduser()) if name.endswith(".toml") else None
+
+
+def _preset_choices(given: str) -> str:
+    return f"{_choices(given, presets())}, or a TOML file"
 
 
 def _preset_folder() -> Traversable:

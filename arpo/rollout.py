@@ -100,10 +100,10 @@ async def rollout(
     A path starts, and its time begins to run, when it gets one of the `slots`.
     """
     grower = _Grower(agent, task, settings, branching, seed, slots or asyncio.Semaphore(settings.concurrency))
-    initial = settings.initial
-    if branching.balance is not None:
-        initial = await grower.grow_monitored(branching.balance) - 1
-    await grower.grow_from_root(initial)
+    if branching.balance is None:
+        await grower.grow_from_root(settings.initial)
+    else:
+        await grower.grow_balanced(branching.balance)
     while branching.policy == "later" and grower.budget:
         await grower.grow_later()
     if grower.budget:  # every path ended and leaves are missing
@@ -155,14 +155,24 @@ class _Grower:
         """Start `count` fresh paths at the prompt and wait until they and all their branches have ended."""
         await self._grow([0] * count)
 
-    async def grow_monitored(self, weight: float) -> int:
-        """Sample one path that does not branch; what it shows says how many paths are to start at the prompt."""
+    async def grow_balanced(self, weight: float) -> None:
+        """Sample one path first. What it shows says how many start at the prompt; then it may be branched from too."""
         self.monitoring = True
         await self.grow_from_root(1)
         self.monitoring = False
-        probe = self.branching.probe_tokens
-        turns = [node.entropies[:probe] for node in self.nodes if node.kind is Kind.MODEL]
-        return balanced(self.settings.leaves, weight, turns[0] if turns else (), turns[1:])
+        probe, turns = self.branching.probe_tokens, [node for node in self.nodes if node.kind is Kind.MODEL]
+        first, *after = [turn.entropies[:probe] for turn in turns] or [()]
+        initial = balanced(self.settings.leaves, weight, first, after)
+
+        def decide_afterwards() -> None:
+            in_a_row = 0
+            for turn in turns[1:]:
+                path = replace(self._path_from(turn.parent or 0), in_a_row=in_a_row)
+                path.deadline = time.monotonic() + path.seconds
+                self._decide(path, path.at, turn.entropies)
+                in_a_row = path.in_a_row
+
+        await self._grow([0] * (initial - 1), decide_afterwards)
 
     async def grow_later(self) -> None:
         """From each of the first paths' trees one more path, as far as the budget goes, at a result drawn at random."""
@@ -188,12 +198,13 @@ class _Grower:
             index = parent
         return index
 
-    async def _grow(self, sources: Sequence[int]) -> None:
+    async def _grow(self, sources: Sequence[int], also: Callable[[], None] = lambda: None) -> None:
         """Start a fresh path at each of these nodes and wait until they and all their branches have ended."""
         try:
             async with asyncio.TaskGroup() as self.group:
                 for source in sources:
                     self._start(self._path_from(source))
+                also()
         except ExceptionGroup as several:
             raise several.exceptions[0] from several
 

@@ -274,7 +274,9 @@ class Config(Section):
     """Everything a run is decided by."""
 
     seed: int = Field(default=0, ge=0, le=MAX_SEED, description="decides all randomness of the run")
-    preset: Text = Field(default="arpo", description="named settings that lie below your own")
+    preset: Text = Field(
+        default="arpo", description="named settings that lie below your own: one of ours, or a TOML file of yours"
+    )
     model: Model = Model()
     data: Data = Data()
     world: World = World()

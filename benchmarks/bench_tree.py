@@ -43,7 +43,7 @@ from trees import prompt, tool, tree
 
 from arpo.advantage import credit
 from arpo.batch import tree_batch
-from arpo.settings import Loss
+from arpo.settings import Advantage, Loss
 from arpo.trainer.tree import accumulate
 from arpo.types import Credit, Node, Reward, RolloutTree
 
@@ -235,7 +235,7 @@ def make_trees(options: argparse.Namespace, vocab: int) -> tuple[Sequence[Rollou
         len(trees) < options.trees if options.unique is None else sum(t.unique_tokens for t in trees) < options.unique
     ):
         trees.append(make_tree(rng, vocab, options.scale))
-    credits = [credit(t, [Reward(rng.random()) for _ in t.leaves], "soft") for t in trees]
+    credits = credit(trees, [[Reward(rng.random()) for _ in t.leaves] for t in trees], Advantage())
     return trees, credits
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
+from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -44,14 +46,37 @@ def test_precedence_is_defaults_preset_file_command_line(tmp_path: Path) -> None
 
 
 def test_presets_load_and_differ_from_the_defaults_only_as_they_say() -> None:
-    found = {
-        name: differences(Config().resolved(), load_config(None, [f"preset={name}"]).resolved()) for name in presets()
-    }
-    assert found == {
-        "arpo": [],
-        "arpo-hard": ['preset: "arpo" -> "arpo-hard"', 'advantage.attribution: "soft" -> "hard"'],
-        "grpo": ['preset: "arpo" -> "grpo"', "rollout.initial: 8 -> 16", 'branching.policy: "entropy" -> "never"'],
-    }
+    for name in presets():
+        file = Path(str(resources.files("arpo"))) / "presets" / f"{name}.toml"
+        said = {f"{section}.{key}" for section, keys in tomllib.loads(file.read_text()).items() for key in keys}
+        config = load_config(None, [f"preset={name}"])
+        if config.branching.policy == "never":
+            said.add("rollout.initial")
+        changed = {line.partition(":")[0] for line in differences(Config().resolved(), config.resolved())}
+        assert changed - {"preset"} == said
+        assert config.preset == name
+    found = differences(Config().resolved(), load_config(None, ["preset=grpo"]).resolved())
+    assert found == ['preset: "arpo" -> "grpo"', "rollout.initial: 8 -> 16", 'branching.policy: "entropy" -> "never"']
+
+
+def test_a_preset_may_be_a_file_and_an_algorithm_lies_above_the_file(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.toml"
+    mine.write_text("[branching]\nalpha = 0.7\n[loss]\nclip_high = 0.5\n")
+    path = _file(tmp_path, f'preset = "{mine}"\n[branching]\nalpha = 0.1\n')
+    config = load_config(path)
+    assert (config.preset, config.branching.alpha, config.loss.clip_high) == (str(mine), 0.1, 0.5)
+    above = load_config(path, ["branching.tau=0.2"], str(mine))
+    assert (above.preset, above.branching.alpha, above.branching.tau) == (str(mine), 0.7, 0.2)
+    grpo = load_config(path, ["preset=arpo", "branching.alpha=0.4"], "grpo")
+    assert (grpo.branching.policy, grpo.branching.alpha, grpo.loss.clip_high) == ("never", 0.4, 0.2)
+    assert grpo.preset == "grpo"
+    saved = tmp_path / "config.json"
+    saved.write_text(json.dumps(config.resolved()))
+    mine.unlink()
+    assert load_config(saved) == config  # complete without the preset
+    assert "there is no such file" in _error(path)
+    with pytest.raises(ArpoError, match=r'got the algorithm "grop", expected one of .*did you mean "grpo".*TOML file'):
+        load_config(None, [], "grop")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -427,3 +428,87 @@ def test_no_model_output_crashes_a_rollout(tokenizer: Any, text: str, seed: int)
     tree = grow(agent(tokenizer, lambda prefix, seed: (said, [seed % 7 * 1.0])), how, seed=seed)
     reward = make_reward("f1", 0.1, ["search", "python"])
     assert all(-1 <= reward(TASK, tree, leaf).total <= 1.1 for leaf in tree.leaves)
+
+
+def test_later_starts_the_rest_at_drawn_results_one_for_each_first_path(tokenizer: Any) -> None:
+    how = Rollout(leaves=9, initial=3, max_calls=4)
+    script = turns((SEARCH, HIGH), (SEARCH, LOW), (SEARCH, LOW), (ANSWER, LOW))
+    who = agent(tokenizer, script)
+    seen = set()
+    for seed in range(12):
+        tree = grow(who, how, Branching(policy="later"), seed)
+        firsts = [index for index, node in enumerate(tree.nodes) if node.parent == 0]
+        assert len(firsts) == 3  # nothing is filled from the prompt while there are results
+        assert [sum(first in tree.path(leaf.node) for leaf in tree.leaves) for first in firsts] == [3, 3, 3]
+        drawn = [node.decision for node in tree.nodes if node.decision and node.decision.branches]
+        assert sum(decision.branches for decision in drawn) == 6
+        assert {decision.reason for decision in drawn} == {"drawn when all paths had ended"}
+        for index, node in enumerate(tree.nodes):
+            if node.kind is Kind.TOOL:
+                children = sum(other.parent == index for other in tree.nodes)
+                assert children == 1 + (node.decision.branches if node.decision else 0)
+                if node.decision and node.decision.branches:
+                    seen.add(sum(tree.nodes[i].kind is Kind.TOOL for i in tree.path(index)))
+        calls = [sum(tree.nodes[i].kind is Kind.TOOL for i in tree.path(leaf.node)) for leaf in tree.leaves]
+        assert calls == [3] * 9  # a path that starts at a result has the calls above it behind it
+        assert {leaf.end for leaf in tree.leaves} == {End.ANSWER}
+        again = grow(who, how, Branching(policy="later"), seed)
+        assert [(n.parent, n.text, n.decision) for n in tree.nodes] == [
+            (n.parent, n.text, n.decision) for n in again.nodes
+        ]
+    assert seen == {1, 2, 3}  # first, second and third results are all drawn
+
+
+def test_later_without_any_result_fills_from_the_prompt(tokenizer: Any) -> None:
+    tree = grow(agent(tokenizer, turns(ANSWER)), Rollout(leaves=4, initial=2), Branching(policy="later"))
+    assert [node.parent for node in tree.nodes] == [None, 0, 0, 0, 0]
+    only_cut = Rollout(leaves=3, initial=1, max_tokens=1)
+    assert len(grow(agent(tokenizer, turns(ANSWER)), only_cut, Branching(policy="later")).leaves) == 3
+
+
+def test_a_path_started_later_ends_at_the_call_limit_of_its_whole_length(tokenizer: Any) -> None:
+    how = Rollout(leaves=6, initial=2, max_calls=2)
+    tree = grow(agent(tokenizer, turns(SEARCH)), how, Branching(policy="later"))
+    assert [leaf.end for leaf in tree.leaves] == [End.CALLS] * 6
+    for leaf in tree.leaves:
+        assert sum(tree.nodes[i].kind is Kind.TOOL for i in tree.path(leaf.node)) == 2
+
+
+@pytest.mark.parametrize(
+    ("start", "after", "weight", "roots"),
+    [
+        (LOW, LOW, 1.0, 4),
+        ([3.0], [0.0], 1.0, 8),
+        ([0.0], [1.0], 1.0, 2),
+        ([0.0], [1.0], 0.0, 4),
+        ([0.0], [5.0], 9.0, 1),
+    ],
+)
+def test_a_first_path_decides_how_many_start_at_the_prompt(
+    tokenizer: Any, start: list[float], after: list[float], weight: float, roots: int
+) -> None:
+    how, branching = Rollout(leaves=8, initial=5), Branching(policy="always", balance=weight, width=8)
+    tree = grow(agent(tokenizer, turns((SEARCH, start), (SEARCH, after), (ANSWER, after))), how, branching)
+    assert [node.parent for node in tree.nodes].count(0) == roots  # whatever rollout.initial says
+    first = [tree.nodes[i] for i in tree.path(5)]
+    assert [node.kind.value for node in first[1:]] == ["model", "tool", "model", "tool", "model"]
+    opened = [node.decision.branches for node in first if node.decision]
+    assert opened == [8 - roots, 0]  # the first path is branched from when the others have started
+
+
+def test_results_in_a_row_are_branched_from_less(tokenizer: Any) -> None:
+    how = Rollout(leaves=30, initial=1, max_calls=4)
+    script = turns((SEARCH, LOW), (SEARCH, HIGH), (SEARCH, HIGH), (SEARCH, LOW), (ANSWER, HIGH))
+    tree = grow(agent(tokenizer, script), how, Branching(penalty=0.2, beta=1.0))
+    seen = set()
+    for index, node in enumerate(tree.nodes):
+        if node.decision is None:
+            continue
+        above = [tree.nodes[i].decision for i in tree.path(index)[:-1] if tree.nodes[i].kind is Kind.TOOL]
+        row = 0
+        while row < len(above) and (decision := above[-1 - row]) and decision.branches:
+            row += 1
+        seen.add(row)
+        plain = 0.5 + (node.decision.entropy - 0.5) / math.log(len(tokenizer))
+        assert node.decision.probability == pytest.approx(plain * (1 - 0.2 * row))
+    assert seen == {0, 1, 2}  # the third is after a turn that was sure, and starts the count again

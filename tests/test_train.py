@@ -26,7 +26,7 @@ from arpo.engine.local import LocalEngine
 from arpo.render import make_format
 from arpo.rollout import Agent, rollout
 from arpo.runlog import open_run as read_run
-from arpo.settings import Branching, Config, Rollout
+from arpo.settings import Advantage, Branching, Config, Rollout
 from arpo.setup import make_bench
 from arpo.train import Run, Session, open_run, sample_step, train
 from arpo.trainer.checkpoint import load_checkpoint, save_checkpoint, save_pretrained
@@ -280,7 +280,7 @@ def test_every_step_draws_anew(model_path: Path, tmp_path: Path, monkeypatch: py
 
 def test_logits_in_chunks_change_nothing(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     trees = asyncio.run(_some_trees(tokenizer))
-    credits = [credit(t, [even_share(t.task, t, leaf) for leaf in t.leaves], "soft") for t in trees]
+    credits = credit(trees, [[even_share(t.task, t, leaf) for leaf in t.leaves] for t in trees], Advantage())
     weights = []
     for size in (2048, 5):
         monkeypatch.setattr("arpo.trainer.tree.LOGITS_CHUNK", size)
@@ -292,7 +292,7 @@ def test_logits_in_chunks_change_nothing(tokenizer: Any, monkeypatch: pytest.Mon
 
 def test_paths_that_share_little_are_packed(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     trees = asyncio.run(_some_trees(tokenizer))
-    credits = [credit(t, [even_share(t.task, t, leaf) for leaf in t.leaves], "soft") for t in trees]
+    credits = credit(trees, [[even_share(t.task, t, leaf) for leaf in t.leaves] for t in trees], Advantage())
     computed = {}
     for limit in (0.0, 1.0):
         monkeypatch.setattr("arpo.trainer.update.SHARING_PAYS", limit)
@@ -320,7 +320,7 @@ def test_the_kl_term_holds_the_model_near_the_one_before_training(model_path: Pa
 
 def test_micro_batches_do_not_change_the_gradient(tokenizer: Any) -> None:
     trees = asyncio.run(_some_trees(tokenizer))
-    credits = [credit(t, [even_share(t.task, t, leaf) for leaf in t.leaves], "soft") for t in trees]
+    credits = credit(trees, [[even_share(t.task, t, leaf) for leaf in t.leaves] for t in trees], Advantage())
     norms, weights = [], []
     for size in (16, 100_000):
         model = build_model(tokenizer, 32, 1, 128, seed=0).eval()
@@ -340,7 +340,7 @@ async def _some_trees(tokenizer: Any) -> list[RolloutTree]:
 
 def test_a_batch_with_nothing_to_learn_changes_nothing(tokenizer: Any) -> None:
     trees = asyncio.run(_some_trees(tokenizer))
-    credits = [credit(tree, [Reward(1.0, {})] * len(tree.leaves), "soft") for tree in trees]
+    credits = credit(trees, [[Reward(1.0, {})] * len(tree.leaves) for tree in trees], Advantage())
     model = build_model(tokenizer, 32, 1, 128, seed=0).eval()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     metrics = Trainer(model, tokenizer, load_config(None, ["train.lr=0.1"])).update(trees, credits)
@@ -350,7 +350,7 @@ def test_a_batch_with_nothing_to_learn_changes_nothing(tokenizer: Any) -> None:
 
 def test_checkpoints_round_trip_the_optimiser(tokenizer: Any, tmp_path: Path) -> None:
     trees = asyncio.run(_some_trees(tokenizer))
-    credits = [credit(t, [even_share(t.task, t, leaf) for leaf in t.leaves], "soft") for t in trees]
+    credits = credit(trees, [[even_share(t.task, t, leaf) for leaf in t.leaves] for t in trees], Advantage())
     model = build_model(tokenizer, 32, 1, 128, seed=0).eval()
     trainer = Trainer(model, tokenizer, load_config(None))
     trainer.update(trees, credits)
