@@ -17,6 +17,7 @@ import typer
 
 from arpo.cli_base import Overrides, config_of, run_async
 from arpo.cli_data import data_app, index_app
+from arpo.cli_study import compare
 from arpo.config import load_config
 from arpo.display import console, print_tree, tool_lines
 from arpo.runlog import is_run
@@ -34,6 +35,7 @@ HELP = "Train language models that use tools, with ARPO. Start with `arpo demo`.
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=HELP)
 app.add_typer(index_app, name="index")
 app.add_typer(data_app, name="data")
+app.command()(compare)
 ConfigFile = Annotated[Path, typer.Argument(help="a TOML file with settings")]
 # Of a chat, below what the user gives: calmer than in training, one path at a time, and nothing is rewarded.
 CHAT_SETTINGS = ("rollout.temperature=0.7", "rollout.concurrency=1", "reward.bonus=0")

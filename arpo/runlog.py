@@ -169,6 +169,12 @@ class RunLog:
         for other in older[: max(0, len(older) + 1 - keep)]:
             self._drop_checkpoint(other)
 
+    def drop_checkpoints(self) -> None:
+        """Delete them all: of a run that is finished and only its numbers are wanted."""
+        self._must_hold_lock()
+        for step in self.checkpoint_steps():
+            self._drop_checkpoint(step)
+
     def _drop_checkpoint(self, step: int) -> None:
         path = self.checkpoint_path(step)
         shutil.rmtree(path.rename(path.with_name(path.name + ".tmp")))  # half-deleted must not look complete
