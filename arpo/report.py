@@ -94,7 +94,7 @@ def markdown(results: Results) -> str:
         rows.append(row)
     if published:
         head.append("published, %")
-    parts = [f"# Evaluation of {_cell(results.agent)}", "", *_table(head, rows), ""]
+    parts = [f"# Evaluation of {markdown_cell(results.agent)}", "", *markdown_table(head, rows), ""]
     parts += [f"In brackets: {INTERVAL}. Tool calls, tokens the model wrote and seconds are means per answer."]
     if published:
         sources = sorted({each.source for group in published.values() for each in group})
@@ -102,13 +102,19 @@ def markdown(results: Results) -> str:
     if results.failures:
         parts += [f"{len(results.failures):,} answers failed for no fault of the model's and are left out."]
     levels = [
-        [BENCHMARKS[name].title, _cell(level), *_estimates(summary, ks), f"{summary.questions:,}", *_means(summary)[:1]]
+        [
+            BENCHMARKS[name].title,
+            markdown_cell(level),
+            *_estimates(summary, ks),
+            f"{summary.questions:,}",
+            *_means(summary)[:1],
+        ]
         for name, whole in results.summaries.items()
         for level, summary in whole.levels.items()
     ]
     if levels:
         head = ["benchmark", "level", "score, %", *(f"pass@{k}, %" for k in ks), "questions", "tool calls"]
-        parts += ["", "## By level", "", *_table(head, levels)]
+        parts += ["", "## By level", "", *markdown_table(head, levels)]
     return "\n".join(parts) + "\n"
 
 
@@ -199,12 +205,13 @@ def _means(summary: Summary) -> list[str]:
     return ["none" if value is None else f"{value:,.{digits}f}" for value, digits in values]
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table; what comes from outside has been through `markdown_cell`."""
     lines = [head, ["---"] * len(head), *rows]
     return ["| " + " | ".join(cells) + " |" for cells in lines]
 
 
-def _cell(text: str) -> str:
+def markdown_cell(text: str) -> str:
     """Text from outside as Markdown shows it: one line, no mark-up."""
     shown = printable(text).replace("\n", " ")
-    return "".join(f"\\{c}" if c in "\\`*_[]<>|#" else c for c in shown)
+    return "".join(f"\\{c}" if c in "\\`*_[]<>|#$&~" else c for c in shown)
