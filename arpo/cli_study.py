@@ -10,7 +10,9 @@ import typer
 from arpo.cli_base import Overrides, run_async
 from arpo.display import console
 
-ALGORITHMS = "presets or TOML files, like arpo,grpo,mine.toml; `arpo compare` shows the presets if it knows none of them"
+ALGORITHMS = (
+    "presets or TOML files, like arpo,grpo,mine.toml; `arpo compare` shows the presets if it knows none of them"
+)
 
 
 def compare(

@@ -1,7 +1,6 @@
 """Algorithms side by side: the same cold start, questions and seeds, the same budget, one process for each run.
 
-    plan = Plan(Path("world.toml"), (), ("arpo", "grpo"), (0, 1), "tool_calls", None, "grpo", 5, 1, Path("runs/compare"))
-    comparison = run_async(compare(plan))
+    comparison = run_async(compare(the_plan(Path("world.toml"), (), "arpo,grpo", 5, "tool-calls", ...)))
 
     OUT/compare.json                  what is compared; the same command goes on, also with more algorithms or seeds
     OUT/cold-start/seed-0/            the model before training: result.json, log.txt

@@ -84,7 +84,8 @@ async def _answers(session: Session, samples: int) -> dict[str, Any]:
 
 
 def _stop_when_alone() -> None:
-    sys.stdin.buffer.read()
+    while os.read(0, 1024):  # not through sys.stdin, whose lock would be held when the process ends
+        pass
     os.kill(os.getpid(), signal.SIGTERM)
 
 
