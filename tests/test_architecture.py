@@ -42,9 +42,9 @@ ROWS = (
     ("coldstart", "summary"),
     ("setup", "report"),
     ("train", "versus_report"),
-    ("benchmark", "chat", "demo", "doctor", "pretrain", "sft", "collect"),
+    ("benchmark", "chat", "compare", "demo", "doctor", "pretrain", "sft", "collect"),
     ("cli_base",),
-    ("cli_data",),
+    ("cli_data", "cli_study", "trial"),
     ("cli",),
 )
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
