@@ -96,6 +96,9 @@ def test_the_share_of_paths_from_the_prompt_follows_the_balance_of_entropies() -
     assert balanced(16, 1.0, [2.0, 0.0], [[1.0], [0.5, 1.5]]) == 8  # as unsure at its start as after its tools
     assert balanced(16, 2.0, [1.0], [[0.5], [0.5, 0.5]]) == round(16 / (1 + math.exp(-2.0 * 0.5)))
     assert balanced(16, 2.0, [0.5], [[1.0]]) == round(16 / (1 + math.exp(1.0)))
+    assert (
+        balanced(16, 1.0, [1.5], [[3.0], [0.0, 0.0, 0.0]]) == 8
+    )  # every result counts the same, however long its turn
     assert balanced(16, 9.0, [3.0], []) == 16
     assert balanced(16, 9.0, [], [[3.0]]) == 1
     assert balanced(4, 0.0, [3.0], []) == 2

@@ -496,10 +496,11 @@ def test_a_first_path_decides_how_many_start_at_the_prompt(
     assert opened == [8 - roots, 0]  # the first path is branched from when the others have started
 
 
-def test_results_in_a_row_are_branched_from_less(tokenizer: Any) -> None:
+@pytest.mark.parametrize("balance", [None, 9.0])  # 9: all but one path come from the first, decided upon afterwards
+def test_results_in_a_row_are_branched_from_less(tokenizer: Any, balance: float | None) -> None:
     how = Rollout(leaves=30, initial=1, max_calls=4)
     script = turns((SEARCH, LOW), (SEARCH, HIGH), (SEARCH, HIGH), (SEARCH, LOW), (ANSWER, HIGH))
-    tree = grow(agent(tokenizer, script), how, Branching(penalty=0.2, beta=1.0))
+    tree = grow(agent(tokenizer, script), how, Branching(penalty=0.2, beta=1.0, balance=balance))
     seen = set()
     for index, node in enumerate(tree.nodes):
         if node.decision is None:
