@@ -443,6 +443,9 @@ def test_later_starts_the_rest_at_drawn_results_one_for_each_first_path(tokenize
         drawn = [node.decision for node in tree.nodes if node.decision and node.decision.branches]
         assert sum(decision.branches for decision in drawn) == 6
         assert {decision.reason for decision in drawn} == {"drawn when all paths had ended"}
+        assert {node.decision.initial_entropy for node in tree.nodes if node.decision} == {
+            4.0
+        }  # that of its first turn
         for index, node in enumerate(tree.nodes):
             if node.kind is Kind.TOOL:
                 children = sum(other.parent == index for other in tree.nodes)
@@ -472,6 +475,9 @@ def test_a_path_started_later_ends_at_the_call_limit_of_its_whole_length(tokeniz
     assert [leaf.end for leaf in tree.leaves] == [End.CALLS] * 6
     for leaf in tree.leaves:
         assert sum(tree.nodes[i].kind is Kind.TOOL for i in tree.path(leaf.node)) == 2
+    short = Rollout(leaves=8, initial=2, max_calls=99, max_tokens=150)
+    tree = grow(agent(tokenizer, turns(SEARCH)), short, Branching(policy="later"))  # checks the length of every path
+    assert [leaf.end for leaf in tree.leaves] == [End.LENGTH] * 8
 
 
 @pytest.mark.parametrize(
