@@ -124,7 +124,7 @@ class Arena:
         self.home_file = Path(os.path.expanduser("~"), f".{MARK}")
         self.home_file.write_text("private")
         self.sockets = {name: self._listener(name, folder) for name in ("tcp", "udp", "path", "abstract", "datagrams")}
-        self.victim = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+        self.victim = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3000)"])
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGIO, signal.SIGURG):
             signal.signal(number, self._signalled)
         stdlib = sysconfig.get_path("stdlib")
@@ -213,8 +213,8 @@ class Arena:
             code += "\nprint('held')"
         try:
             if "halves" in attack.code:
-                sandbox.run(f"import sys\nprint(sys.stdin.read() * 20)  # {SAID}", 1.0, SAID * 20)
-            seconds = 0.4 if attack.ends == ("timeout",) else 3.0
+                sandbox.run(f"import sys\nprint(sys.stdin.read() * 20)  # {SAID}", 60.0, SAID * 20)
+            seconds = 0.4 if attack.ends == ("timeout",) else 60.0
             result = beside_others(sandbox, code) if attack.meanwhile else sandbox.run(code, seconds)
             state, plain = self.state(), self.plain_call(sandbox)
         except SandboxBroken as error:
@@ -229,18 +229,20 @@ class Arena:
 
     def sees_a_process(self, sandbox: Sandbox) -> bool:
         """Whether the mark of a process that is running would be noticed."""
-        code = f"MARK = {MARK!r}.encode()\n{PRELUDE}\ntime.sleep(0.5)"
-        caller = threading.Thread(target=sandbox.run, args=(code, 2.0))
+        code = f"MARK = {MARK!r}.encode()\n{PRELUDE}\ntime.sleep(60)"
+        caller = threading.Thread(target=sandbox.run, args=(code, 60.0))
         caller.start()
-        seen = False
+        seen: list[str] = []
         while caller.is_alive() and not seen:
-            seen = bool(named_processes())
+            seen = named_processes()
+        for pid in seen:
+            os.kill(int(pid), signal.SIGKILL)
         caller.join()
-        return seen
+        return bool(seen)
 
     def plain_call(self, sandbox: Sandbox) -> SandboxResult | str:
         """What a call that looks around prints."""
-        result = sandbox.run(f"APART = {self.tier == 'namespaces'}\n{PLAIN_CALL}", 5.0)
+        result = sandbox.run(f"APART = {self.tier == 'namespaces'}\n{PLAIN_CALL}", 60.0)
         return result.stdout if result.status == "ok" else result
 
     def close(self) -> None:
@@ -286,10 +288,10 @@ def left_files() -> list[str]:
 def beside_others(sandbox: Sandbox, code: str) -> SandboxResult:
     """Run the code while another caller makes plain calls, all of which must succeed."""
     results: list[SandboxResult] = []
-    attacker = threading.Thread(target=lambda: results.append(sandbox.run(code, 2.0)))
+    attacker = threading.Thread(target=lambda: results.append(sandbox.run(code, 60.0)))
     attacker.start()
     while attacker.is_alive():
-        other = sandbox.run("import os\nprint(1 + 1, os.listdir())", 5.0)
+        other = sandbox.run("import os\nprint(1 + 1, os.listdir())", 60.0)
         if (other.status, other.stdout) != ("ok", "2 []\n"):
             attacker.join()
             return other

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -30,6 +29,7 @@ class ChatServer:
     url: str = ""
     reply: Callable[[dict[str, Any]], Answer] = lambda request: said("")
     delay: float = 0.0
+    over: threading.Event = field(default_factory=threading.Event)
     requests: list[dict[str, Any]] = field(default_factory=list)
     keys: list[str | None] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
@@ -52,7 +52,7 @@ def chat_server() -> Iterator[ChatServer]:
                 served.paths.append(self.path)
                 served.at_once += 1
                 served.most = max(served.most, served.at_once)
-            time.sleep(served.delay)
+            served.over.wait(served.delay)
             status, body, *headers = served.reply(request)
             with served.lock:
                 served.at_once -= 1
@@ -76,6 +76,7 @@ def chat_server() -> Iterator[ChatServer]:
     try:
         yield served
     finally:
+        served.over.set()
         http.shutdown()
         http.server_close()
         thread.join()

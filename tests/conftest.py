@@ -6,10 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from arpo.trainer.tiny import build_model, build_tokenizer
 
 torch.set_num_threads(1)  # these models are too small for more to help
+settings.register_profile(
+    "any machine", parent=settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("any machine")  # no example fails for being slow
 TEXTS = [
     "Where was Mira Tolven born? The birthplace of Mira Tolven is Upper Kelso.",
     "<think> Find the birthplace.</think><search> birthplace of Mira Tolven</search>",

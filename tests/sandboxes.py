@@ -17,6 +17,10 @@ from arpo.types import ArpoError
 
 ROOT = Path(__file__).parents[1]  # where the package can be found
 MARKED = "import ctypes; ctypes.CDLL(None).prctl(15, b'{}', 0, 0, 0)\n"
+WAITING = (  # until it gets the signal, so that a test can look at it for as long as it needs
+    "import signal, sys, time\n"
+    "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(print('done')))\n" + MARKED + "time.sleep(600)\n"
+)
 
 
 def opened(tier: str, **limits: object) -> Sandbox:
@@ -40,8 +44,8 @@ def marked(name: str, among: list[int] | None = None) -> list[int]:
     return found
 
 
-def until(condition: Callable[[], object], seconds: float = 5.0) -> bool:
-    """Whether something becomes true in time."""
+def until(condition: Callable[[], object], seconds: float = 60.0) -> bool:
+    """Whether something becomes true in time, also on a busy machine."""
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:

@@ -8,6 +8,7 @@ import gzip
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import socket
@@ -178,6 +179,14 @@ def readers() -> set[int]:
             if int(parent) == os.getpid() and (state == "Z" or b"reader.py" in command):
                 found.add(int(stat.parent.name))
     return found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def patience() -> Iterator[None]:
+    """The program that reads pages needs a second to start, and many where there is much else to do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(browse_module, "READ_SECONDS", 120.0)
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -677,12 +686,12 @@ def test_a_refused_connection_is_the_models_mistake_and_an_unreachable_net_is_no
 def test_what_is_not_text_is_refused_before_it_is_read(kind: str) -> None:
     async def endless(request: str, writer: asyncio.StreamWriter) -> None:
         writer.write(f"HTTP/1.1 200 OK\r\nContent-Type: {kind}\r\n\r\n".encode())
-        await asyncio.sleep(5)
+        await asyncio.sleep(600)
 
     started = time.perf_counter()
     with pytest.raises(ToolError, match="only web pages and plain text") as caught:
         fetch({"/": endless})
-    assert time.perf_counter() - started < 2
+    assert time.perf_counter() - started < 60
     assert (kind in str(caught.value)) == (kind not in ("zz", "<b>/x"))
 
 
@@ -813,7 +822,7 @@ def test_a_slow_server_costs_no_more_than_the_timeout(page: Handler) -> None:
 
     started = time.perf_counter()
     result = asyncio.run(go())
-    assert time.perf_counter() - started < 2
+    assert time.perf_counter() - started < 60  # it would go on for ever
     assert (result.fault, result.attempts) == (Fault.TIMEOUT, 1)
 
 
@@ -1028,10 +1037,10 @@ def test_a_page_whose_main_part_is_hard_to_find_is_read_as_a_whole(monkeypatch: 
 
 def test_a_page_that_takes_too_long_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(browse_module, "READ_SECONDS", 0.8)
-    started = time.perf_counter()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     with pytest.raises(ToolError, match="too large or too complex"):
         asyncio.run(read(Page(True, "", SLOW), "", 1000))
-    assert time.perf_counter() - started < 3
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < reader_module.MAX_CPU_SECONDS - 1
     assert readers() == set()
 
 
@@ -1058,7 +1067,7 @@ def run_reader(change: str, body: bytes) -> subprocess.CompletedProcess[bytes]:
     job = json.dumps({"html": True, "charset": "", "question": "", "max_chars": 1000}).encode()
     where = str(Path(reader_module.__file__).parent)
     code = f"import sys\nsys.path.insert(0, {where!r})\nimport reader\n{change}\nreader.main()"
-    return subprocess.run([sys.executable, "-c", code], input=job + b"\n" + body, capture_output=True, timeout=60)
+    return subprocess.run([sys.executable, "-c", code], input=job + b"\n" + body, capture_output=True)
 
 
 def test_the_system_limits_the_reader_too(tmp_path: Path) -> None:
@@ -1092,7 +1101,7 @@ def test_a_reader_that_does_not_work_is_not_the_models_fault(monkeypatch: pytest
 def browse(pages: dict[str, bytes | Handler], path: str = "/", question: str = "", **settings: Any) -> ToolResult:
     async def go() -> ToolResult:
         async with serving(pages) as web:
-            tool = replace(build_browse(**{"allow_private": True, **settings}), retries=0)
+            tool = replace(build_browse(**{"allow_private": True, "timeout": 300.0, **settings}), retries=0)
             args = {"url": web.url(path)} | ({"question": question} if question else {})
             return await call_tool({"browse": tool}, ToolCall("browse", args))
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import sqlite3
+import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -129,20 +132,26 @@ def test_a_look_takes_microseconds_and_writing_does_not_wait(tmp_path: Path) -> 
     cache = ToolCache(tmp_path / "c", "on")
     questions = [question(str(n)) for n in range(300)]
     text = "word " * 1000
-    started = time.perf_counter()
-    for one in questions:
-        cache.put(one, Answer(text, None, 0.0))
-    putting = time.perf_counter() - started
+
+    def usual_seconds(step: Callable[[Question], object]) -> float:
+        """Those of most steps: a machine that is busy with other things holds up some."""
+        moments = [time.perf_counter()]
+        for one in questions:
+            step(one)
+            moments.append(time.perf_counter())
+        return statistics.median(later - earlier for earlier, later in itertools.pairwise(moments))
+
+    putting = usual_seconds(lambda one: cache.put(one, Answer(text, None, 0.0)))
     cache.close()
     cache = ToolCache(tmp_path / "c", "on")
-    started = time.perf_counter()
+    getting = usual_seconds(cache.get)
     assert all(cache.get(one) for one in questions)
-    getting = time.perf_counter() - started
     cache.close()
-    assert max(putting, getting) / len(questions) < 1e-3
+    assert max(putting, getting) < 1e-3
 
 
-def test_a_locked_file_delays_neither_put_nor_get(tmp_path: Path) -> None:
+def test_a_locked_file_delays_neither_put_nor_get(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(caching, "WRITE_WAIT_SECONDS", 600.0)
     cache = ToolCache(tmp_path / "c", "on")
     other = sqlite3.connect(tmp_path / "c", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
@@ -151,7 +160,7 @@ def test_a_locked_file_delays_neither_put_nor_get(tmp_path: Path) -> None:
     time.sleep(0.05)  # the writer is waiting now
     cache.put(question("b"), FINE)
     assert (cache.get(question("a")), cache.get(question("b")), cache.get(question("c"))) == (FINE, FINE, None)
-    assert time.perf_counter() - started < 0.5
+    assert time.perf_counter() - started < 60
     other.execute("COMMIT")
     other.close()
     cache.close()
@@ -194,10 +203,9 @@ def test_others_who_read_delay_neither_opening_nor_writing(tmp_path: Path) -> No
     timer.join()
     other.execute("BEGIN")
     other.execute("SELECT count(*) FROM answers").fetchone()
-    started = time.perf_counter()
     cache.put(question("a"), FINE)
     cache.close()
-    assert (cache.errors, time.perf_counter() - started < 1) == (0, True)
+    assert cache.errors == 0  # who had waited for the other, which goes on reading, would have given up
     other.close()
 
 
@@ -462,7 +470,7 @@ def test_processes_share_one_file(tmp_path: Path) -> None:
     try:
         time.sleep(0.2)
         gate.touch()  # so that they also make the file at the same time
-        assert [writer.communicate(timeout=60) for writer in writers] == [("done\n", "")] * 3
+        assert [writer.communicate() for writer in writers] == [("done\n", "")] * 3
     finally:
         for writer in writers:
             writer.kill()

@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import clock
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -31,6 +32,11 @@ from arpo.types import ArpoError, Fault, ToolCall, ToolResult
 
 def call(tool_: Tool, /, **args: Any) -> ToolResult:
     return asyncio.run(call_tool({tool_.spec.name: tool_}, ToolCall(tool_.spec.name, args)))
+
+
+def timed(tool_: Tool) -> ToolResult:
+    """A call of an async tool by a clock that is exact."""
+    return clock.run(call_tool({tool_.spec.name: tool_}, ToolCall(tool_.spec.name, {})))
 
 
 @tool
@@ -79,7 +85,8 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_good_call() -> None:
     result = call(forecast, city="Kelso", days=3)
     assert (result.text, result.fault, result.attempts, result.cached) == ("Kelso 3", None, 1, False)
-    assert 0 < result.seconds < 1
+    assert result.seconds > 0
+    assert timed(make(lambda: asyncio.sleep(0.25))).seconds == pytest.approx(0.25)
 
 
 def test_wrong_arguments_are_explained_and_nothing_is_run() -> None:
@@ -104,9 +111,9 @@ def test_malformed_and_unknown_calls_are_the_models_fault() -> None:
 def test_only_infrastructure_is_retried_with_growing_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calling._jitter, "random", lambda: 0.5)
     run, times = failing(ToolUnavailable("down"), ConnectionResetError(), None)
-    result = call(make(run))
+    result = timed(make(run))
     assert (result.text, result.fault, result.attempts, len(times)) == ("fine", None, 3, 3)
-    assert 0.05 <= times[1] - times[0] < 0.1 <= times[2] - times[1] < 0.5
+    assert [times[1] - times[0], times[2] - times[1]] == pytest.approx([0.05, 0.1])
 
 
 @given(st.integers(1, 10_000), st.floats(0, 1, exclude_max=True))
@@ -161,13 +168,13 @@ def test_a_time_limit_of_the_tools_own_is_a_timeout_with_its_words() -> None:
 
 
 def test_timeout_is_not_retried() -> None:
-    result = call(make(lambda: asyncio.sleep(30), timeout=0.05))
+    result = timed(make(lambda: asyncio.sleep(30), timeout=0.05))
     assert (result.text, result.fault, result.attempts) == (
         "Error: probe took longer than 0.05 seconds.",
         Fault.TIMEOUT,
         1,
     )
-    assert 0.05 <= result.seconds < 1
+    assert result.seconds == pytest.approx(0.05)
 
 
 def test_a_timeout_stays_one_whatever_the_tool_makes_of_it() -> None:
@@ -178,7 +185,7 @@ def test_a_timeout_stays_one_whatever_the_tool_makes_of_it() -> None:
             raise ValueError("stopped") from None
         return ""
 
-    assert call(make(disguised, timeout=0.02)).fault is Fault.TIMEOUT
+    assert timed(make(disguised, timeout=0.02)).fault is Fault.TIMEOUT
 
 
 def test_a_stopped_tool_has_time_to_clean_up() -> None:
@@ -203,7 +210,7 @@ def test_a_stopped_tool_has_time_to_clean_up() -> None:
             await task
         assert len(cleaned) == 2
 
-    asyncio.run(main())
+    clock.run(main())
 
 
 def test_nobody_waits_long_for_a_tool_that_does_not_want_to_stop(
@@ -211,8 +218,8 @@ def test_nobody_waits_long_for_a_tool_that_does_not_want_to_stop(
 ) -> None:
     monkeypatch.setattr(calling, "CLEANUP_SECONDS", 0.05)
 
-    async def main() -> ToolResult:
-        release = asyncio.Event()
+    async def main() -> tuple[ToolResult, float]:
+        release, started = asyncio.Event(), time.monotonic()
 
         async def stubborn() -> str:
             while not release.is_set():
@@ -228,11 +235,11 @@ def test_nobody_waits_long_for_a_tool_that_does_not_want_to_stop(
         with pytest.raises(asyncio.CancelledError):
             await task
         release.set()
-        return results[1]
+        return results[1], time.monotonic() - started
 
-    started = time.perf_counter()
-    assert asyncio.run(main()).fault is Fault.TIMEOUT
-    assert time.perf_counter() - started < 1
+    result, seconds = clock.run(main())
+    assert result.fault is Fault.TIMEOUT
+    assert seconds == pytest.approx(2 * (0.05 + 0.05) + 0.01 + 0.05)
     gc.collect()
     assert caplog.records == []  # nor does its late error make noise
 
@@ -285,7 +292,7 @@ def test_a_cancelled_caller_is_cancelled(after: Callable[[], str] | None) -> Non
             await task
         return seen, replace(box.stats()["probe"], wait_seconds=0.0)
 
-    assert asyncio.run(main()) == (["started", "stopped"], ToolStats(calls=1, cancelled=1))
+    assert clock.run(main()) == (["started", "stopped"], ToolStats(calls=1, cancelled=1))
 
 
 def test_a_task_that_was_cancelled_before_may_still_call() -> None:
@@ -307,13 +314,18 @@ def test_a_cancellation_inside_the_tool_is_not_the_callers(at_once: None) -> Non
 # Threads and the event loop.
 
 
+def named(name: str) -> int:
+    """How many threads of this name there are."""
+    return sum(thread.name == name for thread in threading.enumerate())
+
+
 def test_a_plain_function_does_not_block_the_loop() -> None:
     release = threading.Event()
 
     @tool
     def slow() -> str:
         """Wait."""
-        return str(release.wait(5))
+        return str(release.wait(60))
 
     async def main() -> str:
         task = asyncio.create_task(call_tool({"slow": slow}, ToolCall("slow", {})))
@@ -331,9 +343,9 @@ def test_functions_that_hang_hold_up_neither_others_nor_the_end() -> None:
     @tool(timeout=0.1)
     def hang() -> str:
         """Wait."""
-        return str(release.wait(20))
+        return str(release.wait(600))
 
-    @tool(timeout=1)
+    @tool(timeout=60)
     def fine() -> str:
         """Answer."""
         return "fine"
@@ -343,12 +355,11 @@ def test_functions_that_hang_hold_up_neither_others_nor_the_end() -> None:
         hung = await asyncio.gather(*(call_tool(box, ToolCall("hang", {})) for _ in range(40)))
         return hung, await call_tool(box, ToolCall("fine", {}))
 
-    started = time.perf_counter()
     try:
         hung, good = asyncio.run(main())
         assert {result.fault for result in hung} == {Fault.TIMEOUT}
         assert (good.text, good.fault) == ("fine", None)
-        assert time.perf_counter() - started < 5
+        assert named("arpo-tool-hang") == 40  # nobody has waited for them
     finally:
         release.set()
 
@@ -379,13 +390,14 @@ def test_a_thread_that_comes_late_makes_no_noise(
     @tool(timeout=0.02)
     def late(number: int) -> str:
         """Come late."""
-        return str(releases[number].wait(5))
+        return str(releases[number].wait(60))
 
     async def main() -> None:
         for number in (0, 1):
             assert (await call_tool({"late": late}, ToolCall("late", {"number": number}))).fault is Fault.TIMEOUT
         releases[0].set()
-        await asyncio.sleep(0.05)
+        while named("arpo-tool-late") > 1:
+            await asyncio.sleep(0.001)
 
     asyncio.run(main())
     releases[1].set()
@@ -397,7 +409,7 @@ def test_a_thread_that_comes_late_makes_no_noise(
 
 @pytest.mark.parametrize("error", [StopIteration(), SystemExit(3), KeyboardInterrupt()])
 def test_what_no_future_can_carry_is_an_error_and_not_a_hang(error: BaseException) -> None:
-    @tool(timeout=5, retries=0)
+    @tool(timeout=60, retries=0)
     def stops() -> str:
         """Stop."""
         raise error
@@ -484,13 +496,13 @@ def test_waiting_for_a_slot_takes_nothing_from_the_timeout() -> None:
         return await asyncio.gather(*(call_tool(box, ToolCall("probe", {})) for _ in range(5)))
 
     for rounds in (1, 2):  # a second event loop, and waiting in it too
-        results = asyncio.run(main())
+        results = clock.run(main())
         assert [(result.text, result.fault) for result in results] == [("done", None)] * 5
-        assert max(result.seconds for result in results) < 0.12
+        assert [result.seconds for result in results] == pytest.approx([0.05] * 5)
         stats = box.stats()["probe"]
         assert (stats.calls, stats.in_flight, stats.timeout) == (5 * rounds, 0, 0)
-        assert stats.wait_seconds >= rounds * 0.05 * (1 + 2 + 3 + 4) * 0.9
-    assert 0.05 <= stats.p50_seconds <= stats.p95_seconds < 0.12
+        assert stats.wait_seconds == pytest.approx(rounds * 0.05 * (1 + 2 + 3 + 4))
+    assert (stats.p50_seconds, stats.p95_seconds) == pytest.approx((0.05, 0.05))
 
 
 def test_slots_come_back_from_timeouts_cancellations_and_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -524,7 +536,7 @@ def test_slots_come_back_from_timeouts_cancellations_and_pauses(monkeypatch: pyt
         assert not pausing.done()
         assert ((await pausing).text, pausing.result().attempts) == ("again", 2)
 
-    asyncio.run(main())
+    clock.run(main())
     stats = box.stats()["probe"]
     assert (stats.calls, stats.timeout, stats.cancelled, stats.infra, stats.retries) == (7, 1, 2, 0, 1)
 
@@ -555,15 +567,15 @@ def test_identical_calls_under_way_are_made_once(tmp_path: Path) -> None:
         return await asyncio.gather(*looks(box, "a", "a", "b", "a"))
 
     with Toolbox([look], ToolCache(tmp_path / "c", "on")) as box:
-        first = asyncio.run(main(box))
+        first = clock.run(main(box))
         assert [r.text for r in first] == ["answer 1", "answer 1", "answer 2", "answer 1"]
         assert [(r.cached, r.attempts) for r in first] == [(False, 1), (True, 1), (False, 1), (True, 1)]
-        assert [r.seconds >= 0.03 for r in first] == [True, False, True, False]
-        assert [r.cached for r in asyncio.run(main(box))] == [True] * 4
+        assert [r.seconds for r in first] == pytest.approx([0.03, 0.0, 0.03, 0.0])
+        assert [r.cached for r in clock.run(main(box))] == [True] * 4
         stats = box.stats()["look"]
         assert (calls, stats.calls, stats.cached, stats.retries) == (["a", "b"], 8, 6, 0)
-        assert stats.wait_seconds > 0.05
-    asyncio.run(main(Toolbox([look])))  # without a cache every call is made
+        assert stats.wait_seconds == pytest.approx(2 * 0.03)
+    clock.run(main(Toolbox([look])))  # without a cache every call is made
     assert len(calls) == 2 + 4
 
 
@@ -580,7 +592,7 @@ def test_a_failure_is_shared_but_not_stored(fault: Fault, tmp_path: Path) -> Non
 
     with Toolbox([look], ToolCache(tmp_path / "c", "on")) as box:
         for rounds in (1, 2):
-            results = asyncio.run(main())
+            results = clock.run(main())
             assert [(r.fault, r.cached) for r in results] == [(fault, False), (fault, True)]
             assert len(calls) == rounds
 
@@ -621,7 +633,7 @@ def test_a_cancelled_leader_leaves_the_call_to_those_who_wait(tmp_path: Path) ->
         assert (await leader).text == "answer 3"
 
     with Toolbox([look], ToolCache(tmp_path / "c", "on")) as box:
-        asyncio.run(main())
+        clock.run(main())
         stats = box.stats()["look"]
     assert (calls, stats.calls, stats.cancelled, stats.cached) == (["a", "a", "b"], 6, 3, 1)
 
@@ -741,7 +753,10 @@ def children() -> set[str]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-def test_every_call_is_accounted_for_whatever_goes_wrong(tmp_path: Path, at_once: None) -> None:
+def test_every_call_is_accounted_for_whatever_goes_wrong(
+    tmp_path: Path, at_once: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calling, "CLEANUP_SECONDS", 60.0)  # a busy machine may need that to end a process
     rng = random.Random(0)
     names = ["service", "process", "plain", "quick", "lookup", "nothing"]
     faults = ["hang", "down", "broken", "wrong", "huge", "slow"]
@@ -785,7 +800,7 @@ def test_every_call_is_accounted_for_whatever_goes_wrong(tmp_path: Path, at_once
     assert active.total() == 0
     assert all(most[name] <= limit for name, limit in SLOTS.items())
     assert most["service"] == SLOTS["service"] and most["lookup"] == SLOTS["lookup"]  # they were needed
-    deadline = time.monotonic() + 2
+    deadline = time.monotonic() + 60
     while threading.active_count() > before[1] and time.monotonic() < deadline:
         time.sleep(0.01)  # a thread that has delivered its result is about to end
-    assert (children(), threading.active_count()) == before
+    assert children() <= before[0] and threading.active_count() <= before[1]

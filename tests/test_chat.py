@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import clock
 import pytest
 from hypothesis import HealthCheck, example, given
 from hypothesis import settings as hypothesis_settings
@@ -55,7 +56,7 @@ UNCLOSED = (
 )
 CHAT = make_tokenizer(CHATML)
 START, END = CHAT.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
-RELAXED = hypothesis_settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+RELAXED = hypothesis_settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
 @tool(quick=True)
@@ -385,7 +386,7 @@ def test_a_character_that_is_cut_off_does_not_run_into_what_follows() -> None:
 def test_the_time_of_an_answer_is_that_of_all_its_sampling() -> None:
     conversation = converse(says("<search>a</search>", "x"), delay=0.02)
     conversation.ask("Why?")
-    assert asyncio.run(conversation.answer(screen()[0])).seconds >= 0.04
+    assert clock.run(conversation.answer(screen()[0])).seconds == pytest.approx(0.04)
 
 
 def test_when_the_context_is_full_a_new_conversation_begins() -> None:
@@ -452,7 +453,7 @@ def test_a_stopped_answer_keeps_what_was_sampled_and_nothing_that_comes_late() -
             async with asyncio.timeout(0.05):
                 await conversation.answer(shown)
 
-    asyncio.run(stop())
+    clock.run(stop())
     seen = text()
     engine.callback(8, 0.0, 0.0)  # type: ignore[call-arg]
     assert conversation.tokens == [*asked, 7]

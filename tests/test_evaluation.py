@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
+import threading
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -170,20 +171,26 @@ def test_other_settings_are_refused(arpo: Arpo, model_dir: Path) -> None:
     assert "is another one" in mistake(arpo(*command))
 
 
+SHORT_LIVED = """
+import signal
+from arpo.cli import main
+from arpo.samples import SampleLog
+append = SampleLog.append
+def and_die(log, sample, *rest):
+    append(log, sample, *rest)
+    if log.path("gsm8k").stat().st_size > 10_000 and not any(signal.getitimer(signal.ITIMER_REAL)):
+        signal.setitimer(signal.ITIMER_REAL, 0.002)  # the kernel kills it then, whatever it is doing
+SampleLog.append = and_die
+main()
+"""
+
+
 def test_killed_at_any_moment_and_gone_on_with_it_equals_one_that_was_not(arpo: Arpo, model_dir: Path) -> None:
     command = ["eval", str(model_dir), "--benchmarks", "gsm8k,hotpotqa", "--data-dir", "sets", *SMALL]
     command += ["--samples", "5", "--k", "1,5", "rollout.concurrency=4"]
-    code = "from arpo.cli import main; main()"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, *command, "--out", "out"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    path, deadline = Path("out/samples/gsm8k.jsonl"), time.monotonic() + 60
-    while (
-        time.monotonic() < deadline and process.poll() is None and not (path.exists() and path.stat().st_size > 10_000)
-    ):
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL, "it was done before it could be killed"
+    done = subprocess.run([sys.executable, "-c", SHORT_LIVED, *command, "--out", "out"], capture_output=True)
+    assert done.returncode == -signal.SIGALRM, "it was done before it could be killed"
+    path = Path("out/samples/gsm8k.jsonl")
     with path.open("ab") as file:
         file.write(b'{"benchmark": "gsm8k", "task')  # as if it had been in the middle of a line
     outcome = arpo(*command, "--out", "out")
@@ -214,7 +221,14 @@ def endpoint_command(server: ChatServer, *more: object) -> tuple[object, ...]:
 
 def test_an_endpoint_on_a_benchmark(arpo: Arpo, server: ChatServer, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("math_verify")
-    server.reply, server.delay = solving, 0.02
+    together, seen = threading.Barrier(2), itertools.count()
+
+    def reply(request: dict[str, Any]) -> Any:
+        if next(seen) < 2:  # the first is not answered before there is a second
+            together.wait(60)
+        return solving(request)
+
+    server.reply, server.delay = reply, 0.02
     monkeypatch.setenv("CHAT_KEY", "sk-secret")
     outcome = arpo(*endpoint_command(server, "--samples", 4, "--k", "1,2,4", "eval.endpoint_key_env=CHAT_KEY"))
     assert outcome.code == 0, outcome

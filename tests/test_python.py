@@ -26,7 +26,7 @@ def sandbox() -> Iterator[Sandbox]:
 
 @pytest.fixture(params=[True, False], ids=["blocking", "async"])
 def box(sandbox: Sandbox, request: Any) -> Toolbox:
-    return Toolbox([build_python(sandbox, timeout=2.0, max_tokens=LIMIT // 4, blocking=request.param)])
+    return Toolbox([build_python(sandbox, timeout=60.0, max_tokens=LIMIT // 4, blocking=request.param)])
 
 
 def ask(box: Toolbox, code: str) -> ToolResult:
@@ -79,9 +79,9 @@ def test_a_mistake_in_the_code_comes_first_and_is_the_models(box: Toolbox, code:
 
 
 def test_running_too_long(sandbox: Sandbox) -> None:
-    box = Toolbox([build_python(sandbox, timeout=0.3)])
+    box = Toolbox([build_python(sandbox, timeout=1.0)])
     result = ask(box, "print('begun')\nwhile True: pass")
-    assert result.text == ("Error: the code ran longer than 0.3 seconds and was stopped.\nPrinted before that:\nbegun")
+    assert result.text == ("Error: the code ran longer than 1 seconds and was stopped.\nPrinted before that:\nbegun")
     assert (result.fault, result.attempts) == (Fault.TIMEOUT, 1)
 
 

@@ -161,7 +161,7 @@ def test_long_hostile_texts_take_no_time(piece: str) -> None:
     boxed(text), answer_text(text), format_ok(text), token_f1(text, [text]), numbers_equal(text, ["5"])
     choice_match(text, ["B"]), choice_match(f"A{' ' * 30_000}.{text}", ["A"])
     format_ok("<think></think><answer>\\boxed{1}</answer>" + text)
-    assert time.process_time() - start < 2.0
+    assert time.process_time() - start < 20.0  # what is not linear takes hours
 
 
 # --- format ---

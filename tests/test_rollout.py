@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
+import clock
 import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
@@ -25,6 +26,7 @@ TASK = Task("q1", "Where was Mira Tolven born?", ("Upper Kelso",))
 SEARCH = "<think> Find it.</think><search> birthplace of Mira Tolven</search>"
 ANSWER = "<think> Done.</think><answer>\\boxed{ Upper Kelso}</answer>"
 LOW, HIGH = [0.5], [4.0]
+T = TypeVar("T")
 
 
 @tool(quick=True)
@@ -48,9 +50,15 @@ def agent(tokenizer: Any, script: Script, *tools: Tool, **engine: Any) -> Agent:
 
 
 def grow(who: Agent, how: Rollout | None = None, branching: Branching | None = None, seed: int = 0) -> RolloutTree:
-    tree = asyncio.run(rollout(who, TASK, how or Rollout(leaves=1, initial=1), branching or Branching(), seed))
+    tree = clock.run(rollout(who, TASK, how or Rollout(leaves=1, initial=1), branching or Branching(), seed))
     check(tree, how or Rollout(leaves=1, initial=1))
     return tree
+
+
+async def timed(growing: Coroutine[Any, Any, T]) -> tuple[T, float]:
+    """What was grown, and how long that took."""
+    started = time.monotonic()
+    return await growing, time.monotonic() - started
 
 
 def check(tree: RolloutTree, how: Rollout) -> None:
@@ -258,12 +266,11 @@ def test_tool_timeout_does_not_stop_the_path(tokenizer: Any) -> None:
         await asyncio.sleep(30)
         return "late"
 
-    started = time.monotonic()
     tree = grow(agent(tokenizer, turns(SEARCH, ANSWER), search))
     node = result_node(tree)
     assert node.result is not None
     assert (node.result.fault, tree.leaves[0].end) == (Fault.TIMEOUT, End.ANSWER)
-    assert time.monotonic() - started < 5
+    assert node.seconds == pytest.approx(0.05)
 
 
 def test_a_path_waits_only_for_its_own_tool(tokenizer: Any) -> None:
@@ -278,14 +285,14 @@ def test_a_path_waits_only_for_its_own_tool(tokenizer: Any) -> None:
         await asyncio.sleep(0.5 if calls % 4 == 1 else 0.0)
         return "found"
 
-    started = time.monotonic()
     how = Rollout(leaves=8, initial=8)
-    tree = grow(agent(tokenizer, turns(SEARCH, SEARCH, ANSWER), search), how, Branching(policy="never"))
+    who = agent(tokenizer, turns(SEARCH, SEARCH, ANSWER), search)
+    tree, taken = clock.run(timed(rollout(who, TASK, how, Branching(policy="never"), 0)))
     assert tree.tool_calls == calls == 16
-    assert time.monotonic() - started < 1.6  # 4 slow calls: 2 s one after another, at most two on one path
-    slow = [max(tree.nodes[i].seconds for i in tree.path(leaf.node)) >= 0.5 for leaf in tree.leaves]
-    assert slow == sorted(slow)  # leaves are listed as they end: all that met no slow call came first
-    assert 0 < sum(slow) < 8
+    met = [sum(tree.nodes[i].seconds for i in tree.path(leaf.node)) for leaf in tree.leaves]
+    assert taken == pytest.approx(max(met)) and taken < 1.01  # 4 slow calls of 0.5 s, at most two on one path
+    assert met == sorted(met)  # leaves are listed as they end: all that met no slow call came first
+    assert 0 < sum(seconds > 0.4 for seconds in met) < 8
 
 
 def test_a_slow_tool_on_one_path_in_ten_costs_its_own_second_only(tokenizer: Any) -> None:
@@ -302,13 +309,11 @@ def test_a_slow_tool_on_one_path_in_ten_costs_its_own_second_only(tokenizer: Any
 
     who = agent(tokenizer, turns(SEARCH, SEARCH, SEARCH, ANSWER), search)
     how, tasks = Rollout(leaves=8, initial=8, concurrency=40), [TASK] * 5
-    started = time.monotonic()
-    trees = asyncio.run(rollouts(who, tasks, how, Branching(policy="never"), range(5)))
-    taken = time.monotonic() - started
+    trees, taken = clock.run(timed(rollouts(who, tasks, how, Branching(policy="never"), range(5))))
     slowest = max(sum(tree.nodes[i].seconds for i in tree.path(leaf.node)) for tree in trees for leaf in tree.leaves)
     assert sum(tree.tool_calls for tree in trees) == calls == 120
-    assert sum(node.seconds >= 1.0 for tree in trees for node in tree.nodes) == 4
-    assert 1.0 <= slowest <= taken < slowest + 0.75  # one after another it would be 4 s of tools, and step by step 3 s
+    assert sum(node.seconds > 0.9 for tree in trees for node in tree.nodes) == 4
+    assert slowest == pytest.approx(1.02) == taken  # one after another it would be 4 s of tools, and step by step 3 s
 
 
 def test_time_limit_keeps_what_was_sampled(tokenizer: Any) -> None:
@@ -335,9 +340,10 @@ def test_time_spent_waiting_for_a_slot_does_not_count(tokenizer: Any) -> None:
 def test_a_branch_inherits_the_time_of_its_trunk(tokenizer: Any) -> None:
     how = Rollout(leaves=4, initial=1, max_calls=9, max_seconds=0.5)
     tree = grow(agent(tokenizer, turns((SEARCH, LOW), (SEARCH, HIGH)), delay=0.15), how)
+    assert any(node.decision and node.decision.branches for node in tree.nodes)
     for leaf in tree.leaves:
         assert leaf.end is End.TIME
-        assert sum(tree.nodes[i].seconds for i in tree.path(leaf.node)) < 0.75
+        assert sum(tree.nodes[i].seconds for i in tree.path(leaf.node)) <= 0.5  # with time of its own it would be 0.6
 
 
 def test_paths_of_many_tasks_share_the_slots_and_one_failure_stops_them_all(tokenizer: Any) -> None:
@@ -357,7 +363,7 @@ def test_paths_of_many_tasks_share_the_slots_and_one_failure_stops_them_all(toke
     how, never = Rollout(leaves=4, initial=4, concurrency=3), Branching(policy="never")
     who = agent(tokenizer, turns(SEARCH, ANSWER), search)
     heard: list[RolloutTree] = []
-    trees = asyncio.run(rollouts(who, tasks, how, never, range(5), heard.append))
+    trees = clock.run(rollouts(who, tasks, how, never, range(5), heard.append))
     assert [tree.task.id for tree in trees] == ["0", "1", "2", "3", "4"]
     assert most == 3
     assert sorted(map(id, heard)) == sorted(map(id, trees))
@@ -372,7 +378,7 @@ def test_paths_of_many_tasks_share_the_slots_and_one_failure_stops_them_all(toke
             await rollouts(agent(tokenizer, broken, delay=0.01), tasks, how, never, range(5))
         return len(asyncio.all_tasks())
 
-    assert asyncio.run(fail()) == 1
+    assert clock.run(fail()) == 1
 
 
 def test_time_limit_before_the_first_token(tokenizer: Any) -> None:
@@ -396,7 +402,7 @@ def test_cancelling_a_rollout_leaves_nothing_running(tokenizer: Any) -> None:
             await work
         return len(asyncio.all_tasks())
 
-    assert asyncio.run(cancel_soon()) == 1
+    assert clock.run(cancel_soon()) == 1
 
 
 def test_tool_text_cannot_close_its_result_or_answer(tokenizer: Any) -> None:
@@ -421,7 +427,9 @@ PIECES = [
 
 
 @given(st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=5)), max_size=25).map("".join), st.integers(0, 3))
-@hypothesis_settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@hypothesis_settings(
+    max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 def test_no_model_output_crashes_a_rollout(tokenizer: Any, text: str, seed: int) -> None:
     how = Rollout(leaves=3, initial=2, max_tokens=120)
     said = text.encode("utf-8", "replace").decode()

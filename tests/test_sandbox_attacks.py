@@ -98,7 +98,6 @@ def python_of(who: str) -> str | None:
     return None
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize(("who", "tier", "name"), CASES)
 def test_attack(batches: Batches, who: str, tier: str, name: str) -> None:
     verdicts = batches[who, tier].result()

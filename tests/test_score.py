@@ -23,14 +23,18 @@ def grown(number: int, leaves: int = 2) -> RolloutTree:
 
 def test_rewards_come_in_order_whatever_is_done_first() -> None:
     trees = [grown(number, leaves=1 + number % 3) for number in range(12)]
-    at_once = most = 0
-    lock = threading.Lock()
+    at_once = most = seen = 0
+    lock, together = threading.Lock(), threading.Barrier(3)
 
     def reward(task: Task, tree: RolloutTree, leaf: Leaf) -> Reward:
-        nonlocal at_once, most
+        nonlocal at_once, most, seen
         with lock:
+            seen += 1
+            first = seen <= 3
             at_once += 1
             most = max(most, at_once)
+        if first:
+            together.wait(60)
         time.sleep(0.02 if int(task.id) % 2 else 0.001)
         with lock:
             at_once -= 1
@@ -51,7 +55,7 @@ def test_scoring_begins_when_a_tree_is_added_and_the_loop_goes_on() -> None:
 
     def reward(task: Task, tree: RolloutTree, leaf: Leaf) -> Reward:
         begun.set()
-        assert go_on.wait(10)
+        assert go_on.wait(60)
         return Reward(1.0)
 
     async def score() -> list[tuple[Reward, ...]]:
@@ -74,7 +78,7 @@ def test_an_error_in_a_reward_is_raised_where_rewards_are_asked_for(error: BaseE
 
     async def score() -> None:
         with Scorer(reward, 2) as scorer:
-            await asyncio.wait_for(scorer.rewards([grown(0), grown(1), grown(2)]), 10)
+            await asyncio.wait_for(scorer.rewards([grown(0), grown(1), grown(2)]), 60)
 
     with pytest.raises((ValueError, RuntimeError), match=f"a bug|{type(error).__name__}"):
         asyncio.run(score())
@@ -86,19 +90,19 @@ def test_leaving_waits_for_nobody_and_ends_the_threads() -> None:
 
     def reward(task: Task, tree: RolloutTree, leaf: Leaf) -> Reward:
         calls.append(task.id)
-        go_on.wait(10)
+        go_on.wait(600)
         return Reward(1.0)
 
     started = time.monotonic()
     with Scorer(reward, 2) as scorer:
         for number in range(5):
             scorer.add(grown(number, leaves=1))
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 60
     go_on.set()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.005)
-    assert threading.active_count() == before
+    assert threading.active_count() <= before
     assert len(calls) <= 2  # the rest was forgotten
 
 

@@ -35,6 +35,7 @@ class Server:
     body: bytes = b"{}"
     headers: dict[str, str] = field(default_factory=dict)
     delay: float = 0.0
+    over: threading.Event = field(default_factory=threading.Event)
     requests: list[dict[str, Any]] = field(default_factory=list)
 
     def answer(self, value: Any) -> None:
@@ -64,7 +65,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
                     "json": json.loads(body) if body else None,
                 }
             )
-            time.sleep(served.delay)
+            served.over.wait(served.delay)
             self.send_response(served.status)
             for name, value in served.headers.items():
                 self.send_header(name, value)
@@ -81,6 +82,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     thread.start()
     served.url = f"http://127.0.0.1:{http.server_port}/here"
     yield served
+    served.over.set()
     http.shutdown()
     http.server_close()
     thread.join()
@@ -198,7 +200,7 @@ def test_statuses_are_told(server: Server, status: int, cause: str) -> None:
 
 
 def test_a_server_that_is_slow_or_not_there(server: Server) -> None:
-    server.delay = 0.3
+    server.delay = 600
     tool = http_search(server.url, timeout=0.1)
     assert failure(tool) == f"{server.url} did not answer within 0.1 seconds"
     assert tool.timeout > 0.1  # its own limit comes first, and that is not the model's fault
@@ -292,7 +294,7 @@ def test_hostile_web_answers(server: Server, provider: str) -> None:
     started = time.perf_counter()
     server.answer(filled(provider, [{"title": "<a" * 200_000, "TEXT": "<b" * 200_000 + "&#xD800;&#99999999;"}]))
     assert len(ask(tool)) <= 2048
-    assert time.perf_counter() - started < 3
+    assert time.perf_counter() - started < 60  # looking for an end from every beginning takes hours
 
 
 @pytest.mark.parametrize("provider", PROVIDERS)

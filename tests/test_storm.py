@@ -22,9 +22,9 @@ from arpo.tools.sandbox import Sandbox
 from arpo.types import End, Fault, Kind, Task
 
 TASKS, LEAVES, CALLS = 16, 8, 16
-SECONDS = 0.5  # that code may run
+SECONDS = 3.0  # that code may run
 KINDS = ("fine search", "fine code", "slow", "hanging", "broken", "wrong", "crashing", "flood")
-FAULTY = (0.35, 0.35, *[0.05] * 6)
+FAULTY = (0.35, 0.35, 0.058, 0.01, *[0.058] * 4)  # few that hang: each takes all its time
 CODE = {
     "fine code": "1 + 1",
     "hanging": "while True: pass",
@@ -34,7 +34,7 @@ CODE = {
 }
 
 
-@tool(timeout=5, retries=2)
+@tool(timeout=60, retries=2)
 async def search(query: str) -> str:
     """Search: `slow` takes its time, and `broken` always fails."""
     if query == "slow":
@@ -122,7 +122,7 @@ def test_a_storm_of_faults(tokenizer: Any) -> None:
     assert said["hanging"] - unlucky <= stats["python"].timeout <= said["hanging"]
     mistakes = said["wrong"] + said["crashing"] + said["flood"]
     assert abs(stats["python"].model - mistakes) <= unlucky
-    assert unlucky >= 10
+    assert unlucky >= 10 and said["hanging"] >= 10
 
     assert not left_running
     assert set(descendants(os.getpid())) <= killer.spared

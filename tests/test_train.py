@@ -205,12 +205,11 @@ def test_ctrl_c_ends_cleanly_with_a_checkpoint(model_path: Path, tmp_path: Path,
         command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=environment, start_new_session=True
     )
     try:
-        deadline = time.monotonic() + 100
-        while time.monotonic() < deadline and not (directory / "metrics.jsonl").exists():
+        metrics = directory / "metrics.jsonl"
+        while process.poll() is None and not (metrics.exists() and metrics.read_text()):
             time.sleep(0.1)
-        time.sleep(1.0)
-        os.kill(process.pid, number)
-        _, said = process.communicate(timeout=60)
+        process.send_signal(number)
+        _, said = process.communicate()
     finally:
         process.kill()
     assert process.returncode == 130
