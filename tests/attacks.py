@@ -250,7 +250,7 @@ threading.stack_size(1 << 16)
 made = []
 try:
     for number in range(500):
-        made.append(threading.Thread(target=ready.wait, args=(1,)))
+        made.append(threading.Thread(target=ready.wait, args=(60,)))
         made[-1].start()
 except RuntimeError:
     pass
@@ -460,7 +460,7 @@ def more():
     for number in range(4 * W["limits"]["scratch_mb"]):
         with open(f"big{number}", "wb", buffering=0) as file:
             file.write(block)
-            time.sleep(0.01)
+            time.sleep(0.05)
 refused(more)
 print("held")
 
@@ -500,7 +500,7 @@ def more():
     for number in range(3 * W["limits"]["scratch_mb"]):
         with open(f"shut/{number}", "wb", buffering=0) as file:
             file.write(block)
-            time.sleep(0.01)
+            time.sleep(0.05)
 refused(more)
 print("held")
 
@@ -513,7 +513,7 @@ def more():
     for number in range(3 * W["limits"]["scratch_mb"]):
         with open(f"big{number}", "wb", buffering=0) as file:
             file.write(block)
-            time.sleep(0.01)
+            time.sleep(0.05)
 refused(more)
 print("held")
 
@@ -533,7 +533,7 @@ def more():
             os.posix_fallocate(file.fileno(), 0, (W["limits"]["scratch_mb"] - 1) << 20)
             libc.mmap(None, 4096, mmap.PROT_READ, mmap.MAP_PRIVATE, file.fileno(), 0)  # it stays when it is closed
         os.unlink(f"big{number}")
-        time.sleep(0.002)
+        time.sleep(0.02)
 refused(more)
 print("held")
 
