@@ -683,7 +683,7 @@ atexit.register(late)
 signal.signal(signal.SIGALRM, lambda *args: open("later", "w").close())
 signal.setitimer(signal.ITIMER_REAL, 0.1)
 
-### leaves files without permissions
+### leaves files without permissions -> held killed
 os.umask(0o777)
 for name in ("a", "b", "c"):
     os.mkdir(name, 0o700)
@@ -698,6 +698,7 @@ try:
     os.chmod(".", 0)
 except PermissionError:
     pass
+print("held")
 
 ### leaves very deep folders -> held killed
 for number in range(3000):
