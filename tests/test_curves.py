@@ -17,7 +17,7 @@ from comparisons import comparison, noisy, trial
 from arpo import curves
 from arpo.curves import draw_bars, draw_curves, need_figures, pictures
 from arpo.types import ArpoError
-from arpo.versus import Comparison, mean_curve
+from arpo.versus import mean_curve
 from arpo.versus_report import write_comparison
 
 matplotlib = pytest.importorskip("matplotlib", reason="pictures need matplotlib")
@@ -88,7 +88,8 @@ def test_few_seeds_are_thin_lines_and_more_a_band(drawn: list[Figure], seeds: in
 
 
 def test_many_are_small_panels_over_the_baseline(drawn: list[Figure]) -> None:
-    whole = noisy(MANY, 2)
+    usual = noisy(MANY, 2)
+    whole = replace(usual, trials=(*usual.trials[:-1], trial(MANY[-1], 1, [(0, 0.4), (50_000, 0.7)])))
     assert pictures(whole) == ("final", "curves", "time") and pictures(noisy(MANY[:6], 1)) == ("final", "curves")
     draw_curves(whole, Path())
     assert len(drawn) == 2
@@ -211,7 +212,7 @@ def test_everything_is_written(tmp_path: Path) -> None:
 def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     need_figures()
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    whole: Comparison = replace(noisy(["grpo"], 1))
+    whole = noisy(["grpo"], 1)
     for draw in (need_figures, lambda: draw_curves(whole, tmp_path), lambda: draw_bars(whole, tmp_path)):
         with pytest.raises(ArpoError, match=re.escape("pip install 'arpo[figures]'")):
             draw()
