@@ -25,14 +25,14 @@ from arpo.data.world import make_world
 from arpo.display import console, progress_bar, tool_lines
 from arpo.engine.endpoint import Endpoint, EndpointFailure
 from arpo.evaluate import whole_paths
+from arpo.lessons import read_examples
 from arpo.remote import RemoteAgent, remote_path
-from arpo.render import make_format
 from arpo.report import Results, show_results, write_results
 from arpo.rewards import RewardFn, Scorer, reward_from
 from arpo.rollout import Agent, rollout
 from arpo.samples import Key, Sample, SampleLog, open_samples, refuse_other, sample_of, written_tokens
 from arpo.settings import Branching, Config, Eval, Rewards, Rollout
-from arpo.setup import Bench, make_tools
+from arpo.setup import Bench, call_format, make_tools
 from arpo.summary import summarise
 from arpo.tools.call import Toolbox
 from arpo.train import open_session
@@ -139,7 +139,7 @@ def identity(config: Config) -> dict[str, Any]:
     """The settings that decide an answer."""
     whole = config.resolved()
     chosen: dict[str, Any] = {
-        "rollout": ("format", "max_calls", "max_tokens", "max_seconds"),
+        "rollout": ("format", "examples", "max_calls", "max_tokens", "max_seconds"),
         "reward": ("math_seconds", "judge_url", "judge_model"),
         "eval": ("temperature", "top_p", "top_k", "endpoint", "endpoint_model"),
     }
@@ -176,8 +176,9 @@ def _player(
     world = make_world(config.world)
     tools = opened.enter_context(make_tools(config, world))
     if endpoint is not None:
-        fmt = make_format(config.rollout.format, [tool.spec for tool in tools.values()])
-        remote = RemoteAgent(endpoint, tools, fmt, config.tools.result_tokens)
+        fmt = call_format(config, tools)
+        examples = read_examples(config.rollout.examples, fmt)
+        remote = RemoteAgent(endpoint, tools, fmt, config.tools.result_tokens, examples)
         return lambda task, seed: remote_path(remote, task, how, seed), tools
     asked = tuple(task for tasks in questions.values() for task in tasks)
     agent = open_session(config, Bench((), asked, tools, world)).agent

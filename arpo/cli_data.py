@@ -106,6 +106,26 @@ def make_traces(
     run_async(gsm8k_traces(source, out, limit))
 
 
+@data_app.command(name="pathquestion")
+def make_pathquestion(
+    directory: Annotated[Path, typer.Argument(help="folder with PQ-2H.txt and 2H-kb.txt, those of 3H, or all four")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="the directory to make")],
+    test_share: Annotated[float, typer.Option(min=0.01, max=0.5, help="share of the questions kept to test")] = 0.2,
+    seed: Annotated[int, typer.Option(min=0, help="decides which")] = 0,
+) -> None:
+    """Turn PathQuestion into questions to train on and to test with, and documents for the search tool."""
+    from arpo.data.pathquestion import read_pathquestion, split, write_pathquestion
+    from arpo.tools.search.corpus import subject_passages
+
+    found = read_pathquestion(directory)
+    train, test = split(found, test_share, seed)
+    documents = [document for document, _ in subject_passages(found.facts)]
+    write_pathquestion(output, train, test, documents)
+    console.print(
+        f"{len(train):,} questions to train on, {len(test):,} to test with and {len(documents):,} documents: {output}"
+    )
+
+
 @data_app.command(name="sample")
 def sample_data(
     target: Annotated[Path, typer.Argument(help="a run's directory (its last checkpoint is used) or a TOML file")],

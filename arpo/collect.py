@@ -147,7 +147,8 @@ def _same_tokens(agent: Agent, tree: RolloutTree, leaf: Leaf, trace: Trace) -> b
     except ValueError:
         return False
     lesson = encode_trace(trace, agent.tokenizer, agent.format, agent.result_tokens)
-    return [tuple(ids) for _, ids in lesson.pieces] == [tree.nodes[index].tokens for index in tree.path(leaf.node)]
+    sampled = [tree.nodes[index].tokens for index in tree.path(leaf.node)[1:]]  # its prompt may begin with examples
+    return [tuple(ids) for _, ids in lesson.pieces[1:]] == sampled
 
 
 @contextmanager

@@ -25,7 +25,14 @@ from typing import Any
 from arpo.data.files import read_rows, source_name
 from arpo.data.tasks import Row, as_object, complaint, question_of
 from arpo.data.traces import Segment, Trace
-from arpo.render import ANSWER_STOP, CallFormat, encode_prompt, encode_result
+from arpo.render import (
+    ANSWER_STOP,
+    CallFormat,
+    encode_example_turn,
+    encode_next_question,
+    encode_prompt,
+    encode_result,
+)
 from arpo.types import ArpoError, Credit, End, Kind, Leaf, Node, RolloutTree, Task, ToolCall, ToolResult
 
 LAYOUTS = ("messages", "text", "segments")
@@ -231,3 +238,30 @@ def encode_trace(trace: Trace, tokenizer: Any, fmt: CallFormat, result_tokens: i
             ids = encode_result(tokenizer, fmt, text, len(text) if result_tokens is None else result_tokens)[0]
         pieces.append((kind, array("i", ids)))
     return Lesson(trace.task, tuple(pieces))
+
+
+def read_examples(source: str | None, fmt: CallFormat) -> tuple[Trace, ...]:
+    """The worked examples that `rollout.examples` names; every row must fit."""
+    if source is None:
+        return ()
+    reading = read_traces(source, fmt)
+    if reading.problems or not reading.traces:
+        wrong = complaint(reading.problems) if reading.problems else f"{source}: holds no traces"
+        raise ArpoError(f"{wrong}\n(these are rollout.examples)")
+    return reading.traces
+
+
+def encode_examples(traces: Sequence[Trace], tokenizer: Any, fmt: CallFormat, result_tokens: int) -> tuple[int, ...]:
+    """Token ids of worked examples as earlier turns of the conversation, the system prompt first; none for none."""
+    ids: list[int] = []
+    for trace in traces:
+        if ids:
+            ids += encode_next_question(tokenizer, ids, trace.task.question)
+        else:
+            ids += encode_prompt(tokenizer, trace.task.question, fmt.instructions)
+        for kind, text in trace.segments:
+            if kind is Kind.MODEL:
+                ids += encode_example_turn(tokenizer, text)
+            else:
+                ids += encode_result(tokenizer, fmt, text, result_tokens)[0]
+    return tuple(ids)

@@ -20,6 +20,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from arpo.data.traces import Trace
 from arpo.engine.endpoint import Endpoint, Reply
 from arpo.render import ANSWER_STOP, CUT_NOTE, CallFormat, neutralise
 from arpo.settings import Rollout
@@ -45,12 +46,13 @@ NO_MORE = {"eos": End.EOS, "length": End.LENGTH}
 
 @dataclass(frozen=True, slots=True)
 class RemoteAgent:
-    """What plays: the endpoint, the tools, and how calls are written."""
+    """What plays: the endpoint, the tools, how calls are written, and the worked examples that come first."""
 
     endpoint: Endpoint
     tools: Mapping[str, Tool]
     format: CallFormat
     result_tokens: int = 512
+    examples: tuple[Trace, ...] = ()
 
 
 async def remote_path(agent: RemoteAgent, task: Task, settings: Rollout, seed: int) -> tuple[RolloutTree, int | None]:
@@ -68,7 +70,13 @@ class _Walk:
     def __init__(self, agent: RemoteAgent, task: Task, settings: Rollout, seed: int) -> None:
         self.agent, self.settings, self.seed = agent, settings, seed
         system, question = agent.format.instructions, task.question.strip()
-        self.messages = [{"role": "system", "content": system}, {"role": "user", "content": question}]
+        self.messages = [{"role": "system", "content": system}]
+        for trace in agent.examples:
+            self.messages.append({"role": "user", "content": trace.task.question.strip()})
+            for kind, text in trace.segments:
+                said = ("assistant", text) if kind is Kind.MODEL else ("user", self._shown(text).strip())
+                self.messages.append(dict(zip(("role", "content"), said, strict=True)))
+        self.messages.append({"role": "user", "content": question})
         self.nodes = [Node(None, Kind.PROMPT, (), f"{system}\n\n{question}")]
         self.deadline = time.monotonic() + settings.max_seconds
         self.calls = self.turns = 0

@@ -190,6 +190,22 @@ def encode_follow_up(tokenizer: Any, history: Sequence[int], question: str) -> t
     return (*between, *_plain_ids(tokenizer, question.strip()), *after)
 
 
+def encode_next_question(tokenizer: Any, history: Sequence[int], question: str) -> tuple[int, ...]:
+    """Token ids of a question that comes after worked examples, up to where the model starts to write."""
+    more = encode_follow_up(tokenizer, history, question)
+    if more is not None:
+        return more
+    if getattr(tokenizer, "chat_template", None):
+        raise ArpoError("rollout.examples: the model's chat template does not mark where an answer ends; do without")
+    before, after = _ids(tokenizer, "\n\nQuestion: "), _ids(tokenizer, "\nAnswer:")
+    return (*before, *_plain_ids(tokenizer, question.strip()), *after)
+
+
+def encode_example_turn(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of what a model writes in a worked example: our tags as it would write them, no special tokens."""
+    return _plain_ids(tokenizer, text, tags=True)
+
+
 def encode_result(tokenizer: Any, fmt: CallFormat, text: str, max_tokens: int) -> tuple[tuple[int, ...], str]:
     """Token ids and text of a tool result in its wrapper; the tool's part is cut to `max_tokens`, note included."""
     body = neutralise(text, fmt.specs)

@@ -19,7 +19,7 @@ from typing import Any
 
 from arpo.branching import balanced, decide
 from arpo.engine.base import Engine
-from arpo.render import CallFormat, encode_prompt, encode_result
+from arpo.render import CallFormat, encode_next_question, encode_prompt, encode_result
 from arpo.settings import Branching, Rollout
 from arpo.tools.base import Tool
 from arpo.tools.call import call_tool
@@ -42,24 +42,32 @@ from arpo.types import (
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """What plays: the engine and its tokenizer, the tools, and how calls are written."""
+    """What plays: the engine and its tokenizer, the tools, how calls are written, and the examples in every prompt."""
 
     engine: Engine
     tokenizer: Any
     tools: Mapping[str, Tool]
     format: CallFormat
     result_tokens: int = 512
+    examples: tuple[int, ...] = ()  # token ids of the system prompt and the worked examples; none: without any
 
     def prompt(self, task: Task) -> tuple[int, ...]:
         """The prompt's token ids; refused when no answer would fit into the context."""
-        tokens = encode_prompt(self.tokenizer, task.question, self.format.instructions)
+        tokens = self.encode(task.question)
         limit = self.engine.capabilities.max_context
         if len(tokens) >= limit:
+            fewer = ", give fewer rollout.examples" if self.examples else ""
             raise ArpoError(
                 f"the prompt of task {task.id!r} has {len(tokens)} tokens, but the model's context holds {limit}: "
-                "shorten the question or use a model with a longer context"
+                f"shorten the question{fewer} or use a model with a longer context"
             )
         return tokens
+
+    def encode(self, question: str) -> tuple[int, ...]:
+        """The token ids of the prompt with this question, however long."""
+        if not self.examples:
+            return encode_prompt(self.tokenizer, question, self.format.instructions)
+        return (*self.examples, *encode_next_question(self.tokenizer, self.examples, question))
 
 
 async def rollouts(

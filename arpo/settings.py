@@ -44,6 +44,9 @@ class Rollout(Section):
         ge=1,
         description="N: paths started at the prompt; unset: half of the leaves, or all when the policy never branches",
     )
+    examples: Annotated[Text | None, NoneWord] = Field(
+        default=None, description="file of worked examples, as traces, that every prompt begins with; none: no examples"
+    )
     max_calls: int = Field(default=3, ge=0, description="tool calls on one path")
     max_tokens: int = Field(default=4096, ge=1, description="tokens of one path after the prompt")
     max_seconds: float = Field(default=600.0, gt=0, description="wall-clock limit of one path")

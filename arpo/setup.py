@@ -18,8 +18,9 @@ from arpo.data.world import World, make_world
 from arpo.display import console, printable
 from arpo.engine.local import LocalEngine
 from arpo.keys import key_from
+from arpo.lessons import encode_examples, read_examples
 from arpo.plugins import load_object, names_object
-from arpo.render import encode_prompt, make_format
+from arpo.render import CallFormat, make_format
 from arpo.rollout import Agent
 from arpo.runlog import is_run, open_run
 from arpo.settings import Config, Mcp, Model
@@ -75,7 +76,13 @@ def make_bench(config: Config) -> Bench:
         test = _tasks(source, Columns.named(settings), settings.bad_rows, world.test) if source else ()
     except ArpoError as error:
         raise ArpoError(f"{error}\n(it is data.test; training can do without: data.test=none)") from None
-    return Bench(parts, test, make_tools(config, world), world)
+    tools = make_tools(config, world)
+    try:
+        read_examples(config.rollout.examples, call_format(config, tools))
+    except ArpoError:
+        tools.close()
+        raise
+    return Bench(parts, test, tools, world)
 
 
 def _tasks(source: str, columns: Columns, bad_rows: str, of_world: tuple[Task, ...]) -> tuple[Task, ...]:
@@ -101,7 +108,7 @@ def fit_prompts(bench: Bench, agent: Agent, max_tokens: int | None) -> Bench:
     limit = min(max_tokens, agent.engine.capabilities.max_context - 1)
 
     def short(task: Task) -> bool:
-        return len(encode_prompt(agent.tokenizer, task.question, agent.format.instructions)) <= limit
+        return len(agent.encode(task.question)) <= limit
 
     parts = tuple(replace(part, tasks=tuple(filter(short, part.tasks))) for part in bench.parts)
     for before, after in zip(bench.parts, parts, strict=True):
@@ -133,6 +140,11 @@ def make_tools(config: Config, world: World) -> Toolbox:
             raise ArpoError(f"reward.bonus_tools: {names} is not among the tools, so the bonus could never be earned")
         opened.pop_all()  # from here on the box closes them
         return box
+
+
+def call_format(config: Config, tools: Toolbox) -> CallFormat:
+    """How these tools are called."""
+    return make_format(config.rollout.format, [tool.spec for tool in tools.values()])
 
 
 def world_tools(config: Config, world: World) -> dict[str, Tool]:
@@ -259,5 +271,6 @@ def make_agent(config: Config, bench: Bench, model: Any, tokenizer: Any, threade
         kv_tokens=config.rollout.kv_tokens or None,
         threaded=threaded,
     )
-    fmt = make_format(config.rollout.format, [tool.spec for tool in bench.tools.values()])
-    return Agent(engine, tokenizer, bench.tools, fmt, config.tools.result_tokens)
+    fmt = call_format(config, bench.tools)
+    traces, limit = read_examples(config.rollout.examples, fmt), config.tools.result_tokens
+    return Agent(engine, tokenizer, bench.tools, fmt, limit, encode_examples(traces, tokenizer, fmt, limit))

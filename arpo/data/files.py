@@ -50,7 +50,8 @@ def _content(path: str, expected: str) -> bytes:
         raise ArpoError(f"{path}: cannot be read: {error.strerror}") from None
 
 
-def _text(path: str, expected: str) -> str:
+def read_text(path: str, expected: str) -> str:
+    """The text of a file; `expected` says in messages what it should hold."""
     try:
         return _content(path, expected).decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -58,7 +59,7 @@ def _text(path: str, expected: str) -> str:
 
 
 def _json_lines(path: str) -> Rows:
-    lines = _text(path, "JSON lines").split("\n")  # not splitlines: JSON text may hold other line separators
+    lines = read_text(path, "JSON lines").split("\n")  # not splitlines: JSON text may hold other line separators
     for number, line in enumerate(lines, 1):
         if line.strip():
             yield "line", number, JsonText(line)
@@ -66,7 +67,7 @@ def _json_lines(path: str) -> Rows:
 
 def _json_list(path: str) -> Rows:
     try:
-        rows = json.loads(_text(path, "JSON"))
+        rows = json.loads(read_text(path, "JSON"))
     except (ValueError, RecursionError) as error:
         raise ArpoError(f"{path}: expected a JSON list of rows (JSON lines end in .jsonl): {error}") from None
     if not isinstance(rows, list):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,17 @@ def read_corpus(path: str | Path) -> Iterator[tuple[Document, float]]:
         raise ArpoError("\n".join(problems + more))
     if empty:
         raise ArpoError(f"{path} holds no documents; expected rows like {EXPECTED}")
+
+
+def subject_passages(triples: Iterable[Sequence[str]]) -> Iterator[tuple[Document, float]]:
+    """The passages that triples become, subject by subject, each with the share of the subjects that are done."""
+    subjects: dict[str, dict[str, dict[str, None]]] = {}
+    for triple in triples:
+        subject, relation, value = (" ".join(field.replace("_", " ").split()) for field in triple)
+        subjects.setdefault(subject, {}).setdefault(relation, {})[value] = None
+    for number, (subject, relations) in enumerate(subjects.items(), 1):
+        for part in _parts(relations):
+            yield Document(subject, f"{subject}: {part}"), number / len(subjects)
 
 
 def split_contents(contents: str) -> tuple[str, str]:
@@ -116,20 +127,18 @@ def _parquet(path: Path) -> Rows:
 
 def _triples(path: Path) -> Rows:
     """One row per subject; a line that is no triple comes as a tuple of its fields, to be refused."""
-    subjects: dict[str, dict[str, dict[str, None]]] = {}
+    triples: list[Sequence[str]] = []
     for number, text in enumerate(path.read_bytes().split(b"\n"), 1):
         try:
             fields = tuple(" ".join(field.split()) for field in text.decode().split("\t"))
         except UnicodeDecodeError:
             fields = ("not UTF-8",)
         if len(fields) == 3 and all(fields):
-            subject, relation, value = (" ".join(field.replace("_", " ").split()) for field in fields)
-            subjects.setdefault(subject, {}).setdefault(relation, {})[value] = None
+            triples.append(fields)
         elif any(fields):
             yield f"line {number}", fields, 0.0
-    for number, (subject, relations) in enumerate(subjects.items(), 1):
-        for part in _parts(relations):
-            yield f"subject {number}", {"title": subject, "text": f"{subject}: {part}"}, number / len(subjects)
+    for number, (passage, share) in enumerate(subject_passages(triples), 1):
+        yield f"passage {number}", {"title": passage.title, "text": passage.text}, share
 
 
 def _parts(relations: dict[str, dict[str, None]]) -> Iterator[str]:

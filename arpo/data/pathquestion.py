@@ -1,0 +1,204 @@
+"""PathQuestion as training data: questions over a knowledge base, split so that no test question needs a fact of
+training.
+
+The files are those of the public set (github.com/zmtkeke/IRN): `PQ-2H.txt` with `2H-kb.txt`, `PQ-3H.txt` with
+`3H-kb.txt`, or only one pair. A line of questions is `question TAB answer(all/answers/) TAB chain`, where the chain is
+`subject#relation#entity#...#answer#<end>#answer`; one of facts is `subject TAB relation TAB object`.
+
+    found = read_pathquestion(Path("PathQuestion"))      # questions, and the facts of all files together
+    train, test = split(found, test_share=0.1, seed=0)
+
+Promises: the right answers of a question are all that its relations lead to from its subject in the facts of all files
+together, so what search finds is never counted as wrong. A question is on one side with all that needs the same: where
+a test question goes from an entity by a relation, no training question goes from that entity by that relation, nor
+between the two entities in any other way. So no chain, no part of a chain and no last step of a test question occurs
+in training. The same input and seed give the same split.
+Does not cover: entities and answers, which may be on both sides (by other facts), and the facts themselves: search
+finds all of them, in training too. Names stay in lower case, as the set has them.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from arpo.data.files import read_text
+from arpo.data.tasks import complaint
+from arpo.types import ArpoError, Document, Task, derive_seed
+
+HOPS = (2, 3)
+Fact = tuple[str, str, str]  # subject, relation, object
+_ANSWERS = re.compile(r"(?P<one>.+)\((?P<all>.+)/\)")
+
+
+@dataclass(frozen=True, slots=True)
+class PathQuestions:
+    """What the files hold: each question once, with its chain in `meta["path"]`, and all facts, each once."""
+
+    tasks: tuple[Task, ...]
+    facts: tuple[Fact, ...]
+
+
+def read_pathquestion(directory: Path) -> PathQuestions:
+    """Read the files of two hops, of three, or both; what does not fit is named by line, and nothing accepted."""
+    names = {hops: (directory / f"PQ-{hops}H.txt", directory / f"{hops}H-kb.txt") for hops in HOPS}
+    there = [hops for hops, files in names.items() if any(file.exists() for file in files)]
+    if not there:
+        raise ArpoError(f"{directory}: holds neither PQ-2H.txt with 2H-kb.txt nor PQ-3H.txt with 3H-kb.txt")
+    problems: list[str] = []
+    facts = {fact: None for hops in there for fact in _facts(names[hops][1], problems)}
+    known = _Known(facts)
+    tasks: dict[str, Task] = {}
+    for hops in there:
+        for task in _questions(names[hops][0], hops, known, problems):
+            tasks.setdefault(task.question, task)
+    if problems:
+        raise ArpoError(complaint(problems))
+    if not tasks:
+        raise ArpoError(f"{directory}: holds no questions")
+    return PathQuestions(tuple(tasks.values()), tuple(facts))
+
+
+def split(found: PathQuestions, test_share: float, seed: int) -> tuple[list[Task], list[Task]]:
+    """Training and test questions, each in random order; those of the test are `test_share` of all, or a few less."""
+    known = _Known(found.facts)
+    groups = _groups([_needs(task, known) for task in found.tasks])
+    rng = random.Random(derive_seed(seed, "pathquestion"))
+    rng.shuffle(groups)
+    train: list[Task] = []
+    test: list[Task] = []
+    for group in groups:
+        tasks = [found.tasks[number] for number in group]
+        fits = len(test) + len(tasks) <= test_share * len(found.tasks)
+        (test if fits else train).extend(tasks)
+    if not train or not test:
+        raise ArpoError(
+            f"a test share of {test_share:g} leaves {len(train)} questions to train and {len(test)} to test"
+        )
+    rng.shuffle(train)
+    rng.shuffle(test)
+    return train, test
+
+
+def write_pathquestion(out: Path, train: Sequence[Task], test: Sequence[Task], documents: Iterable[Document]) -> None:
+    """Make the directory with train.jsonl, test.jsonl and documents.jsonl; it appears when all is written."""
+    if out.exists():
+        raise ArpoError(f"{out}: is there already; choose another name for --output")
+    files = {"train": map(_row, train), "test": map(_row, test), "documents": map(asdict, documents)}
+    unfinished = out.with_name(f"{out.name}.tmp")
+    unfinished.mkdir(parents=True, exist_ok=True)
+    for name, rows in files.items():
+        text = "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
+        (unfinished / f"{name}.jsonl").write_text(text, encoding="utf-8")
+    unfinished.rename(out)
+
+
+def plain_name(name: str) -> str:
+    """A name of the set as text: "j_p_morgan_jr" is "j p morgan jr"."""
+    return " ".join(name.replace("_", " ").split())
+
+
+def plain_question(text: str) -> str:
+    """A question of the set as text: no underscores, no spaces before 's and ?, a capital at its beginning."""
+    text = re.sub(r" +(?='s\b|[?,.])", "", plain_name(text))
+    return text[:1].upper() + text[1:]
+
+
+def _row(task: Task) -> dict[str, object]:
+    row = {"id": task.id, "question": task.question, "answer": task.answers, "kind": task.kind}
+    return {**row, "path": [plain_name(step) for step in task.meta["path"]]}
+
+
+class _Known:
+    """The facts, by subject and relation."""
+
+    def __init__(self, facts: Sequence[Fact] | dict[Fact, None]) -> None:
+        self._values: dict[tuple[str, str], list[str]] = {}
+        for subject, relation, value in facts:
+            self._values.setdefault((subject, relation), []).append(value)
+
+    def walk(self, subject: str, relations: Sequence[str]) -> tuple[list[Fact], list[str]]:
+        """All facts that one goes through by these relations, and where they lead to."""
+        at, steps = [subject], []
+        for relation in relations:
+            step = [(entity, relation, value) for entity in at for value in self._values.get((entity, relation), ())]
+            steps += step
+            at = list(dict.fromkeys(value for _, _, value in step))
+        return steps, at
+
+
+def _needs(task: Task, known: _Known) -> set[object]:
+    """What no question of the other side may need: the steps, and the pairs of entities that they lead between."""
+    path = task.meta["path"]
+    steps, _ = known.walk(path[0], path[1::2])
+    return {(subject, relation) for subject, relation, _ in steps} | {frozenset((a, b)) for a, _, b in steps}
+
+
+def _groups(needs: Sequence[set[object]]) -> list[list[int]]:
+    """The numbers of questions that must stay together: those that share a need, directly or through others."""
+    above = list(range(len(needs)))
+
+    def top(number: int) -> int:
+        while above[number] != number:
+            above[number] = above[above[number]]
+            number = above[number]
+        return number
+
+    first: dict[object, int] = {}
+    for number, own in enumerate(needs):
+        for need in own:
+            above[top(number)] = top(first.setdefault(need, number))
+    groups: dict[int, list[int]] = {}
+    for number in range(len(needs)):
+        groups.setdefault(top(number), []).append(number)
+    return list(groups.values())
+
+
+def _lines(path: Path, fields: int, problems: list[str]) -> Iterator[tuple[str, list[str]]]:
+    """The fields of each line, and where it stands; of those that have as many."""
+    for number, line in enumerate(read_text(str(path), "PathQuestion").split("\n"), 1):
+        parts = [part.strip() for part in line.split("\t")]
+        where = f"{path}, line {number}"
+        if len(parts) == fields and all(parts):
+            yield where, parts
+        elif any(parts):
+            problems.append(f"{where}: expected {fields} fields with tabs between them, got {len(parts)}")
+
+
+def _facts(path: Path, problems: list[str]) -> Iterator[Fact]:
+    for _, (subject, relation, value) in _lines(path, 3, problems):
+        yield subject, relation, value
+
+
+def _questions(path: Path, hops: int, known: _Known, problems: list[str]) -> Iterator[Task]:
+    for where, (question, answers, chain) in _lines(path, 3, problems):
+        try:
+            steps, right = _chain(chain, hops), _answers(answers)
+            _, reached = known.walk(steps[0], steps[1::2])
+            if not {*right, steps[-1]} <= {*reached}:
+                raise ValueError("the facts do not lead to its answers")
+        except ValueError as error:
+            problems.append(f"{where}: {error}")
+            continue
+        name = f"{path.name}:{where.rpartition(' ')[2]}"
+        answer = tuple(plain_name(value) for value in dict.fromkeys([*right, *reached]))
+        yield Task(name, plain_question(question), answer, f"hop{hops}", {"path": steps})
+
+
+def _chain(text: str, hops: int) -> tuple[str, ...]:
+    """Entities and relations in turn, the subject first and the answer last."""
+    steps = text.split("#")
+    if len(steps) != 2 * hops + 3 or not all(steps) or steps[-2] != "<end>" or steps[-1] != steps[-3]:
+        raise ValueError(f"expected a chain of {hops} relations, ending in #<end>#answer, got {text[:100]!r}")
+    return tuple(steps[:-2])
+
+
+def _answers(text: str) -> list[str]:
+    found = _ANSWERS.fullmatch(text)
+    if found is None:
+        raise ValueError(f"expected answer(all/answers/), got {text[:100]!r}")
+    return [found["one"], *found["all"].split("/")]
