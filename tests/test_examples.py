@@ -24,14 +24,17 @@ from arpo.engine.scripted import ScriptedEngine
 from arpo.lessons import encode_examples, read_examples
 from arpo.remote import RemoteAgent, remote_path
 from arpo.render import CallFormat, encode_follow_up, encode_prompt, make_format
+from arpo.rewards.format import format_ok
 from arpo.rollout import Agent, rollout
 from arpo.settings import Branching, Rollout
-from arpo.setup import fit_prompts, make_agent, make_bench
+from arpo.setup import fit_prompts, make_agent, make_bench, open_sandbox
 from arpo.tools.base import tool
-from arpo.tools.call import Toolbox
+from arpo.tools.call import Toolbox, call_tool
+from arpo.tools.python import build_python
+from arpo.tools.search import build_search
 from arpo.trainer.checkpoint import save_pretrained
 from arpo.trainer.tiny import build_model
-from arpo.types import ArpoError, Kind, Reward, RolloutTree, Task, ToolCall
+from arpo.types import ArpoError, Document, Kind, Reward, RolloutTree, Task, ToolCall
 
 TASK = Task("q", "What is 3 plus 4?", ("7",))
 SHIPPED = Path(__file__).parent.parent / "examples"
@@ -239,3 +242,53 @@ def test_an_endpoint_gets_them_as_messages(tmp_path: Path) -> None:
         ("assistant", "<think>So.</think><answer>\\boxed{3}</answer>"),
         ("user", TASK.question),
     ]
+
+
+# The examples that come with the package.
+
+
+def shipped(name: str, tools: Toolbox) -> tuple[Trace, ...]:
+    read = read_examples(str(SHIPPED / name), make_format("tags", [each.spec for each in tools.values()]))
+    rows = [json.loads(line) for line in (SHIPPED / name).read_text().splitlines()]
+    assert [format_ok(row["text"]) for row in rows] == [(True, "")] * len(rows)
+    for trace in read:
+        assert trace.segments[-1][1].endswith(f"<answer>\\boxed{{{trace.task.answers[0]}}}</answer>")
+    return read
+
+
+def calls(read: tuple[Trace, ...], name: str) -> list[tuple[str, str]]:
+    """What each call asks, and what it got."""
+    segments = [segment for trace in read for segment in trace.segments]
+    turns = [text.partition(f"<{name}>")[2].removesuffix(f"</{name}>") for _, text in segments]
+    return [
+        (asked.strip(), text) for asked, (kind, text) in zip(turns, segments[1:], strict=False) if kind is Kind.TOOL
+    ]
+
+
+def test_the_programs_of_the_shipped_examples_print_what_they_say() -> None:
+    with Toolbox([build_python(open_sandbox(512, False))]) as tools:
+        asked = calls(shipped("gsm8k_shots.jsonl", tools), "python")
+        assert len(asked) == 2
+        for code, result in asked:
+            assert asyncio.run(call_tool(tools, ToolCall("python", {"code": code}))).text == result
+
+
+def test_the_searches_of_the_shipped_examples_find_what_they_say() -> None:
+    """Their documents are all that their results show; each result is what search makes of these."""
+    settings = load_config(SHIPPED / "pathquestion.toml", []).tools
+    lines = {line: None for row in (SHIPPED / "pathquestion_shots.jsonl").read_text().splitlines()
+             for result in json.loads(row)["text"].split("<result>")[1:]
+             for line in result.partition("</result>")[0].split("\n")}  # fmt: skip
+    documents = [Document(line.partition(": ")[0], line) for line in lines]
+    with Toolbox([build_search(documents, settings.search_results, settings.result_tokens)]) as tools:
+        asked = calls(shipped("pathquestion_shots.jsonl", tools), "search")
+        assert len(asked) == 5
+        for query, result in asked:
+            assert asyncio.run(call_tool(tools, ToolCall("search", {"query": query}))).text == result
+
+
+@pytest.mark.parametrize("name", ["gsm8k_qwen.toml", "pathquestion.toml"])
+def test_the_shipped_configs_name_their_examples(name: str) -> None:
+    config = load_config(SHIPPED / name, [])
+    assert config.rollout.examples is not None and (SHIPPED.parent / config.rollout.examples).is_file()
+    assert config.model.dtype == "bfloat16" and config.eval.every and config.data.test
