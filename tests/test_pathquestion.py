@@ -192,8 +192,16 @@ def test_questions_that_share_nothing_are_not_kept_together(seed: int) -> None:
 def test_the_seed_decides_the_split_and_its_order() -> None:
     found = made_up(1, 200)
     first, again, other = (split(found, 0.25, seed) for seed in (0, 0, 1))
-    assert first == again != other
-    assert [task.id for task in first[0]] != sorted((task.id for task in first[0]), key=lambda name: int(name[1:]))
+    assert first == again
+    assert {task.id for task in first[1]} != {task.id for task in other[1]}
+
+
+def test_questions_of_one_kind_do_not_follow_each_other() -> None:
+    """Whoever takes the first hundred gets a bit of everything."""
+    facts: Facts = tuple((f"s{n}", "a", f"m{n}") for n in range(10))
+    tasks = tuple(Task(f"q{n}-{k}", "?", ("x",), "", {"path": facts[n]}) for n in range(10) for k in range(20))
+    for side in split(PathQuestions(tasks, facts), 0.5, 0):
+        assert len(side) == 100 and len({task.id.partition("-")[0] for task in side[:20]}) == 5
 
 
 def test_paths_back_and_forth_stay_on_one_side() -> None:

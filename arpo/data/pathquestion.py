@@ -131,14 +131,14 @@ class _Known:
         return steps, at
 
 
-def _needs(task: Task, known: _Known) -> set[object]:
-    """What no question of the other side may need: the steps, and the pairs of entities that they lead between."""
+def _needs(task: Task, known: _Known) -> set[frozenset[str]]:
+    """What no question of the other side may need: the pairs of entities that it goes between, all values taken."""
     path = task.meta["path"]
     steps, _ = known.walk(path[0], path[1::2])
-    return {(subject, relation) for subject, relation, _ in steps} | {frozenset((a, b)) for a, _, b in steps}
+    return {frozenset((subject, value)) for subject, _, value in steps}
 
 
-def _groups(needs: Sequence[set[object]]) -> list[list[int]]:
+def _groups(needs: Sequence[set[frozenset[str]]]) -> list[list[int]]:
     """The numbers of questions that must stay together: those that share a need, directly or through others."""
     above = list(range(len(needs)))
 
@@ -148,7 +148,7 @@ def _groups(needs: Sequence[set[object]]) -> list[list[int]]:
             number = above[number]
         return number
 
-    first: dict[object, int] = {}
+    first: dict[frozenset[str], int] = {}
     for number, own in enumerate(needs):
         for need in own:
             above[top(number)] = top(first.setdefault(need, number))
