@@ -1,4 +1,5 @@
-"""The command line. A mistake of the user's ends with one clear message and exit code 2, Ctrl-C with 130."""
+"""The command line. A mistake of the user's ends with one clear message and exit code 2, a run that
+stopped because it collapsed with 3, Ctrl-C with 130."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from arpo.config import load_config
 from arpo.display import console, print_tree, tool_lines
 from arpo.runlog import is_run
 from arpo.settings import Config
-from arpo.types import ArpoError, Task, derive_seed
+from arpo.types import ArpoError, Collapsed, Task, derive_seed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -45,6 +46,9 @@ def main() -> None:
     """Run the command line."""
     try:
         app()
+    except Collapsed as collapse:
+        print(f"stopped: {collapse}", file=sys.stderr)
+        sys.exit(3)
     except ArpoError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -30,6 +30,7 @@ def rollout_metrics(trees: Sequence[RolloutTree], rewards: Sequence[Sequence[Rew
         "entropy_start": _mean(_first_turn_entropies(trees)),
         "entropy_after_tool": _mean([decision.entropy for decision in decisions]),
         "sampled_tokens": sum(len(node.tokens) for node in nodes if node.kind is Kind.MODEL),
+        "written_tokens": sum(_path_written(tree) for tree in trees) / paths,
         "unique_tokens": sum(tree.unique_tokens for tree in trees),
         "total_tokens": sum(tree.total_tokens for tree in trees),
         "tool_seconds": sum(node.seconds for node in tools),
@@ -57,6 +58,12 @@ def _path_calls(tree: RolloutTree) -> int:
     """Calls on each path, written out one by one."""
     results = (tree.nodes[i].result for leaf in tree.leaves for i in tree.path(leaf.node))
     return sum(result is not None and result.attempts > 0 for result in results)
+
+
+def _path_written(tree: RolloutTree) -> int:
+    """Tokens by the model on each path, written out one by one."""
+    nodes = (tree.nodes[i] for leaf in tree.leaves for i in tree.path(leaf.node))
+    return sum(len(node.tokens) for node in nodes if node.kind is Kind.MODEL)
 
 
 def _fault(node: Node) -> Fault | None:

@@ -5,6 +5,7 @@
     trees/step_000001.jsonl.zst      one zstd frame, holding one JSON line, per rollout tree (`zstd -dc` shows them)
     trees/step_000001.index.json     where each frame lies and what is in it; written last
     checkpoints/step_000001/         complete as soon as it has this name
+    collapsed-1/                     a run to read: all records, and the trees, of steps that were taken back
     run.lock                         held by the process that writes
 
 Promises: one writer at a time; a crash of process or machine leaves every file whole but for the last line of
@@ -20,7 +21,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
@@ -143,8 +144,11 @@ class RunLog:
         steps = self.checkpoint_steps()
         return (steps[-1], self.checkpoint_path(steps[-1])) if steps else None
 
-    def commit_checkpoint(self, step: int, write: Callable[[Path], None], keep: int) -> None:
-        """Have `write` fill an empty folder, make it the step's checkpoint, then drop all but the `keep` newest."""
+    def commit_checkpoint(
+        self, step: int, write: Callable[[Path], None], keep: int, spare: Collection[int] = ()
+    ) -> None:
+        """Have `write` fill an empty folder, make it the step's checkpoint, then drop all but the `keep` newest and
+        those of the steps in `spare`."""
         self._must_hold_lock()
         if keep < 1:
             raise ValueError(f"keep is {keep}: the checkpoint just written would be dropped")
@@ -167,7 +171,8 @@ class RunLog:
         _sync(self.directory)
         older = [other for other in self.checkpoint_steps() if other < step]
         for other in older[: max(0, len(older) + 1 - keep)]:
-            self._drop_checkpoint(other)
+            if other not in spare:
+                self._drop_checkpoint(other)
 
     def drop_checkpoints(self) -> None:
         """Delete them all: of a run that is finished and only its numbers are wanted."""
@@ -189,8 +194,28 @@ class RunLog:
         kept = [json.dumps(record) + "\n" for record in self.read_metrics() if record["step"] <= step]
         write_atomically(self.directory / METRICS, "".join(kept).encode("ascii"))
         for path in sorted((self.directory / "trees").glob("step_*")):  # sorted: an index goes before its data
-            if int(path.name.removeprefix("step_").partition(".")[0]) > step:
+            if _step_of(path) > step:
                 path.unlink()
+
+    def set_aside(self, step: int) -> Path:
+        """Copy what `rewind` to this step would drop, but for checkpoints, and all records, to a run of its own."""
+        self._must_hold_lock()
+        number = 1 + max(
+            (int(path.name.rpartition("-")[2]) for path in self.directory.glob("collapsed-[0-9]*")), default=0
+        )
+        final = self.directory / f"collapsed-{number}"
+        temporary = self.directory / "collapsed.tmp"
+        shutil.rmtree(temporary, ignore_errors=True)
+        (temporary / "trees").mkdir(parents=True)
+        for name in (CONFIG, METRICS):
+            if (self.directory / name).exists():
+                shutil.copyfile(self.directory / name, temporary / name)
+        for path in (self.directory / "trees").glob("step_*"):
+            if _step_of(path) > step:
+                _link(path, temporary / "trees" / path.name)
+        temporary.rename(final)
+        _sync(self.directory)
+        return final
 
     def _must_hold_lock(self) -> None:
         if self._lock is None:
@@ -278,6 +303,14 @@ def write_atomically(path: Path, content: bytes) -> None:
     _sync(path.parent)
 
 
+def _link(path: Path, copy: Path) -> None:
+    """The same file under another name; where the file system has no such thing, a copy."""
+    try:
+        copy.hardlink_to(path)
+    except OSError:
+        shutil.copyfile(path, copy)
+
+
 def _sync(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -310,6 +343,10 @@ def _finite(value: float | int | str) -> float | int | str | None:
 
 def _step_name(step: int) -> str:
     return f"step_{step:06d}"
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step_").partition(".")[0])
 
 
 def _steps(folder: Path, pattern: str) -> list[int]:

@@ -21,7 +21,7 @@ from arpo.trainer.update import Trainer
 from arpo.types import ArpoError
 
 # Settings that any resumed run may have other than it began with.
-ALWAYS = ("run.", "eval.", "train.micro_tokens:", "train.checkpointing:", "model.device:")
+ALWAYS = ("run.", "eval.", "train.micro_tokens:", "train.checkpointing:", "train.on_collapse:", "model.device:")
 
 
 @dataclass(slots=True)
@@ -34,13 +34,16 @@ class Keeper:
     every: int
     keep: int
     saved: int = field(init=False)
+    spare: tuple[int, ...] = ()  # checkpoints that are not dropped, however old
 
     def __post_init__(self) -> None:
         self.saved = self.step
 
     def save(self, step: int) -> None:
         """Write a checkpoint of this step."""
-        self.log.commit_checkpoint(step, lambda directory: save_checkpoint(self.trainer, step, directory), self.keep)
+        self.log.commit_checkpoint(
+            step, lambda directory: save_checkpoint(self.trainer, step, directory), self.keep, self.spare
+        )
         self.saved = step
 
     def step_done(self, step: int, last: int) -> None:

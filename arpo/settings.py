@@ -216,6 +216,11 @@ class Train(Section):
     checkpointing: bool = Field(
         default=False, description="recompute activations in the backward pass: less memory, a third more time"
     )
+    on_collapse: Literal["warn", "stop", "ignore"] = Field(
+        default="warn",
+        description="what to do at signs of a collapse: say so; also go back to the last checkpoint before them and "
+        "exit with code 3; or nothing",
+    )
 
     @field_validator("minibatches")
     @classmethod

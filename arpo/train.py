@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import compress, repeat
@@ -26,10 +26,20 @@ from arpo.runlog import RunLog
 from arpo.runs import Keeper, open_directory
 from arpo.settings import Config
 from arpo.setup import Bench, fit_prompts, make_agent, make_bench, make_model
+from arpo.stability import Sign, Watcher, last_sound, not_finite, spared
 from arpo.trainer.update import Trainer
-from arpo.types import ArpoError, Reward, RolloutTree, derive_seed
+from arpo.types import ArpoError, Collapsed, Diverged, Reward, RolloutTree, derive_seed
 
-MAY_CHANGE = ("train.steps:", "train.budget:", "train.lr:", "rollout.kv_tokens:", "sft.")  # when a run is resumed
+# What may change when a run is resumed.
+MAY_CHANGE = (
+    "train.steps:",
+    "train.budget:",
+    "train.lr:",
+    "loss.entropy:",
+    "loss.kl:",
+    "rollout.kv_tokens:",
+    "sft.",
+)
 SIGN = "reward"  # what every record of such a run has
 
 
@@ -129,9 +139,63 @@ def open_run(config: Config, resume: bool = False) -> Iterator[Run]:
         yield Run(session, keeper)
 
 
+class Guard:
+    """Looks for signs of a collapse in every step's record, as train.on_collapse says."""
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._what = run, run.session.config.train.on_collapse
+        self._records: list[dict[str, Any]] = [] if self._what == "ignore" else run.log.read_metrics()
+        self._watcher, self._signs = Watcher(), tuple[Sign, ...]()
+        for record in self._records:
+            self._signs = self._watcher.add(record)
+        self._told = {sign.name for sign in self._signs}  # when these steps were done
+
+    def seen(self, step: int, values: Mapping[str, float | str]) -> dict[str, float | str]:
+        """The values of a step, to be logged, with the signs it shows."""
+        if self._what == "ignore":
+            return {**values}
+        self._signs = self._watcher.add({"step": step, **values})
+        shown = {"signs": "\n".join(sign.text for sign in self._signs)} if self._signs else {}
+        self._records.append({"step": step, **shown})
+        return {**values, **shown}
+
+    def heed(self) -> None:
+        """Say what is new, see to it that there is a checkpoint to go back to, or go back there."""
+        for sign in self._signs:
+            if sign.name not in self._told:
+                console.print(f"warning: {sign.text}")
+        self._told = {sign.name for sign in self._signs}
+        if self._what == "stop" and self._signs:
+            raise self._back(self._signs)
+        if self._what != "ignore":
+            self._run.keeper.spare = spared(self._records, self._signs, self._run.log.checkpoint_steps())
+
+    def diverged(self, step: int) -> None:
+        """Go back, if that is wanted, from a step that could not be learnt."""
+        if self._what == "stop":
+            raise self._back((*self._signs, not_finite("gradient", step)))
+
+    def _back(self, signs: Sequence[Sign]) -> Collapsed:
+        log = self._run.log
+        step = last_sound(self._records, signs, log.checkpoint_steps())
+        aside = log.set_aside(step)
+        log.rewind(step)
+        where = (
+            f"to step {step}, the last checkpoint without a sign" if step else "to the start, no checkpoint being older"
+        )
+        return Collapsed(
+            f"the run collapsed, first seen in step {min(sign.since_step for sign in signs)}.\n"
+            + "\n".join(sign.text for sign in signs)
+            + f"\nIt was taken back {where}; the records and trees of later steps are in {aside}. "
+            "Change something (train.lr, loss.kl and loss.entropy may change), then go on with --resume."
+        )
+
+
 async def train(run: Run) -> int:
     """Train to the configured number of steps or the end of the budget; returns the last step done."""
     config, step, engine = run.session.config, run.step, run.session.agent.engine
+    guard = Guard(run)
+    guard.heed()
     await engine.update_weights(step)
     limit, spending = config.train.budget or math.inf, config.train.budget_of
     spent = sum(record[spending] for record in run.log.read_metrics()) if config.train.budget else 0
@@ -151,7 +215,11 @@ async def train(run: Run) -> int:
                 trees, rewards = await sample_step(run.session, step + 1)
             seconds = {"rollout_seconds": time.monotonic() - started}
             told = {f"engine_{name}": value for name, value in engine.stats().items()}
-            metrics = {**learn_step(run, step + 1, trees, rewards), **seconds, **told}
+            try:
+                metrics = {**learn_step(run, step + 1, trees, rewards), **seconds, **told}
+            except Diverged:
+                guard.diverged(step + 1)
+                raise
             step += 1
             await engine.update_weights(step)
             with run.keeper.saving(step):
@@ -162,8 +230,9 @@ async def train(run: Run) -> int:
                         await engine.update_weights(step)  # what testing left in its memory must not matter
                 finally:  # a step that was learnt is logged, tested or not
                     seen = {"outcomes": run.session.outcomes[-1]} if config.data.curriculum else {}
-                    run.log.append(step, {**metrics, **seen})
+                    run.log.append(step, guard.seen(step, {**metrics, **seen}))
             console.print(step_line(step, metrics))
+            guard.heed()
             learnt += metrics["optimiser_steps"]
             spent += metrics[spending]
             run.keeper.step_done(step, config.train.steps if spent < limit else step)

@@ -21,7 +21,7 @@ FILES = {
 
 # Lowest first; `engine` stands for the whole subpackage. A module imports only from rows below its own.
 ROWS = (
-    ("types", "sections"),
+    ("types", "sections", "stability"),
     ("settings", "plugins", "keys"),
     (
         "treejson",
@@ -53,6 +53,7 @@ HEAVY = ("torch", "transformers", "tokenizers", "safetensors")
 LIGHT = (
     "types",
     "sections",
+    "stability",
     "settings",
     "plugins",
     "keys",

@@ -53,6 +53,7 @@ def test_the_numbers_of_two_trees() -> None:
         "entropy_start": pytest.approx((1.5 + 0.5 + 0.5) / 3),  # turns that start at a prompt
         "entropy_after_tool": 0.75,
         "sampled_tokens": 2 + 3 + 1 + 4 + 2,
+        "written_tokens": ((2 + 3) + (2 + 1) + 4 + 2) / 4,
         "unique_tokens": 13 + 5,
         "total_tokens": (2 + 2 + 1 + 3) + (2 + 2 + 1 + 1) + (2 + 4) + 5,
         "tool_seconds": 1.5,
@@ -124,6 +125,7 @@ def test_without_tools_and_with_an_unsampled_path_the_numbers_are_zero() -> None
         "entropy_start": 0.0,
         "entropy_after_tool": 0.0,
         "sampled_tokens": 0,
+        "written_tokens": 0.0,
         "unique_tokens": 3,
         "total_tokens": 3,
         "tool_seconds": 0,

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-from arpo.types import ArpoError
+from arpo.types import Diverged
 
 BETAS = (0.9, 0.99)
 _STATE = ("step", "exp_avg", "exp_avg_sq")  # what AdamW remembers of a parameter
@@ -50,7 +50,7 @@ class Optimiser:
         try:
             norm = float(clip_grad_norm_(self._masters.values(), max_grad_norm))
             if not math.isfinite(norm):
-                raise ArpoError(
+                raise Diverged(
                     f"the gradient's norm is {norm}: training diverged; "
                     "--resume from the last checkpoint with a lower learning rate (train.lr, or sft.lr)"
                 )
