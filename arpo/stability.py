@@ -6,7 +6,7 @@
 The mean over the last `WINDOW` steps is held against how the run was before: against its first steps, or, for what
 should only rise, against its best stretch. A sign needs both: a change that matters (a ratio), and one that the noise
 between steps does not explain (a multiple of its standard error). It stays until the change is no longer there. What
-looks bad but goes with better answers, like longer ones, is none.
+looks bad but goes with better answers, like longer ones, is none. Means of entropy, length and gradient are geometric.
 
 Promises: whether a step has a sign depends on the records up to it and on nothing later; a sign begins at most
 `WINDOW` - 1 steps before the step that shows it first; a value that is missing, null, NaN or infinite is left out, but
@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 Record = Mapping[str, Any]
@@ -34,6 +34,7 @@ FLAT = 0.1  # of the entropy at first: what is sampled is nearly always the same
 WILD = 3.0  # times the entropy at first: learning makes a model surer, not less sure
 RESIZED = 2.0  # times longer or shorter, with answers no better for it
 STEEP = 10.0  # times the gradient at first: clipping then leaves little but the direction of noise
+SMALLEST = 1e-3  # entropy or length that is told from 0: ratios are compared by logarithms
 SOLVED = 0.9  # of answers right: a model that knows the answer may be sure of it
 
 ENTROPY_FELL = (
@@ -44,7 +45,10 @@ ENTROPY_ROSE = (
     "entropy rose from {then} to {now}, and answers are no better for it: the model writes at random; "
     "try a lower loss.entropy, if you set it, or a lower train.lr"
 )
-REWARD_FELL = "reward fell from {then} to {now}: the model unlearns; try a lower train.lr, or loss.kl=0.01"
+REWARD_FELL = (
+    "reward fell from {then} to {now}: the model unlearns, unless a tool or a judge is broken (infra_faults, judge.* "
+    "in the metrics); try a lower train.lr, or loss.kl=0.01"
+)
 FORMAT_BROKE = (
     "the share of paths in the right format fell from {then} to {now}; try a lower train.lr, or loss.kl=0.01, "
     "and see whether the reward asks for the format"
@@ -91,6 +95,7 @@ class _Series:
         self._hops: list[float | None] = []  # how far each value is from the one before it
         self._last: float | None = None
         self._sum, self._count = 0.0, 0  # of the hops
+        self._largest: tuple[float, ...] = ()  # two of them
 
     def add(self, record: Record) -> None:
         """One step more."""
@@ -99,20 +104,24 @@ class _Series:
         self._values.append(value)
         self._hops.append(hop)
         self._last = self._last if value is None else value
-        self._sum, self._count = self._sum + (hop or 0.0), self._count + (hop is not None)
+        if hop is not None:
+            self._sum, self._count = self._sum + hop, self._count + 1
+            self._largest = tuple(sorted((*self._largest, hop))[-2:])
 
     def part(self, first: int, last: int) -> _Part:
         """The values that these steps have."""
         return _Part(first, last, tuple(value for value in self._values[first : last + 1] if value is not None))
 
     def margin(self, then: _Part, now: _Part) -> float:
-        """How far the newest window may be from an earlier part by chance; the hop that leads into it is no noise."""
+        """How far the newest window may be from an earlier part by chance. Two hops are no noise, as they may be the
+        collapse: the one that leads into the window, and the largest of the others."""
         entry = next(n for n in range(now.first, now.last + 1) if self._values[n] is not None)
-        hop = self._hops[entry]
-        hops = self._count - (hop is not None)
-        deviation = (self._sum - (hop or 0.0)) / hops * math.sqrt(math.pi) / 2  # of normal noise
+        into = self._hops[entry] or 0.0
+        largest = self._largest[0] if into == self._largest[-1] else self._largest[-1]
+        hops = self._count - (self._hops[entry] is not None) - 1
+        deviation = (self._sum - into - largest) / hops * math.sqrt(math.pi) / 2  # of normal noise
         error = deviation * math.sqrt(1 / len(then.values) + 1 / len(now.values))
-        return CERTAIN * (1 + 4 / hops) * error  # few hops are a poor measure
+        return CERTAIN * (1 + (10 / hops) ** 2) * error  # few hops are a poor measure
 
 
 @dataclass(slots=True)
@@ -152,7 +161,8 @@ class _Watch:
 
     def _compare(self, now: _Part) -> _Part | None:
         """What the newest window is surely different from, and in a way that matters."""
-        starts = [self.series.part(0, size - 1) for size in range(min(WINDOW, now.first), 0, -1)]
+        sizes = range(min(WINDOW, now.first), 0, -1) if now.first <= WINDOW else [WINDOW]  # collapsed at once?
+        starts = [self.series.part(0, size - 1) for size in sizes]
         for then in [self.best, *starts] if self.best else starts:
             if then.values and self.matters(then, now) and self._surely(then, now):
                 return then
@@ -173,12 +183,10 @@ class Watcher:
     def __init__(self) -> None:
         self._steps: list[int] = []
         self._bad: dict[str, list[int]] = {"gradient": [], "loss": []}  # numbers of steps where it is not finite
-        entropy, length, reward, form, right = (
-            _Series(partial(_number, name))
-            for name in ("entropy_start", "written_tokens", "reward", "format", "accuracy")
-        )
+        reward, form, right = (_Series(partial(_number, name)) for name in ("reward", "format", "accuracy"))
+        entropy, length = (_Series(partial(_log, name)) for name in ("entropy_start", "written_tokens"))
         gradient = _Series(_log_gradient)
-        self._series = (entropy, length, reward, form, right, gradient)
+        self._series = (reward, form, right, entropy, length, gradient)
 
         def no_better(then: _Part, now: _Part) -> bool:
             """Whether answers are not right more often than then."""
@@ -194,27 +202,27 @@ class Watcher:
             return then.mean - now.mean > LOST * max(abs(value) for value in then.values)
 
         def flat(then: _Part, now: _Part) -> bool:
-            return now.mean < FLAT * then.mean and unsolved(now)
+            return now.mean - then.mean < math.log(FLAT) and unsolved(now)
 
         def wild(then: _Part, now: _Part) -> bool:
-            return now.mean > WILD * then.mean and no_better(then, now)
+            return now.mean - then.mean > math.log(WILD) and no_better(then, now)
 
         def longer(then: _Part, now: _Part) -> bool:
-            return now.mean > RESIZED * then.mean and no_better(then, now)
+            return now.mean - then.mean > math.log(RESIZED) and no_better(then, now)
 
         def shorter(then: _Part, now: _Part) -> bool:
-            return now.mean < then.mean / RESIZED and no_better(then, now)
+            return then.mean - now.mean > math.log(RESIZED) and no_better(then, now)
 
         def steeper(then: _Part, now: _Part) -> bool:
-            return now.mean - then.mean > math.log(STEEP)
+            return median(now.values) - then.mean > math.log(STEEP)  # one wild batch is clipped and forgotten
 
         self._watches = (
-            _Watch("entropy fell", entropy, flat, ENTROPY_FELL),
-            _Watch("entropy rose", entropy, wild, ENTROPY_ROSE),
+            _Watch("entropy fell", entropy, flat, ENTROPY_FELL, shown=math.exp),
+            _Watch("entropy rose", entropy, wild, ENTROPY_ROSE, shown=math.exp),
             _Watch("reward fell", reward, lost, REWARD_FELL, from_best=True),
             _Watch("format broke", form, lost, FORMAT_BROKE, from_best=True),
-            _Watch("longer", length, longer, LONGER),
-            _Watch("shorter", length, shorter, SHORTER),
+            _Watch("longer", length, longer, LONGER, shown=math.exp),
+            _Watch("shorter", length, shorter, SHORTER, shown=math.exp),
             _Watch("gradient rose", gradient, steeper, GRADIENT_ROSE, shown=math.exp),
         )
 
@@ -276,6 +284,11 @@ def _unmarked(records: Sequence[Record], checkpoints: Sequence[int]) -> list[int
 def _number(name: str, record: Record) -> float | None:
     value = record.get(name)
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _log(name: str, record: Record) -> float | None:
+    value = _number(name, record)
+    return None if value is None else math.log(max(value, SMALLEST))
 
 
 def _log_gradient(record: Record) -> float | None:
