@@ -23,6 +23,7 @@ import re
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
+from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
@@ -200,10 +201,8 @@ class RunLog:
     def set_aside(self, step: int) -> Path:
         """Copy what `rewind` to this step would drop, but for checkpoints, and all records, to a run of its own."""
         self._must_hold_lock()
-        number = 1 + max(
-            (int(path.name.rpartition("-")[2]) for path in self.directory.glob("collapsed-[0-9]*")), default=0
-        )
-        final = self.directory / f"collapsed-{number}"
+        names = (self.directory / f"collapsed-{number}" for number in count(1))
+        final = next(path for path in names if not path.exists())
         temporary = self.directory / "collapsed.tmp"
         shutil.rmtree(temporary, ignore_errors=True)
         (temporary / "trees").mkdir(parents=True)

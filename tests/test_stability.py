@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trees import two_branches
 
 import arpo.cli
 import arpo.train
 from arpo.config import load_config
+from arpo.runlog import create, is_run
 from arpo.runlog import open_run as read_run
 from arpo.settings import Config
 from arpo.stability import WINDOW, Sign, Watcher, find_signs, last_sound, not_finite, spared
@@ -26,7 +28,7 @@ from arpo.train import open_run, train
 from arpo.trainer.checkpoint import save_pretrained
 from arpo.trainer.tiny import build_model
 from arpo.trainer.update import Trainer
-from arpo.types import Collapsed, Diverged, Kind, Leaf, Reward, RolloutTree, Task
+from arpo.types import Collapsed, Credit, Diverged, Kind, Leaf, Reward, RolloutTree, Task
 
 HEALTHY = {
     "reward": 0.5, "accuracy": 0.5, "format": 0.9, "entropy_start": 0.4, "written_tokens": 100.0, "grad_norm": 0.2,
@@ -346,6 +348,27 @@ def test_the_good_checkpoint_outlives_those_of_a_collapse(go: Callable[..., Path
     kept = read_run(directory).checkpoint_steps()
     assert 6 <= last_sound(rows, find_signs(rows), kept) < since
     assert kept[-1] == 18 and len(kept) <= 3
+
+
+def test_what_is_set_aside_is_a_run_to_read_and_replaces_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = two_branches()
+    with create(tmp_path / "run", {"rollout": {}}) as log:
+        for step in (1, 2, 3):
+            log.append(step, {"reward": 0.5})
+            log.write_trees(step, [tree], [[Reward(1.0, {})] * 3], [[Credit(1.0, {})] * 3])
+        first = log.set_aside(1)
+
+        def refuse(*_: Any) -> None:
+            raise OSError("no such thing here")
+
+        monkeypatch.setattr(Path, "hardlink_to", refuse)
+        second = log.set_aside(2)
+        log.rewind(0)
+    assert (first.name, second.name) == ("collapsed-1", "collapsed-2")
+    assert steps_of(first) == steps_of(second) == [1, 2, 3] and is_run(first)
+    assert read_run(first).tree_steps() == [2, 3] and read_run(second).tree_steps() == [3]
+    assert read_run(second).read_tree(3, 0) == read_run(first).read_tree(3, 0)
+    assert steps_of(tmp_path / "run") == [] == read_run(tmp_path / "run").tree_steps()
 
 
 @pytest.mark.parametrize("what", ["stop", "warn"])
