@@ -132,6 +132,11 @@ def test_a_run_that_collapses_in_its_first_update_is_compared_with_its_first_ste
     assert history(rows)[:5] == [()] * 5
 
 
+def test_a_collapse_in_the_first_update_that_trembles_is_found_too() -> None:
+    left = (5.83, 0.000269, 0.000134, 0.000445, 0.0193, 0.0, 0.0, 0.0, 0.0, 0.0)  # of a real one
+    assert names(records(*[(1, {"entropy_start": value}) for value in left])) == ["entropy fell"]
+
+
 def test_reward_is_compared_with_the_best_stretch_and_not_with_a_single_lucky_step() -> None:
     rise = records((5, {"reward": 0.1}), (5, {"reward": 0.8}), (5, {"reward": 0.3}))
     assert names(rise) == ["reward fell"]
