@@ -317,7 +317,7 @@ def test_a_warning_is_said_once_and_a_resumed_run_says_the_same(
     assert first["step"] <= 10 and "signs" in rows[-1]
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
     assert said[0] == f"warning: {first['signs'].splitlines()[0]}"
-    assert len(said) == len(set(said)) and len(said) < 6
+    assert len(said) == len({line.partition(" from ")[0] for line in said})
     assert (read_run(directory).latest_checkpoint() or (0,))[0] == 12  # it went on
     marked = [row.get("signs") for row in rows]
     with open(directory / "metrics.jsonl", "a") as file:
