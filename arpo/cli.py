@@ -181,6 +181,42 @@ def rollout(
 
 
 @app.command()
+def entropy(
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="a run's directory (its saved trees are used) or a TOML file; a Hugging Face directory, a hub name or "
+            "a .gguf file if data.test=... or data.train=... names questions"
+        ),
+    ],
+    overrides: Overrides = None,
+    steps: Annotated[str | None, typer.Option(help="of a run: trees of these steps only, like 1-10")] = None,
+    sample: Annotated[bool, typer.Option(help="of a run: new trees, by its last checkpoint")] = False,
+    questions: Annotated[int | None, typer.Option(min=1, help="new trees for so many; 100 if not given")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="tokens to look at after each place")] = 50,
+    out: Annotated[Path | None, typer.Option(help="directory for the results; entropy/NAME if none")] = None,
+) -> None:
+    """Where a model is unsure: entropy at the start and after tool results, and what branching made of it."""
+    given, path = overrides or [], Path(target).expanduser()
+    fresh = sample or not is_run(path)
+    if fresh and steps is not None:
+        raise ArpoError("--steps goes with the saved trees of a run, and not with --sample")
+    if not fresh and (given or questions is not None):
+        raise ArpoError("settings and --questions are for new trees: add --sample")
+    if fresh and path.suffix != ".toml" and not is_run(path) and not any(each.startswith("data.") for each in given):
+        raise ArpoError(
+            f"{target}: a model alone has no questions: give a run or a TOML file, or name questions with "
+            "data.test=... or data.train=..."
+        )
+    from arpo.entropy import study_model, study_run
+
+    if fresh:
+        study_model(target, _chat_config(target, given), questions or 100, tokens, out, run_async)
+    else:
+        study_run(path, steps, tokens, out)
+
+
+@app.command()
 def chat(
     model: Annotated[
         str,
@@ -222,7 +258,7 @@ def _reader() -> tuple[Callable[[], str], bool]:
 
 
 def _chat_config(model: str, overrides: list[str]) -> Config:
-    """The settings that `arpo chat` and `arpo eval --benchmarks` mean by MODEL."""
+    """The settings that `arpo chat`, `arpo entropy` and `arpo eval --benchmarks` mean by MODEL."""
     path = Path(model).expanduser()
     if path.suffix == ".toml" or is_run(path):
         return config_of(path, overrides)
