@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
@@ -45,11 +45,12 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A mean over `count` places, and its standard error over questions; None if it rests on a single question."""
+    """A mean over `count` places, and its standard error over questions; None if there is only one of them."""
 
     value: float
     error: float | None
     count: int
+    questions: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +165,7 @@ class _Sums:
             mean = float(total.sum() / n)
             spread = float(((total - mean * count) ** 2).sum())
             error = math.sqrt(spread * clusters / (clusters - 1)) / n if clusters > 1 else None
-            found.append(Mean(mean, error, n))
+            found.append(Mean(mean, error, n, clusters))
         return found
 
 
@@ -208,8 +209,9 @@ def _turns(tree: RolloutTree) -> dict[int, list[Node]]:
     """What the model wrote at each place, by the node it follows."""
     found: dict[int, list[Node]] = {}
     for node in tree.nodes:
-        if node.kind is Kind.MODEL and node.tokens and node.parent is not None:
-            found.setdefault(node.parent, []).append(node)
+        at = node.parent
+        if at is not None and node.kind is Kind.MODEL and node.tokens and tree.nodes[at].kind is not Kind.MODEL:
+            found.setdefault(at, []).append(node)
     return found
 
 
@@ -233,21 +235,17 @@ def _entropies(turns: Sequence[Node], k: int, tokens: int) -> Floats:
 
 def _told(tree: RolloutTree, rewards: Sequence[Reward]) -> dict[int, bool]:
     """For branch points with rewards on two continuations or more: whether these have different means."""
-    earned: dict[int, dict[Hashable, list[float]]] = {}
+    earned: dict[int, dict[int, list[float]]] = {}
     for number, (leaf, reward) in enumerate(zip(tree.leaves, rewards, strict=True)):
         if tree.infra_fault(leaf) or unjudged(reward):
             continue
-        for index, following in _steps(tree.path(leaf.node), ("cut off", number)):
+        path = tree.path(leaf.node)
+        for index, following in zip(path, [*path[1:], -1 - number], strict=True):  # cut off there: all by itself
             decision = tree.nodes[index].decision
             if decision is not None and decision.branches:
                 earned.setdefault(index, {}).setdefault(following, []).append(reward.total)
     means = {index: [fmean(group) for group in groups.values()] for index, groups in earned.items()}
     return {index: max(found) - min(found) > SAME for index, found in means.items() if len(found) > 1}
-
-
-def _steps(path: Sequence[int], last: Hashable) -> Iterator[tuple[int, Hashable]]:
-    """Each node of a path with what follows it there."""
-    return zip(path, [*path[1:], last], strict=True)
 
 
 def _ordered(found: Iterable[Place]) -> list[Place]:

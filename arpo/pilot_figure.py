@@ -77,7 +77,8 @@ def _compose(figure: Figure, title: str, study: Study, edges: Sequence[float]) -
     axes.set_xlabel(f"token of the turn (grey: the first {study.probe}, which are probed)")
     axes.set_ylabel("entropy, nats")
     axes.set_title("How unsure the model is, token by token", loc="left", fontsize=9)
-    axes.legend(frameon=False, loc="best", handlelength=3.5, title="place (how many)", alignment="left")
+    if shown:
+        axes.legend(frameon=False, loc="best", handlelength=3.5, title="place (how many)", alignment="left")
     rest = len(study.curves) - len(shown)
     if rest:
         note = f"kinds of places not drawn: {rest}"

@@ -29,6 +29,7 @@ from arpo.summary import Z
 from arpo.types import percentile
 
 BINS = 40
+FEW = 10  # questions; an interval from fewer is worth little
 LOOKS_HEADS = ["looked at", "dH > 0", "branched", "not branched because", "compared", "told something"]
 
 
@@ -81,7 +82,7 @@ def findings(study: Study) -> list[str]:
     """What the first tokens after each kind of result show, in a sentence each."""
     said = []
     for place, looks in study.looks.items():
-        if looks.rise is None or looks.rise.error is None:
+        if looks.rise is None or looks.rise.questions < FEW:
             continue
         low, high = _interval(looks.rise)
         word = "higher than" if low > 0 else "lower than" if high < 0 else "not clearly different from"
@@ -89,7 +90,7 @@ def findings(study: Study) -> list[str]:
             f"Entropy {place.label} is {word} at the start of the same path: {_signed(looks.rise)} nats over the first "
             f"{study.probe} tokens."
         )
-    return said or ["No tool results of two questions or more were looked at, so there is nothing to compare."]
+    return said or [f"No tool gave results on {FEW} questions or more, so there is nothing to say."]
 
 
 def markdown(subject: Subject, study: Study) -> str:
