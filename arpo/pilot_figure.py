@@ -10,7 +10,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from io import BytesIO
-from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from arpo.display import printable
@@ -73,6 +72,7 @@ def _compose(figure: Figure, title: str, study: Study, edges: Sequence[float]) -
         _line(axes, place, study.curves[place], number)
     axes.axvspan(-0.5, study.probe - 0.5, color="#F2F2F2", zorder=0)
     axes.set_xlim(left=-0.5)
+    axes.locator_params(axis="x", integer=True)
     axes.set_ylim(bottom=0)
     axes.set_xlabel(f"token of the turn (grey: the first {study.probe}, which are probed)")
     axes.set_ylabel("entropy, nats")
@@ -118,18 +118,20 @@ def _decisions(
         axes.text(0.5, 0.5, "no tool result was looked at", ha="center", transform=axes.transAxes)
         return
     first: Axes | None = None
+    limit = study.threshold
+    inside = limit is not None and edges[0] <= limit <= edges[-1]
     for row, cell in enumerate(where.subgridspec(len(places), 1)):
         axes = figure.add_subplot(cell, sharex=first)
         first = first or axes
         _histogram(axes, study.looks[places[row]], COLOURS[styles[places[row]]], edges)
         axes.set_title(_summary(places[row], study.looks[places[row]]), loc="left", fontsize=8)
         axes.axvline(0, color="#666666", linewidth=0.8)
-        if study.threshold is not None and edges[0] <= study.threshold <= edges[-1]:
-            axes.axvline(study.threshold, color="#000000", linewidth=1.2, linestyle="--")
+        if limit is not None and inside:
+            axes.axvline(limit, color="#000000", linewidth=1.2, linestyle="--")
         if row < len(places) - 1:
             axes.tick_params(labelbottom=False)
-    dashed = "" if study.threshold is None else f"; dashed: the threshold, {study.threshold:g}"
-    axes.set_xlabel(f"dH = (H - H at the start) / ln V\ncoloured: branched{dashed}")
+    said = "" if limit is None else f"; dashed: the threshold, {limit:g}" if inside else f"; the threshold is {limit:g}"
+    axes.set_xlabel(f"dH = (H - H at the start) / ln V\ncoloured: branched{said}")
 
 
 def _histogram(axes: Axes, looks: Looks, colour: str, edges: Sequence[float]) -> None:
@@ -150,4 +152,4 @@ def _summary(place: Place, looks: Looks) -> str:
 def _words(text: str, most: int) -> str:
     """Text from outside on one line, cut to a length."""
     plain = printable(text).replace("\n", " ")
-    return plain if len(plain) <= most else shorten(plain[:most], most - 1, placeholder="") + "…"
+    return plain if len(plain) <= most else plain[: most - 1] + "…"
