@@ -147,7 +147,7 @@ def test_paths_whose_rewards_say_nothing_are_not_compared() -> None:
 
 def test_paths_cut_off_right_after_a_result_are_continuations_of_their_own() -> None:
     nodes = branched_tree().nodes[:4]
-    found = study([(tree(nodes, [3, 2, 2]), earned(0, 0, 1))], RULE, 5).looks[SEARCH]
+    found = study([(tree(nodes, [3, 2, 2]), earned(0.5, 0, 1))], RULE, 5).looks[SEARCH]
     assert (found.compared, found.different) == (1, 1)
 
 
@@ -180,6 +180,18 @@ def random_tree(draw: random.Random, name: str) -> RolloutTree:
             nodes.append(wrote(at, *(draw.uniform(0, 3) for _ in range(draw.randint(1, 6)))))
     leaves = [draw.randrange(len(nodes)) for _ in range(draw.randint(1, 5))]
     return tree(nodes, leaves, about(name))
+
+
+def slow_told(grown: RolloutTree, rewards: Sequence[Reward], index: int) -> bool | None:
+    """Whether what follows a branch point earned differently; None if there is nothing to compare."""
+    earned_by: dict[object, list[float]] = {}
+    for number, leaf in enumerate(grown.leaves):
+        path = grown.path(leaf.node)
+        if index in path and not grown.infra_fault(leaf):
+            beyond = path[path.index(index) + 1 :]
+            earned_by.setdefault(beyond[0] if beyond else f"leaf {number}", []).append(rewards[number].total)
+    means = {round(fmean(group), 6) for group in earned_by.values()}
+    return len(means) > 1 if len(earned_by) > 1 else None
 
 
 def kind_of(node: Node) -> Place:
@@ -217,12 +229,14 @@ def same(found: Mean | None, expected: Mean | None) -> bool:
 def test_the_numbers_equal_a_slow_count(seed: int, tokens: int) -> None:
     draw = random.Random(seed)
     trees = [random_tree(draw, draw.choice("abcd")) for _ in range(draw.randint(1, 6))]
-    found = study([(each, earned(*[0] * len(each.leaves))) for each in trees], RULE, tokens)
+    rewards = [earned(*(draw.choice([0, 0.5, 1]) for _ in each.leaves)) for each in trees]
+    found = study(zip(trees, rewards, strict=True), RULE, tokens)
     positions: dict[tuple[Place, int], list[tuple[str, float]]] = {}
     firsts: dict[Place, list[tuple[str, float]]] = {}
     deltas: dict[Place, list[tuple[str, float]]] = {}
     rises: dict[Place, list[tuple[str, float]]] = {}
-    for each in trees:
+    told: dict[Place, list[bool | None]] = {}
+    for each, group in zip(trees, rewards, strict=True):
         for index, node in enumerate(each.nodes):
             turns = [other for other in each.nodes if other.parent == index and other.kind is Kind.MODEL]
             if node.kind is not Kind.MODEL and turns:
@@ -232,6 +246,8 @@ def test_the_numbers_equal_a_slow_count(seed: int, tokens: int) -> None:
                     here = [turn.entropies[at] for turn in turns if at < len(turn.entropies)]
                     if here:
                         positions.setdefault((kind_of(node), at), []).append((each.task.id, fmean(here)))
+            if node.decision is not None and node.decision.branches:
+                told.setdefault(kind_of(node), []).append(slow_told(each, group, index))
             if node.decision is not None and node.decision.probed_tokens:
                 deltas.setdefault(kind_of(node), []).append((each.task.id, node.decision.delta))
                 rise = node.decision.entropy - node.decision.initial_entropy
@@ -246,6 +262,8 @@ def test_the_numbers_equal_a_slow_count(seed: int, tokens: int) -> None:
         assert same(looks.rise, slow_mean(rises.get(place, [])))
         assert same(looks.rose, slow_mean([(name, float(delta > 0)) for name, delta in seen]))
         assert sorted(looks.branched_deltas + looks.other_deltas) == sorted(delta for _, delta in seen)
+        known = [verdict for verdict in told.get(place, []) if verdict is not None]
+        assert (looks.compared, looks.different) == (len(known), sum(known))
         assert looks.looked == looks.branched + sum(looks.reasons.values())
 
 
