@@ -280,6 +280,15 @@ def test_the_bins_hold_every_delta_and_none_lies_astride_of_zero(values: list[fl
     assert sum(sum(row["other_histogram"]) for row in told) == sum(value <= 0.5 for value in values)
 
 
+def test_the_outermost_bins_hold_what_lies_beyond() -> None:
+    values = [0.001 * number for number in range(761)] + [-0.9, 0.95, 0.99]
+    nodes = [prompt(), wrote(0, 1.0), *(looked(tool(1), value) for value in values)]
+    found = study([(tree(nodes, [1]), earned(0))], RULE, 5)
+    edges, held = bins(found), study_json(SUBJECT, found)["decisions_by_place"][0]["other_histogram"]
+    assert edges == pytest.approx([0.02 * number for number in range(39)])
+    assert (held[0], held[-1], sum(held)) == (21, 23, 764)
+
+
 def test_the_threshold_is_that_of_the_rule() -> None:
     assert threshold(Branching()) == 0
     rule = Branching(alpha=0.4, tau=0.5, beta=0.5)
@@ -306,11 +315,14 @@ def some_study(names: Sequence[str] = ("search", "python"), questions: int = 12)
 
 def test_findings_say_which_way_it_goes() -> None:
     higher, lower = sorted(findings(some_study()))[::-1]
-    assert "after search is higher than" in higher and "+2.100" in higher
+    assert "after search is higher than" in higher and "+2.100 (+1.692 to +2.508) nats" in higher
     assert "after python is lower than" in lower and "-1.000 (-1.000 to -1.000)" in lower
     assert findings(some_study(questions=9)) == [
         "No tool gave results on 10 questions or more, so there is nothing to say."
     ]
+    nodes = [[prompt(), wrote(0, 1.0), looked(tool(1), delta)] for delta in (-0.1, 0.11) * 6]
+    grown = [(tree(each, [2], about(str(number))), earned(0)) for number, each in enumerate(nodes)]
+    assert "after search is not clearly different from" in findings(study(grown, RULE, 5))[0]
 
 
 def test_the_files_say_the_same_and_come_out_the_same(tmp_path: Path) -> None:
