@@ -33,7 +33,7 @@ def study_run(directory: Path, steps: str | None, tokens: int, out: Path | None)
     log = open_run(directory)
     chosen = chosen_steps(log, steps)
     config = config_from_resolved(log.config())
-    out = _folder(str(directory), out)
+    out = the_folder(str(directory), out)
     found = study(_saved(log, chosen), config.branching, tokens)
     which = f"steps {chosen[0]} to {chosen[-1]}" if len(chosen) > 1 else f"step {chosen[0]}"
     _report(out, Subject(str(directory), f"trees of {which}", config.rollout.temperature), found)
@@ -42,7 +42,7 @@ def study_run(directory: Path, steps: str | None, tokens: int, out: Path | None)
 def study_model(target: str, config: Config, questions: int, tokens: int, out: Path | None, run: Runner) -> None:
     """Grow trees for held-out questions, or for training questions where there are no others, and study them."""
     need_matplotlib()
-    out = _folder(target, out)
+    out = the_folder(target, out)
     with closing(open_session(config)) as session:
         tests = session.bench.test
         tasks = (tests or session.bench.train)[:questions]
@@ -98,7 +98,7 @@ def _report(out: Path, subject: Subject, found: Study) -> None:
     console.print(f"entropy.md, .json, .svg and .png are in {out}")
 
 
-def _folder(target: str, out: Path | None) -> Path:
+def the_folder(target: str, out: Path | None) -> Path:
     """Where the files go; made now, so that it does not fail in the end."""
     folder = out or Path("entropy", "-".join(re.findall(r"[\w.-]+", target)).lstrip(".-") or "here")
     try:

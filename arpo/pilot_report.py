@@ -85,7 +85,7 @@ def findings(study: Study) -> list[str]:
         if looks.rise is None or looks.rise.questions < FEW:
             continue
         low, high = _interval(looks.rise)
-        word = "higher than" if low > 0 else "lower than" if high < 0 else "not clearly different from"
+        word = "higher than" if low > 0 else "lower than" if high < 0 else "neither clearly higher nor lower than"
         said.append(
             f"Entropy {place.label} is {word} at the start of the same path: {_signed(looks.rise)} nats over the first "
             f"{study.probe} tokens."

@@ -13,6 +13,7 @@ from test_cli import Arpo, arpo, mistake, model_dir, one_thread, trained  # noqa
 from test_pilot import about, earned, looked, wrote
 from trees import prompt, tool, tree
 
+from arpo.entropy import the_folder
 from arpo.runlog import create
 from arpo.types import Credit
 
@@ -102,7 +103,20 @@ def test_entropy_asks_training_questions_where_there_are_no_others(arpo: Arpo) -
     outcome = arpo("entropy", "small.toml", "data.train=mine.jsonl", 'tools.enabled=["python"]', "reward.bonus=0")
     assert outcome.code == 0
     told = json.loads(Path("entropy/small.toml/entropy.json").read_bytes())
-    assert told["trees"] == "1 training questions, seed 0"
+    assert (told["trees"], told["tree_count"]) == ("1 training questions, seed 0", 1)
+    Path("held.jsonl").write_text('{"question": "1 + 2?", "answer": "3"}\n{"question": "2 + 2?", "answer": "4"}\n')
+    own = ("data.train=mine.jsonl", "data.test=held.jsonl", 'tools.enabled=["python"]', "reward.bonus=0")
+    assert arpo("entropy", "small.toml", *own).code == 0
+    told = json.loads(Path("entropy/small.toml/entropy.json").read_bytes())
+    assert (told["trees"], told["tree_count"]) == ("2 held-out questions, seed 0", 2)
+
+
+def test_results_go_to_a_folder_named_after_what_was_studied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = {"../runs/six": "runs-six", "..": "here", "Qwen/Qwen3-0.6B": "Qwen-Qwen3-0.6B", "/a b/c.gguf": "a-b-c.gguf"}
+    for target, name in names.items():
+        assert the_folder(target, None) == Path("entropy", name) and Path("entropy", name).is_dir()
+    assert the_folder("..", tmp_path / "mine") == tmp_path / "mine"
 
 
 def test_mistakes_are_told_before_slow_work(arpo: Arpo, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
