@@ -98,8 +98,8 @@ def markdown(subject: Subject, study: Study) -> str:
     parts = [
         f"# Entropy by place: {markdown_cell(subject.name)}",
         "",
-        f"From {study.trees:,} trees of {study.questions:,} questions ({markdown_cell(subject.trees)}), in nats over the "
-        f"full vocabulary, at temperature {subject.temperature:g}. In brackets: 95 % intervals over questions.",
+        f"From {study.trees:,} trees of {study.questions:,} questions ({markdown_cell(subject.trees)}), in nats over "
+        f"the full vocabulary, at temperature {subject.temperature:g}. In brackets: 95 % intervals over questions.",
         "",
         "![Entropy by position, and dH by tool](entropy.png)",
         "",
