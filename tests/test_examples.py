@@ -252,7 +252,7 @@ def shipped(name: str, tools: Toolbox) -> tuple[Trace, ...]:
     rows = [json.loads(line) for line in (SHIPPED / name).read_text().splitlines()]
     assert [format_ok(row["text"]) for row in rows] == [(True, "")] * len(rows)
     for trace in read:
-        assert trace.segments[-1][1].endswith(f"<answer>\\boxed{{{trace.task.answers[0]}}}</answer>")
+        assert trace.segments[-1][1].endswith(f"<answer>\n\\boxed{{{trace.task.answers[0]}}}\n</answer>")
     return read
 
 
