@@ -15,6 +15,7 @@ from arpo.data.order import batch_of
 from arpo.rewards import overlong
 from arpo.runlog import open_run as read_run
 from arpo.train import open_run, sample_step, train
+from arpo.trainer.update import Trainer
 from arpo.types import ArpoError, End, Leaf, Reward, RolloutTree, Task, derive_seed
 
 __all__ = ["model_path"]
@@ -53,7 +54,17 @@ def test_questions_that_teach_nothing_are_replaced(model_path: Path, tmp_path: P
     assert sum(len({reward.total for reward in group}) > 1 for group in rewards) == taught
 
 
-def test_only_replaced_questions_are_trained_on_and_all_sampling_is_charged(model_path: Path, tmp_path: Path) -> None:
+def test_only_questions_that_teach_are_trained_on_and_all_sampling_is_charged(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[list[str]] = []
+    update = Trainer.update
+
+    def spy(trainer: Trainer, trees: Any, credits: Any) -> dict[str, float]:
+        given.append([tree.task.id for tree in trees])
+        return update(trainer, trees, credits)
+
+    monkeypatch.setattr(Trainer, "update", spy)
     config = config_for(model_path, tmp_path / "run", "train.resample=3", "reward.workers=1", "train.steps=1")
     with open_run(config) as run:
         counts: dict[str, int] = {}
@@ -67,6 +78,7 @@ def test_only_replaced_questions_are_trained_on_and_all_sampling_is_charged(mode
     assert record["tool_calls"] == sum(one.tree.tool_calls for one in scored)
     taught = [one for one in scored if any(credit.advantage for credit in one.credits)]
     assert {one.tree.task.id for one in taught} <= {only}
+    assert given == [[one.tree.task.id for one in taught]]
     assert (record["optimiser_steps"] > 0) == bool(taught)
 
 
