@@ -35,7 +35,7 @@ def compare(
     """Train with several algorithms and seeds on one budget, and tell them apart. A stopped comparison goes on."""
     from arpo.compare import compare as work
     from arpo.compare import the_plan
-    from arpo.curves import need_figures
+    from arpo.figures import need_figures
     from arpo.versus_report import show_comparison, write_comparison
 
     need_figures()

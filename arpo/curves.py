@@ -11,18 +11,15 @@ Does not cover: letters that matplotlib's own font lacks, such as Chinese; they 
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from io import BytesIO
+from collections.abc import Callable, Sequence
 from math import ceil
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from arpo.display import printable
+from arpo.figures import BLACK, BLUE, GREEN, ORANGE, PINK, RED, drawing, saved
 from arpo.runlog import write_atomically
-from arpo.types import ArpoError
 from arpo.versus import Comparison, Trial, cold_start, complete, on_grid, share_interval
 
 if TYPE_CHECKING:
@@ -36,15 +33,10 @@ STYLE: Any = {
     "font.size": 12,
     "axes.titlesize": 12,
     "figure.titlesize": 14,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
     "axes.grid": True,
     "axes.axisbelow": True,
     "grid.color": "#e4e4e4",
-    "legend.frameon": False,
     "legend.title_fontsize": 11,
-    "text.parse_math": False,
-    "svg.hashsalt": "arpo",
 }
 
 
@@ -56,13 +48,13 @@ class Look(NamedTuple):
     marker: str
 
 
-BASELINE = Look("#000000", "-", "o")
+BASELINE = Look(BLACK, "-", "o")
 LOOKS = (
-    Look("#0072B2", "--", "s"),
-    Look("#D55E00", "-.", "^"),
-    Look("#009E73", (0, (5, 1)), "D"),
-    Look("#CC79A7", (0, (3, 1, 1, 1)), "v"),
-    Look("#E69F00", (0, (7, 2)), "P"),
+    Look(BLUE, "--", "s"),
+    Look(RED, "-.", "^"),
+    Look(GREEN, (0, (5, 1)), "D"),
+    Look(PINK, (0, (3, 1, 1, 1)), "v"),
+    Look(ORANGE, (0, (7, 2)), "P"),
 )
 GREY = Look("#999999", "-", "")
 COLD: Any = {"color": "#555555", "linestyle": ":", "linewidth": 1.5}
@@ -80,14 +72,6 @@ CALLS = View("tool_calls", "tool calls in training", 1.0)
 TIME = View("seconds", "minutes of training", 60.0)
 
 
-def need_figures() -> None:
-    """Say what to install if pictures cannot be drawn."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise ArpoError("pictures need matplotlib: pip install 'arpo[figures]'") from None
-
-
 def pictures(comparison: Comparison) -> tuple[str, ...]:
     """The names of the pictures, less their suffix; the most telling first."""
     return ("final", "curves") if len(comparison.algorithms) <= TOGETHER else ("final", "curves", "time")
@@ -95,7 +79,7 @@ def pictures(comparison: Comparison) -> tuple[str, ...]:
 
 def draw_curves(comparison: Comparison, directory: Path) -> tuple[Path, ...]:
     """Draw accuracy against tool calls and against wall time, as means over seeds; returns what was written."""
-    with _style() as figure:
+    with drawing(STYLE) as figure:
         if len(comparison.algorithms) <= TOGETHER:
             return _save(_two_panels(figure(WIDTH, 5.2), comparison), directory / "curves")
         height = 1.5 + 2.1 * _shape(comparison)[0]
@@ -107,7 +91,7 @@ def draw_bars(comparison: Comparison, directory: Path) -> tuple[Path, ...]:
     """Draw the final accuracy of each algorithm, the best first; returns what was written."""
     ends = {name: [trial.curve[-1].accuracy for trial in complete(comparison, name)] for name in comparison.algorithms}
     order = sorted(ends, key=lambda name: -fmean(ends[name]) if ends[name] else 1.0)
-    with _style() as figure:
+    with drawing(STYLE) as figure:
         picture = figure(WIDTH, 2.2 + 0.42 * len(order))
         panel = picture.subplots()
         for place, name in enumerate(order):
@@ -287,24 +271,8 @@ def _legend(picture: Figure, panel: Axes, note: str = "") -> None:
     picture.legend(handles, labels, loc="outside lower center", ncols=ceil(len(labels) / rows), title=note or None)
 
 
-@contextmanager
-def _style() -> Iterator[Callable[[float, float], Figure]]:
-    """Within, pictures of a width and height can be made and saved; the user's own settings do not matter."""
-    need_figures()
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=r"Glyph .* missing from")
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(STYLE)
-        yield lambda width, height: Figure(figsize=(width, height), layout="constrained")
-
-
-def _save(picture: Figure, stem: Path) -> tuple[Path, Path]:
-    paths = stem.with_suffix(".svg"), stem.with_suffix(".png")
-    for path, metadata in zip(paths, ({"Date": None, "Creator": None}, {"Software": None}), strict=True):
-        drawn = BytesIO()
-        picture.savefig(drawn, format=path.suffix[1:], dpi=150, metadata=metadata)
-        write_atomically(path, drawn.getvalue())
-    return paths
+def _save(picture: Figure, stem: Path) -> tuple[Path, ...]:
+    paths = {kind: stem.with_suffix(f".{kind}") for kind in ("svg", "png")}
+    for kind, content in saved(picture).items():
+        write_atomically(paths[kind], content)
+    return tuple(paths.values())

@@ -34,6 +34,7 @@ def report() -> list[tuple[str, bool, str]]:
         ("tool: browse", *_needs("trafilatura", "web", "reads web pages")),
         ("tools by MCP", *_needs("mcp", "mcp", "stdio and streamable HTTP")),
         ("reward: math", *_needs("math_verify", "math", "compares maths answers")),
+        ("pictures", *_needs("matplotlib", "figures", "of comparisons and entropies")),
         ("model cache", *_writable(cache_directory())),
     ]
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from arpo.config import config_from_resolved
 from arpo.display import console, progress_bar
+from arpo.figures import need_figures
 from arpo.pilot import Study, study
-from arpo.pilot_figure import need_matplotlib
 from arpo.pilot_report import Subject, show_study, write_study
 from arpo.rewards import Scorer
 from arpo.rollout import rollouts
@@ -29,7 +29,7 @@ Grown = list[tuple[RolloutTree, tuple[Reward, ...]]]
 
 def study_run(directory: Path, steps: str | None, tokens: int, out: Path | None) -> None:
     """Study the trees that a run has saved, of all steps or of some: `3`, or `1-10`."""
-    need_matplotlib()
+    need_figures()
     log = open_run(directory)
     chosen = chosen_steps(log, steps)
     config = config_from_resolved(log.config())
@@ -41,7 +41,7 @@ def study_run(directory: Path, steps: str | None, tokens: int, out: Path | None)
 
 def study_model(target: str, config: Config, questions: int, tokens: int, out: Path | None, run: Runner) -> None:
     """Grow trees for held-out questions, or for training questions where there are no others, and study them."""
-    need_matplotlib()
+    need_figures()
     out = the_folder(target, out)
     with closing(open_session(config)) as session:
         tests = session.bench.test

@@ -7,15 +7,13 @@ Does not cover: more than `MOST` kinds of places, or rare ones; the others are d
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
-from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 from arpo.display import printable
+from arpo.figures import BLACK, BLUE, GREEN, ORANGE, PINK, RED, SKY, drawing, saved
 from arpo.pilot import Curve, Looks, Place, Study
 from arpo.summary import Z
-from arpo.types import ArpoError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,42 +22,18 @@ if TYPE_CHECKING:
 MOST = 7  # kinds of places
 RARE = 0.02  # kinds that have a smaller share of all results are not drawn
 LEAST = 0.05  # nor are positions that a smaller share of places reaches
-COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito's
+COLOURS = (BLACK, BLUE, RED, GREEN, PINK, ORANGE, SKY)
 DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (7, 2)), (0, (1, 2)))
 GREY = "#BBBBBB"
 SIZE = (10.0, 5.0)  # inches
-DOTS = 150  # an inch, in the PNG
-
-
-def need_matplotlib() -> None:
-    """Raise if pictures cannot be drawn here."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise ArpoError("the picture needs matplotlib: pip install 'arpo[figures]'") from None
 
 
 def draw(title: str, study: Study, edges: Sequence[float]) -> dict[str, bytes]:
     """The picture as `svg` and `png`; `edges` are those of the bins of dH."""
-    need_matplotlib()
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context(), warnings.catch_warnings():
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update({"svg.hashsalt": "arpo", "font.size": 9, "axes.spines.top": False})
-        matplotlib.rcParams.update({"axes.spines.right": False, "text.parse_math": False})
-        warnings.filterwarnings("ignore", message="Glyph")  # a name in a script that the font lacks is drawn as boxes
-        figure = Figure(figsize=SIZE, layout="constrained")
-        FigureCanvasAgg(figure)
+    with drawing({"font.size": 9}) as new:
+        figure = new(*SIZE)
         _compose(figure, title, study, edges)
-        found = {}
-        for kind, about in (("svg", {"Date": None}), ("png", {})):
-            file = BytesIO()
-            figure.savefig(file, format=kind, dpi=DOTS, metadata=about)
-            found[kind] = file.getvalue()
-        return found
+        return saved(figure)
 
 
 def _compose(figure: Figure, title: str, study: Study, edges: Sequence[float]) -> None:

@@ -22,7 +22,7 @@ FILES = {
 # Lowest first; `engine` stands for the whole subpackage. A module imports only from rows below its own.
 ROWS = (
     ("types", "sections", "stability"),
-    ("settings", "plugins", "keys"),
+    ("settings", "plugins", "keys", "figures"),
     (
         "treejson",
         "render",

@@ -15,7 +15,8 @@ import pytest
 from comparisons import comparison, noisy, trial
 
 from arpo import curves
-from arpo.curves import draw_bars, draw_curves, need_figures, pictures
+from arpo.curves import draw_bars, draw_curves, pictures
+from arpo.figures import need_figures
 from arpo.types import ArpoError
 from arpo.versus import mean_curve
 from arpo.versus_report import write_comparison

@@ -144,4 +144,4 @@ def test_mistakes_are_told_before_slow_work(arpo: Arpo, trained: Path, monkeypat
 
     monkeypatch.setattr(builtins, "__import__", without)
     for target in ("small.toml", trained):
-        assert mistake(arpo("entropy", target)) == "the picture needs matplotlib: pip install 'arpo[figures]'"
+        assert mistake(arpo("entropy", target)) == "pictures need matplotlib: pip install 'arpo[figures]'"
