@@ -68,7 +68,7 @@ def balanced(total: int, weight: float, root: Sequence[float], after_tools: Sequ
     each; a path without any counts as one whose tools left no doubt.
     """
     tools = _mean([_mean(entropies) for entropies in after_tools])
-    share = 1 / (1 + math.exp(-weight * (_mean(root) - tools)))
+    share = 1 / (1 + math.exp(min(700.0, -weight * (_mean(root) - tools))))  # no overflow
     return min(total, max(1, round(total * share)))
 
 

@@ -12,17 +12,15 @@ import random
 import sys
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from arpo.cli_base import Overrides, config_of, run_async
+from arpo.cli_base import Overrides, config_of, model_config, run_async
 from arpo.cli_data import data_app, index_app
-from arpo.cli_study import compare
+from arpo.cli_study import compare, entropy
 from arpo.config import load_config
 from arpo.display import console, print_tree, tool_lines
-from arpo.runlog import is_run
-from arpo.settings import Config
 from arpo.types import ArpoError, Collapsed, Task, derive_seed
 
 if TYPE_CHECKING:
@@ -31,12 +29,12 @@ if TYPE_CHECKING:
     from arpo.evaluate import Evaluation
     from arpo.tools.call import Toolbox
 
-T = TypeVar("T")
 HELP = "Train language models that use tools, with ARPO. Start with `arpo demo`."
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=HELP)
 app.add_typer(index_app, name="index")
 app.add_typer(data_app, name="data")
 app.command()(compare)
+app.command()(entropy)
 ConfigFile = Annotated[Path, typer.Argument(help="a TOML file with settings")]
 # Of a chat, below what the user gives: calmer than in training, one path at a time, and nothing is rewarded.
 CHAT_SETTINGS = ("rollout.temperature=0.7", "rollout.concurrency=1", "reward.bonus=0")
@@ -129,7 +127,7 @@ def evaluate(
     if benchmarks is not None:
         from arpo.benchmark import run_benchmarks, the_plan
 
-        config = _chat_config(target, given) if target else load_config(None, given)
+        config = model_config(target, given) if target else load_config(None, given)
         plan = the_plan(config, target, benchmarks, k or "1", questions, data_dir, out)
         if run_benchmarks(config, plan, run_async).failures:
             raise typer.Exit(1)
@@ -181,42 +179,6 @@ def rollout(
 
 
 @app.command()
-def entropy(
-    target: Annotated[
-        str,
-        typer.Argument(
-            help="a run's directory (its saved trees are used) or a TOML file; a Hugging Face directory, a hub name or "
-            "a .gguf file if data.test=... or data.train=... names questions"
-        ),
-    ],
-    overrides: Overrides = None,
-    steps: Annotated[str | None, typer.Option(help="of a run: trees of these steps only, like 1-10")] = None,
-    sample: Annotated[bool, typer.Option(help="of a run: new trees, by its last checkpoint")] = False,
-    questions: Annotated[int | None, typer.Option(min=1, help="new trees for so many; 100 if not given")] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="tokens to look at after each place")] = 50,
-    out: Annotated[Path | None, typer.Option(help="directory for the results; entropy/NAME if none")] = None,
-) -> None:
-    """Where a model is unsure: entropy at the start and after tool results, and what branching made of it."""
-    given, path = overrides or [], Path(target).expanduser()
-    fresh = sample or not is_run(path)
-    if fresh and steps is not None:
-        raise ArpoError("--steps goes with the saved trees of a run, and not with --sample")
-    if not fresh and (given or questions is not None):
-        raise ArpoError("settings and --questions are for new trees: add --sample")
-    if fresh and path.suffix != ".toml" and not is_run(path) and not any(each.startswith("data.") for each in given):
-        raise ArpoError(
-            f"{target}: a model alone has no questions: give a run or a TOML file, or name questions with "
-            "data.test=... or data.train=..."
-        )
-    from arpo.entropy import study_model, study_run
-
-    if fresh:
-        study_model(target, _chat_config(target, given), questions or 100, tokens, out, run_async)
-    else:
-        study_run(path, steps, tokens, out)
-
-
-@app.command()
 def chat(
     model: Annotated[
         str,
@@ -233,7 +195,7 @@ def chat(
     from arpo.chat import Conversation, Screen, open_agent, talk
 
     given = [] if tools is None else [f"tools.enabled={json.dumps(tools.replace(',', ' ').split())}"]
-    config = _chat_config(model, [*CHAT_SETTINGS, *(overrides or []), *given])
+    config = model_config(model, [*CHAT_SETTINGS, *(overrides or []), *given])
     seed = random.SystemRandom().randrange(2**32) if seed is None else seed
     try:
         with open_agent(config) as agent:
@@ -255,14 +217,6 @@ def _reader() -> tuple[Callable[[], str], bool]:
     with contextlib.suppress(ImportError):
         importlib.import_module("readline")  # makes `input` edit lines and remember them
     return lambda: input("> "), True
-
-
-def _chat_config(model: str, overrides: list[str]) -> Config:
-    """The settings that `arpo chat`, `arpo entropy` and `arpo eval --benchmarks` mean by MODEL."""
-    path = Path(model).expanduser()
-    if path.suffix == ".toml" or is_run(path):
-        return config_of(path, overrides)
-    return load_config(None, [f"model.path={model}", *overrides])
 
 
 @app.command()

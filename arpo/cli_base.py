@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from arpo.config import load_config
-from arpo.runlog import open_run
+from arpo.runlog import is_run, open_run
 from arpo.settings import Config
 from arpo.types import ArpoError
 
@@ -34,6 +34,14 @@ def config_of(target: Path, overrides: list[str]) -> Config:
         raise ArpoError(f"{target} has no checkpoint yet")
     trained = [f"model.{key}={value or 'none'}" for key, value in model_settings(checkpoint[1]).items()]
     return load_config(target / "config.json", [*trained, *overrides])
+
+
+def model_config(model: str, overrides: list[str]) -> Config:
+    """The settings that `arpo chat`, `arpo entropy` and `arpo eval --benchmarks` mean by MODEL."""
+    path = Path(model).expanduser()
+    if path.suffix == ".toml" or is_run(path):
+        return config_of(path, overrides)
+    return load_config(None, [f"model.path={model}", *overrides])
 
 
 def run_async(work: Coroutine[None, None, T]) -> T:

@@ -22,14 +22,14 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from arpo.config import load_config
-from arpo.display import console, progress_bar
+from arpo.config import config_from_resolved, differences, load_config
+from arpo.display import console, printable, progress_bar
 from arpo.runlog import is_run, open_run, take_lock, write_atomically
 from arpo.settings import Config
 from arpo.types import ArpoError
@@ -37,9 +37,15 @@ from arpo.versus import Comparison, Point, Trial
 
 COLD_START = "cold-start"
 RETRIES = 2  # of a run that dies
-ENDLESS = 1_000_000  # steps: the budget decides
+MOST_STEPS = 10  # times train.steps: a run that stops calling tools never spends its budget
+# A cost of a point, and the metrics that it is the sum of.
+SUMS = {
+    "tool_calls": ("tool_calls",),
+    "paths": ("paths",),
+    "tokens": ("sampled_tokens",),
+    "seconds": ("rollout_seconds", "train_seconds"),
+}
 POINTS = 8  # evaluations on the way, if eval.every is not set
-SAVING_SECONDS = 120.0  # that a stopped run has to save itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +71,16 @@ class Plan:
         config = load_config(self.config, given, algorithm)
         if config.eval.every:
             return config
-        steps = load_config(self.config, self.overrides).train.steps
-        return load_config(self.config, [*given, f"eval.every={max(1, steps // POINTS)}"], algorithm)
+        return load_config(self.config, [*given, f"eval.every={max(1, self.steps // POINTS)}"], algorithm)
+
+    @property
+    def steps(self) -> int:
+        """What the baseline trains for, if no budget is given."""
+        return load_config(self.config, self.overrides).train.steps
+
+    def spending(self, budget: int) -> tuple[str, str]:
+        """The settings of a run that ends when it has spent so much."""
+        return f"train.budget={budget}", f"train.steps={MOST_STEPS * self.steps}"
 
     def directory(self, algorithm: str, seed: int) -> Path:
         """Where a run and its result are kept."""
@@ -100,10 +114,17 @@ def the_plan(
         raise ArpoError("--algorithms: name at least one, like arpo,grpo")
     if len({short(name) for name in names} | {COLD_START}) <= len(names):
         raise ArpoError(f"--algorithms: two of {', '.join(names)} have the same short name; rename a file")
+    if odd := [name for name in names if "." in short(name)]:
+        raise ArpoError(f"--algorithms: {odd[0]} has a dot in its name, which a result may have too; rename the file")
+    if any(text.partition("=")[0].strip() == "preset" for text in overrides):
+        raise ArpoError("preset: --algorithms names the presets")
     first = baseline or ("grpo" if "grpo" in names else names[0])
     if first not in names:
         raise ArpoError(f"--baseline: {first} is not among the algorithms {', '.join(names)}")
-    start = load_config(config, overrides, first).seed
+    settings = load_config(config, overrides, first)
+    if settings.train.budget:
+        raise ArpoError("train.budget: a comparison sets it; give --budget, or leave it out")
+    start = settings.seed
     plan = Plan(
         config,
         tuple(overrides),
@@ -118,7 +139,8 @@ def the_plan(
         drop_models,
     )
     for name in names:
-        plan.settings(name, start)
+        for seed in plan.seeds:
+            plan.settings(name, seed)
     return plan
 
 
@@ -136,36 +158,42 @@ async def compare(plan: Plan) -> Comparison:
             console.print(_line(plan, algorithm, seed, problem))
 
         async def one_seed(seed: int) -> None:
+            def give_up(why: str) -> None:
+                problems.update({(name, seed): why for name in plan.algorithms if (name, seed) not in problems})
+
             if seed != plan.seeds[0]:
                 await one(COLD_START, seed)
-            whole = () if plan.budget is None else (f"train.budget={plan.budget}", f"train.steps={ENDLESS}")
-            others = [name for name in plan.algorithms if name != plan.baseline]
-            if plan.budget is None:
+            if problem := problems[COLD_START, seed]:
+                return give_up(f"the model before training could not be evaluated: {problem}")
+            budget, others = plan.budget, plan.algorithms
+            if budget is None:
                 await one(plan.baseline, seed)
                 if problems[plan.baseline, seed]:
-                    for name in others:
-                        problems[name, seed] = f"{plan.baseline}, whose spending is the budget, did not finish"
-                    return
-                whole = (f"train.budget={_spent(plan, plan.baseline, seed)}", f"train.steps={ENDLESS}")
-            else:
-                others = list(plan.algorithms)
-            await _all(one(name, seed, *whole) for name in others)
+                    return give_up(f"{plan.baseline}, whose spending is the budget, did not finish")
+                budget = _spent(plan, plan.baseline, seed)
+                if not budget:
+                    return give_up(f"{plan.baseline}, whose spending is the budget, spent nothing")
+                others = tuple(name for name in others if name != plan.baseline)
+            await _all([one(name, seed, *plan.spending(budget)) for name in others])
 
         watching = asyncio.ensure_future(_watch(plan, bar, watched))
         try:
             await one(COLD_START, plan.seeds[0])  # alone: it makes what is cached, and meets mistakes in the settings
             if problem := problems[COLD_START, plan.seeds[0]]:
                 raise ArpoError(f"the model could not be evaluated: {problem}")
-            await _all(map(one_seed, plan.seeds))
+            await _all([one_seed(seed) for seed in plan.seeds])
         finally:
             watching.cancel()
         return read_comparison(plan, problems)
 
 
-async def _all(work: Any) -> None:
-    async with asyncio.TaskGroup() as group:
-        for each in work:
-            group.create_task(each)
+async def _all(work: Sequence[Coroutine[Any, Any, None]]) -> None:
+    try:
+        async with asyncio.TaskGroup() as group:
+            for each in work:
+                group.create_task(each)
+    except ExceptionGroup as several:
+        raise several.exceptions[0] from several
 
 
 @contextmanager
@@ -183,6 +211,9 @@ def _held(plan: Plan) -> Iterator[None]:
         }
         if path.exists():
             before = json.loads(path.read_bytes())
+            before["settings"] = config_from_resolved(
+                before["settings"]
+            ).resolved()  # some settings may have come later
             changed = [key for key in told if before.get(key) != told[key]]
             if changed:
                 raise ArpoError(
@@ -202,10 +233,13 @@ async def _finish(
     more: Sequence[str],
 ) -> str:
     """Run until there is a result; returns what is wrong, if there is none."""
-    directory = plan.directory(algorithm or COLD_START, seed)
+    directory, config = plan.directory(algorithm or COLD_START, seed), plan.settings(algorithm, seed, *more)
     if (directory / "result.json").exists():
+        begun = config_from_resolved(json.loads((directory / "config.json").read_bytes())).resolved()
+        if changed := differences(begun, config.resolved()):
+            lines = [f"{directory} was done with other settings:", *changed, "move it away, or choose another --out"]
+            raise ArpoError("\n".join(lines))
         return ""
-    config = plan.settings(algorithm, seed, *more)
     directory.mkdir(parents=True, exist_ok=True)
     write_atomically(directory / "config.json", (json.dumps(config.resolved(), indent=2) + "\n").encode("ascii"))
     for _ in range(1 + RETRIES):
@@ -217,9 +251,9 @@ async def _finish(
                 watched.discard(directory)
         if (directory / "result.json").exists():
             return ""
-        if code == 2:  # a mistake in the settings: it would make it again
+        if code in (2, 3):  # a mistake in the settings, or a collapse: it would come again
             break
-    return f"exit code {code}: {_last_words(directory)}"
+    return f"{'collapsed' if code == 3 else f'exit code {code}'}: {_last_words(directory)}"
 
 
 async def _spawn(plan: Plan, directory: Path, untrained: bool) -> int:
@@ -242,8 +276,7 @@ async def _spawn(plan: Plan, directory: Path, untrained: bool) -> int:
         except asyncio.CancelledError:
             with suppress(ProcessLookupError):
                 process.terminate()
-            with suppress(TimeoutError):
-                await asyncio.wait_for(process.wait(), SAVING_SECONDS)
+            await process.wait()  # however long saving takes; who does not want to wait stops this process again
             raise
         finally:
             with suppress(ProcessLookupError):
@@ -251,9 +284,11 @@ async def _spawn(plan: Plan, directory: Path, untrained: bool) -> int:
 
 
 def _last_words(directory: Path) -> str:
+    """The last error that a run printed, else its last line."""
     lines = (directory / "log.txt").read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    words = lines[-1].strip()[:300] if lines else "it said nothing"
-    return f"{words} (all of it: {directory / 'log.txt'})"
+    errors = [number for number, line in enumerate(lines) if line.startswith("error: ")]
+    words = " ".join(lines[errors[-1] :] if errors else lines[-1:]) or "it said nothing"
+    return f"{printable(words)[:400]} (all of it: {directory / 'log.txt'})"
 
 
 async def _watch(plan: Plan, bar: Any, watched: set[Path]) -> None:
@@ -304,13 +339,13 @@ def read_comparison(plan: Plan, problems: dict[tuple[str, int], str]) -> Compari
 
 
 def _trial(plan: Plan, algorithm: str, seed: int, problem: str) -> Trial:
-    if not (plan.directory(algorithm, seed) / "result.json").exists():
+    if any(not (plan.directory(name, seed) / "result.json").exists() for name in (COLD_START, algorithm)):
         return Trial(short(algorithm), seed, (), {}, None, None, problem or "not done")
     start, result = _result(plan, COLD_START, seed), _result(plan, algorithm, seed)
     records = _records(plan, algorithm, seed)
-    points, costs = [Point(0, 0, 0, 0, 0.0, start["accuracy"])], dict.fromkeys(COSTS, 0.0)
+    points, costs = [Point(0, 0, 0, 0, 0.0, start["accuracy"])], dict.fromkeys(SUMS, 0.0)
     for record in records:
-        costs = {name: costs[name] + sum(record[part] for part in parts) for name, parts in COSTS.items()}
+        costs = {name: costs[name] + sum(record[part] for part in parts) for name, parts in SUMS.items()}
         at_end = record is records[-1]
         if at_end or "test_accuracy" in record:
             accuracy = result["accuracy"] if at_end else record["test_accuracy"]
@@ -327,16 +362,10 @@ def _trial(plan: Plan, algorithm: str, seed: int, problem: str) -> Trial:
     )
 
 
-COSTS = {
-    "tool_calls": ("tool_calls",),
-    "paths": ("paths",),
-    "tokens": ("sampled_tokens",),
-    "seconds": ("rollout_seconds", "train_seconds"),
-}
-
-
 def _unmatched(plan: Plan, algorithm: str, seed: int, records: Sequence[dict[str, Any]]) -> str:
     """What is wrong with a run that did not spend its budget, or spent more than the step in which it was reached."""
+    if plan.budget is None and algorithm == plan.baseline:
+        return ""
     if plan.budget is None and not (plan.directory(plan.baseline, seed) / "result.json").exists():
         return "the budget is not known"
     budget = plan.budget or _spent(plan, plan.baseline, seed)

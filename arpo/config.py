@@ -35,7 +35,7 @@ Layers = Sequence[tuple[str, Mapping[str, Any]]]  # (where it comes from, values
 def load_config(path: Path | None, overrides: Sequence[str] = (), algorithm: str | None = None) -> Config:
     """The configuration in `path` (TOML, or a run's config.json; none: defaults), `key.sub=value` overrides on top.
 
-    What the preset `algorithm` says lies above what the file says.
+    What the preset `algorithm` says lies above what the file says, and so do the defaults of what makes an algorithm.
     """
     problems: list[str] = []
     from_file = {} if path is None else _read_file(path)
@@ -55,7 +55,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), algorithm: str
         if values is None:
             raise ArpoError(f"got the algorithm {_show(algorithm)}, expected {_preset_choices(algorithm)}")
         from_command["preset"] = algorithm
-        layers.insert(1, (f'preset "{algorithm}"', values))
+        layers[1:1] = [(f'preset "{algorithm}"', values), ("defaults of an algorithm", _of_algorithms())]
     elif not complete or "preset" in from_command:
         preset = from_command.get("preset", from_file.get("preset", "arpo"))
         values = _preset(preset) if isinstance(preset, str) else {}
@@ -76,7 +76,24 @@ def _preset(name: str) -> dict[str, Any] | None:
     """What a preset says: one of ours, or a file; None if it is neither."""
     if name in presets():
         return tomllib.loads(_preset_folder().joinpath(f"{name}.toml").read_text(encoding="utf-8"))
-    return _read_file(Path(name).expanduser()) if name.endswith(".toml") else None
+    if not name.endswith(".toml"):
+        return None
+    values = _read_file(Path(name).expanduser())
+    if "preset" in values:
+        raise ArpoError(f"{name}: preset: a preset has none below it; write out the settings that you want of it")
+    return values
+
+
+def _of_algorithms() -> dict[str, Any]:
+    """The defaults of what makes an algorithm: a preset that leaves them open means these, whatever a file says."""
+    plain = Config()
+    return {
+        "branching": plain.branching.model_dump(mode="json", include={"policy", "rule", "penalty", "balance"}),
+        "advantage": plain.advantage.model_dump(mode="json"),
+        "loss": plain.loss.model_dump(mode="json", exclude={"kl", "entropy", "importance_cap"}),
+        "train": {"resample": plain.train.resample},
+        "reward": {"overlong": plain.reward.overlong},
+    }
 
 
 def _preset_choices(given: str) -> str:

@@ -132,7 +132,8 @@ def study(grown: Iterable[tuple[RolloutTree, Sequence[Reward]]], settings: Branc
 
 def threshold(settings: Branching) -> float | None:
     """The dH above which P is above tau, where that decides."""
-    if settings.policy == "never" or settings.rule != "threshold" or settings.beta == 0:
+    decides = settings.policy == "entropy" and settings.rule == "threshold" and settings.beta > 0
+    if not decides or settings.penalty:
         return None
     return (settings.tau - settings.alpha) / settings.beta
 

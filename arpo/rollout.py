@@ -175,7 +175,7 @@ class _Grower:
         def decide_afterwards() -> None:
             in_a_row = 0
             for turn in turns[1:]:
-                path = replace(self._path_from(turn.parent or 0), in_a_row=in_a_row)
+                path = replace(self._path_from(turn.parent or 0), number=0, in_a_row=in_a_row)
                 path.deadline = time.monotonic() + path.seconds
                 self._decide(path, path.at, turn.entropies)
                 in_a_row = path.in_a_row

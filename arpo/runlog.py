@@ -208,7 +208,7 @@ class RunLog:
         (temporary / "trees").mkdir(parents=True)
         for name in (CONFIG, METRICS):
             if (self.directory / name).exists():
-                shutil.copyfile(self.directory / name, temporary / name)
+                write_atomically(temporary / name, (self.directory / name).read_bytes())
         for path in (self.directory / "trees").glob("step_*"):
             if _step_of(path) > step:
                 _link(path, temporary / "trees" / path.name)

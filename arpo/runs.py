@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from arpo import runlog
-from arpo.config import differences
+from arpo.config import config_from_resolved, differences
 from arpo.runlog import RunLog
 from arpo.settings import Config
 from arpo.trainer.checkpoint import load_checkpoint, model_settings, save_checkpoint
@@ -90,9 +90,8 @@ def _resume(directory: Path, config: Config, may_change: tuple[str, ...], sign: 
         raise ArpoError(f"{directory}: there is no run yet; leave out --resume to begin one")
     log = runlog.open_run(directory, write=True)
     try:
-        changed = [
-            line for line in differences(log.config(), config.resolved()) if not line.startswith(ALWAYS + may_change)
-        ]
+        begun = config_from_resolved(log.config()).resolved()  # with the defaults of settings that came later
+        changed = [line for line in differences(begun, config.resolved()) if not line.startswith(ALWAYS + may_change)]
         if changed:
             message = f"{directory} was begun with other settings, so it can't be resumed:\n"
             raise ArpoError(

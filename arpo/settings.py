@@ -80,7 +80,10 @@ class Branching(Section):
     probe_tokens: int = Field(default=20, ge=1, description="k: tokens whose mean entropy is looked at")
     width: int = Field(default=1, ge=1, description="Z: extra paths opened at one point")
     penalty: float = Field(
-        default=0.0, ge=0, le=1, description="share that P loses for each result just above that was branched from"
+        default=0.0,
+        ge=0,
+        le=1,
+        description="entropy: share that P loses for each result just above that was branched from",
     )
     balance: Annotated[Annotated[float, Field(ge=0)] | None, NoneWord] = Field(
         default=None,
@@ -163,7 +166,7 @@ class Loss(Section):
     clip_low: float = Field(default=0.2, gt=0, le=1, description="ratios below 1 - clip_low are clipped")
     clip_high: float = Field(default=0.2, gt=0, description="ratios above 1 + clip_high are clipped")
     clip_keeps_gradient: bool = Field(
-        default=False, description="above the upper clip the gradient is kept, at the clipped size"
+        default=False, description="ppo, gspo: above the upper clip the gradient is kept, at the clipped size"
     )
     dual_clip: Annotated[Annotated[float, Field(gt=1)] | None, NoneWord] = Field(
         default=3.0, description="cap on the ratio where the advantage is negative"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import compress, repeat
@@ -19,6 +19,7 @@ from arpo.advantage import credit
 from arpo.data.order import batch_of, outcome
 from arpo.display import HEADER, console, progress_bar, step_line
 from arpo.evaluate import Evaluation, evaluate
+from arpo.guard import Guard
 from arpo.metrics import rollout_metrics, tool_metrics
 from arpo.rewards import RewardFn, Scorer, fault_metrics, overlong, reward_from, unjudged
 from arpo.rollout import Agent, rollouts
@@ -26,14 +27,14 @@ from arpo.runlog import RunLog
 from arpo.runs import Keeper, open_directory
 from arpo.settings import Config
 from arpo.setup import Bench, fit_prompts, make_agent, make_bench, make_model
-from arpo.stability import Sign, Watcher, last_sound, not_finite, spared
 from arpo.trainer.update import Trainer
-from arpo.types import ArpoError, Collapsed, Diverged, Reward, RolloutTree, derive_seed
+from arpo.types import ArpoError, Diverged, Reward, RolloutTree, derive_seed
 
 # What may change when a run is resumed.
 MAY_CHANGE = (
     "train.steps:",
     "train.budget:",
+    "train.budget_of:",
     "train.lr:",
     "loss.entropy:",
     "loss.kl:",
@@ -124,6 +125,11 @@ def open_run(config: Config, resume: bool = False) -> Iterator[Run]:
             )
         if config.train.resample and config.data.curriculum:
             raise ArpoError("train.resample: use 0 with data.curriculum, which passes over settled questions already")
+        if config.train.resample and config.advantage.baseline == "batch":
+            raise ArpoError(
+                'train.resample: use 0 with advantage.baseline="batch", under which questions whose paths all earned '
+                "the same teach something too"
+            )
         sessions: list[Session] = []
 
         def load(latest: Config) -> Trainer:
@@ -139,62 +145,10 @@ def open_run(config: Config, resume: bool = False) -> Iterator[Run]:
         yield Run(session, keeper)
 
 
-class Guard:
-    """Looks for signs of a collapse in every step's record, as train.on_collapse says."""
-
-    def __init__(self, run: Run) -> None:
-        self._run, self._what = run, run.session.config.train.on_collapse
-        self._records: list[dict[str, Any]] = [] if self._what == "ignore" else run.log.read_metrics()
-        self._watcher, self._signs = Watcher(), tuple[Sign, ...]()
-        for record in self._records:
-            self._signs = self._watcher.add(record)
-        self._told = {sign.name for sign in self._signs}  # when these steps were done
-
-    def seen(self, step: int, values: Mapping[str, float | str]) -> dict[str, float | str]:
-        """The values of a step, to be logged, with the signs it shows."""
-        if self._what == "ignore":
-            return {**values}
-        self._signs = self._watcher.add({"step": step, **values})
-        shown = {"signs": "\n".join(sign.text for sign in self._signs)} if self._signs else {}
-        self._records.append({"step": step, **shown})
-        return {**values, **shown}
-
-    def heed(self) -> None:
-        """Say what is new, see to it that there is a checkpoint to go back to, or go back there."""
-        for sign in self._signs:
-            if sign.name not in self._told:
-                console.print(f"warning: {sign.text}")
-        self._told = {sign.name for sign in self._signs}
-        if self._what == "stop" and self._signs:
-            raise self._back(self._signs)
-        if self._what != "ignore":
-            self._run.keeper.spare = spared(self._records, self._signs, self._run.log.checkpoint_steps())
-
-    def diverged(self, step: int) -> None:
-        """Go back, if that is wanted, from a step that could not be learnt."""
-        if self._what == "stop":
-            raise self._back((*self._signs, not_finite("gradient", step)))
-
-    def _back(self, signs: Sequence[Sign]) -> Collapsed:
-        log = self._run.log
-        step = last_sound(self._records, signs, log.checkpoint_steps())
-        aside = log.set_aside(step)
-        log.rewind(step)
-        where = (
-            f"to step {step}, the last checkpoint without a sign" if step else "to the start, no checkpoint being older"
-        )
-        return Collapsed(
-            f"the run collapsed, first seen in step {min(sign.since_step for sign in signs)}.\n"
-            + "\n".join(sign.text for sign in signs)
-            + f"\nIt was taken back {where}; the records and trees of later steps are in {aside}. "
-            "Change something (train.lr, loss.kl and loss.entropy may change), then go on with --resume."
-        )
-
-
 async def train(run: Run) -> int:
     """Train to the configured number of steps or the end of the budget; returns the last step done."""
     config, step, engine = run.session.config, run.step, run.session.agent.engine
-    guard = Guard(run)
+    guard = Guard(run.keeper, config.train.on_collapse)
     guard.heed()
     await engine.update_weights(step)
     limit, spending = config.train.budget or math.inf, config.train.budget_of
@@ -254,11 +208,12 @@ async def sample_step(session: Session, step: int) -> tuple[list[RolloutTree], l
         missing = count - sum(map(_teaches, repeat(config), trees, rewards))
         if not missing:
             break
-        tasks = (
-            batch_of(parts, count, (step - 1) * again + turn, derive_seed(config.seed, "resample"))[:missing]
-            if turn
-            else batch_of(parts, count, step, config.seed, config.data.curriculum, session.outcomes)
-        )
+        if turn:
+            asked = {tree.task.id for tree in trees}
+            more = batch_of(parts, count, (step - 1) * again + turn, derive_seed(config.seed, "resample"))
+            tasks = [task for task in more if task.id not in asked][:missing]
+        else:
+            tasks = batch_of(parts, count, step, config.seed, config.data.curriculum, session.outcomes)
         seeds = [derive_seed(config.seed, "rollout", step, len(trees) + number) for number in range(len(tasks))]
         with Scorer(session.reward, config.reward.workers) as scorer:
             grown = await rollouts(session.agent, tasks, config.rollout, config.branching, seeds, scorer.add)

@@ -25,13 +25,13 @@ from arpo.config import load_config
 from arpo.runlog import is_run, write_atomically
 from arpo.settings import Config
 from arpo.train import Session, open_run, open_session, test, train
-from arpo.types import ArpoError
+from arpo.types import ArpoError, Collapsed
 
 KS = (1, 3, 5)
 
 
 def main() -> None:
-    """Do what the arguments say; exit code 2 is a mistake in the settings, 130 a stop."""
+    """Do what the arguments say; exit code 2 is a mistake in the settings, 3 a collapse, 130 a stop."""
     parser = argparse.ArgumentParser()
     parser.add_argument("config", type=Path)
     parser.add_argument("result", type=Path)
@@ -42,14 +42,20 @@ def main() -> None:
     threading.Thread(target=_stop_when_alone, daemon=True).start()
     try:
         config = load_config(given.config)
-        found = _untrained(config, given.samples) if given.untrained else _trained(config, given)
+        if given.untrained:
+            _write(given.result, _untrained(config, given.samples))
+        else:
+            _train(config, given)
     except ArpoError as error:
         print(f"error: {error}", flush=True)
-        sys.exit(2)
+        sys.exit(3 if isinstance(error, Collapsed) else 2)
     except asyncio.CancelledError:
         print("stopped", flush=True)
         sys.exit(130)
-    write_atomically(given.result, (json.dumps(found, indent=2) + "\n").encode("ascii"))
+
+
+def _write(path: Path, found: dict[str, Any]) -> None:
+    write_atomically(path, (json.dumps(found, indent=2) + "\n").encode("ascii"))
 
 
 def _untrained(config: Config, samples: int) -> dict[str, Any]:
@@ -57,16 +63,15 @@ def _untrained(config: Config, samples: int) -> dict[str, Any]:
         return {"step": 0, **run_async(_answers(session, samples))}
 
 
-def _trained(config: Config, given: argparse.Namespace) -> dict[str, Any]:
+def _train(config: Config, given: argparse.Namespace) -> None:
     with open_run(config, resume=is_run(Path(config.run.dir))) as run:
 
         async def both() -> dict[str, Any]:
             return {"step": await train(run), **await _answers(run.session, given.samples)}
 
-        found = run_async(both())
+        _write(given.result, run_async(both()))
         if given.drop_models:
             run.log.drop_checkpoints()
-        return found
 
 
 async def _answers(session: Session, samples: int) -> dict[str, Any]:

@@ -39,7 +39,7 @@ ROWS = (
     ),
     ("runlog", "config", "rollout", "remote", "display", "trainer", "lessons", "pilot"),
     ("evaluate", "samples", "imitate", "runs", "curves"),
-    ("coldstart", "summary"),
+    ("coldstart", "summary", "guard"),
     ("setup", "report", "pilot_figure"),
     ("train", "versus_report", "pilot_report"),
     ("benchmark", "chat", "compare", "demo", "doctor", "pretrain", "sft", "collect", "entropy"),

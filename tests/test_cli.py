@@ -143,6 +143,7 @@ def test_doctor_says_what_is_here(arpo: Arpo, tmp_path: Path) -> None:
         "tool: browse",
         "tools by MCP",
         "reward: math",
+        "pictures",
         "model cache",
     ]
     assert torch.__version__ in rows["torch"]

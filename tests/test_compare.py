@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,9 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-def plan_for(config: Path, algorithms: str = "arpo,grpo,dapo", seeds: int = 2, **more: Any) -> Plan:
+def plan_for(
+    config: Path, algorithms: str = "arpo,grpo,dapo", seeds: int = 2, more: Sequence[str] = (), **options: Any
+) -> Plan:
     given: dict[str, Any] = {
         "match": "tool-calls",
         "budget": None,
@@ -43,9 +45,9 @@ def plan_for(config: Path, algorithms: str = "arpo,grpo,dapo", seeds: int = 2, *
         "jobs": 2,
         "out": config.parent / "out",
         "drop_models": False,
-        **more,
+        **options,
     }
-    return the_plan(config, ["seed=3"], algorithms, seeds, **given)
+    return the_plan(config, ["seed=3", *more], algorithms, seeds, **given)
 
 
 class Processes:
@@ -122,7 +124,7 @@ def test_every_run_has_the_settings_of_its_algorithm_and_seed(config: Path, proc
     plan = plan_for(config, f"arpo,grpo,{mine}", seeds=1)
     assert [trial.algorithm for trial in run(plan).trials] == ["arpo", "grpo", "mine"]
     policies = {name: settings_of(plan, name, 3)["branching"]["policy"] for name in ("grpo", "arpo", str(mine))}
-    assert policies == {"grpo": "never", "arpo": "always", str(mine): "always"}  # a preset lies above the file
+    assert policies == {"grpo": "never", "arpo": "entropy", str(mine): "entropy"}  # whatever the file says
     assert settings_of(plan, str(mine), 3)["branching"]["alpha"] == 0.9
     assert settings_of(plan, "arpo", 3)["seed"] == 3
     assert settings_of(plan, "grpo", 3)["train"]["steps"] == 12
@@ -176,9 +178,61 @@ def test_a_run_that_was_not_matched_is_told(
     config: Path, processes: Processes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(CALLS, "arpo", 0)
-    monkeypatch.setattr(arpo.compare, "ENDLESS", 5)
+    monkeypatch.setattr(arpo.compare, "MOST_STEPS", 1)
     found = {trial.algorithm: trial.problem for trial in run(plan_for(config, "arpo,grpo", seeds=1)).trials}
     assert found == {"arpo": "spent 0 tool_calls where the budget is 120", "grpo": ""}
+
+
+def test_a_baseline_that_spends_nothing_is_no_measure(
+    config: Path, processes: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(CALLS, "grpo", 0)
+    found = {trial.algorithm: trial.problem for trial in run(plan_for(config, "arpo,grpo", seeds=1)).trials}
+    assert found == {"arpo": "grpo, whose spending is the budget, spent nothing", "grpo": ""}
+    assert "arpo seed-3" not in processes.started
+
+
+def test_a_cold_start_that_fails_costs_its_seed_only(config: Path, processes: Processes) -> None:
+    processes.dies = {"cold-start seed-4": [1, 1, 1]}
+    found = {(trial.algorithm, trial.seed): trial.problem for trial in run(plan_for(config)).trials}
+    assert all("before training could not be evaluated: exit code 1" in found[name, 4] for name in ("arpo", "grpo"))
+    assert {found[name, 3] for name in ("arpo", "grpo", "dapo")} == {""}
+
+
+def test_a_result_of_other_settings_is_not_taken(config: Path, processes: Processes) -> None:
+    mine = config.parent / "mine.toml"
+    mine.write_text("[train]\nlr = 1e-4\n")
+    run(plan_for(config, f"grpo,{mine}", seeds=1))
+    mine.write_text("[train]\nlr = 2e-4\n")
+    with pytest.raises(ArpoError, match=r"mine/seed-3 was done with other settings:\ntrain\.lr: 0\.0001 -> 0\.0002"):
+        run(plan_for(config, f"grpo,{mine}", seeds=1))
+
+
+def test_what_was_begun_before_a_setting_existed_goes_on(config: Path, processes: Processes) -> None:
+    plan = plan_for(config, "arpo,grpo", seeds=1)
+    run(plan)
+    for path in (plan.out / "compare.json", plan.directory("arpo", 3) / "config.json"):
+        told = json.loads(path.read_bytes())
+        told.get("settings", told)["branching"].pop("penalty")
+        path.write_text(json.dumps(told))
+    assert all(not trial.problem for trial in run(plan_for(config, "arpo,grpo", seeds=2)).trials)
+
+
+def test_a_collapse_is_told_as_one_and_errors_are_shown_whole(config: Path, processes: Processes) -> None:
+    processes.dies = {"arpo seed-3": [3], "dapo seed-3": [2]}
+    spawn = processes.spawn
+
+    async def say(plan: Plan, directory: Path, untrained: bool) -> int:
+        code = await spawn(plan, directory, untrained)
+        if code:
+            (directory / "log.txt").write_text("step 1\nerror: the run collapsed.\nreward \x1b[31mfell\n")
+        return code
+
+    arpo.compare._spawn = say  # put back by the fixture
+    found = {trial.algorithm: trial.problem for trial in run(plan_for(config, seeds=1)).trials}
+    assert found["arpo"].startswith("collapsed: error: the run collapsed. reward \\x1b[31mfell (all of it: ")
+    assert found["dapo"].startswith("exit code 2: error: ")
+    assert processes.started.count("arpo seed-3") == 1
 
 
 def test_a_mistake_in_the_settings_ends_it_at_once(config: Path, processes: Processes) -> None:
@@ -213,6 +267,10 @@ def test_two_at_a_time(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda c: plan_for(c, "arpo,grop"), 'got the algorithm "grop".*did you mean "grpo"'),
         (lambda c: plan_for(c, "arpo,x/arpo.toml"), "the same short name"),
         (lambda c: plan_for(c, baseline="rloo"), "--baseline: rloo is not among"),
+        (lambda c: plan_for(c, "arpo,results.json.toml"), "has a dot in its name"),
+        (lambda c: plan_for(c, more=["preset=dapo"]), "--algorithms names the presets"),
+        (lambda c: plan_for(c, more=["train.budget=9"]), "a comparison sets it"),
+        (lambda c: plan_for(c, more=["seed=9999999999999999999"]), "seed: got"),
     ],
 )
 def test_mistakes_are_named(config: Path, change: Callable[[Path], Plan], message: str) -> None:

@@ -15,6 +15,11 @@ from arpo.config import Config, config_from_resolved, differences, load_config, 
 from arpo.settings import Mcp
 from arpo.types import ArpoError
 
+PRESETS = (
+    '"aepo", "arpo", "arpo-always", "arpo-hard", "arpo-random", "cispo", "dapo", "dr-grpo", "grpo", "gspo", '
+    '"reinforce++", "rloo", "tree-grpo"'
+)
+
 
 def _file(tmp_path: Path, text: str) -> Path:
     path = tmp_path / "run.toml"
@@ -34,6 +39,20 @@ def test_without_anything_the_defaults_of_the_paper_hold() -> None:
     assert (config.rollout.leaves, config.rollout.initial) == (16, 8)
     assert (config.branching.alpha, config.branching.beta, config.branching.tau) == (0.5, 0.2, 0.5)
     assert config.tools.enabled == ("search", "python")
+
+
+def test_an_algorithm_is_what_its_preset_says_whatever_the_file_has(tmp_path: Path) -> None:
+    path = _file(
+        tmp_path,
+        "[branching]\npolicy = 'always'\nalpha = 0.1\n[advantage]\nscale = 'none'\n[loss]\nclip_high = 0.9\nkl = 0.1\n"
+        "[train]\nresample = 2\nlr = 1e-3\n[reward]\noverlong = 0.5\n",
+    )
+    config, plain = load_config(path, ["loss.clip_low=0.3"], "arpo"), Config()
+    assert config.advantage == plain.advantage
+    assert config.branching == plain.branching.model_copy(update={"alpha": 0.1})  # tuning is the file's
+    assert config.loss == plain.loss.model_copy(update={"clip_low": 0.3, "kl": 0.1})
+    assert (config.train.resample, config.train.lr, config.reward.overlong) == (0, 1e-3, 0.0)
+    assert load_config(path).branching.policy == "always"
 
 
 def test_precedence_is_defaults_preset_file_command_line(tmp_path: Path) -> None:
@@ -75,6 +94,8 @@ def test_a_preset_may_be_a_file_and_an_algorithm_lies_above_the_file(tmp_path: P
     mine.unlink()
     assert load_config(saved) == config  # complete without the preset
     assert "there is no such file" in _error(path)
+    mine.write_text('preset = "dapo"\n')
+    assert "a preset has none below it" in _error(path)
     with pytest.raises(ArpoError, match=r'got the algorithm "grop", expected one of .*did you mean "grpo".*TOML file'):
         load_config(None, [], "grop")
 
@@ -163,12 +184,13 @@ def test_config_cannot_be_changed() -> None:
         ("[rolout]\nx = 4", 'rolout: got {"x": 4}, but there is no such setting; did you mean rollout?'),
         (
             "[advantage]\nzzz = 4",
-            "advantage.zzz: got 4, but there is no such setting; there are advantage.attribution",
+            "advantage.zzz: got 4, but there is no such setting; there are advantage.baseline, advantage.scale, "
+            "advantage.attribution, advantage.entropy",
         ),
         ("model = 3", "model: got 3, expected a section with model.path, model.adapter, model.device, model.dtype"),
         (
             'preset = "gppo"',
-            'preset: got "gppo", expected one of "arpo", "arpo-hard", "grpo" (did you mean "grpo"?)',
+            f'preset: got "gppo", expected one of {PRESETS} (did you mean "gspo"?), or a TOML file',
         ),
         ("preset = 3", "preset: got 3, expected non-empty text"),
     ],
@@ -186,7 +208,7 @@ def test_all_mistakes_are_reported_at_once_each_with_its_source(tmp_path: Path) 
     assert lines == [
         'command line: got "novalue", expected key=value, like rollout.leaves=8',
         'command line: got "=3", expected key=value, like rollout.leaves=8',
-        f'{path}: preset: got "nope", expected one of "arpo", "arpo-hard", "grpo"',
+        f'{path}: preset: got "nope", expected one of {PRESETS}, or a TOML file',
         'command line: model.device: got "tpu", expected one of "auto", "cpu", "cuda" (did you mean "cpu"?)',
         f"command line and {path}: rollout.initial: got 5, expected at most rollout.leaves, which is 4",
         f"{path}: rollout.temperature: got 0, expected number > 0",
