@@ -81,10 +81,11 @@ def entropy(
         raise ArpoError("--steps goes with the saved trees of a run, and not with --sample")
     if not fresh and (given or questions is not None):
         raise ArpoError("settings and --questions are for new trees: add --sample")
-    if fresh and path.suffix != ".toml" and not is_run(path) and not any(each.startswith("data.") for each in given):
+    questionless = path.suffix != ".toml" and not is_run(path) and target != "tiny"
+    if questionless and not any(each.startswith("data.") for each in given):
         raise ArpoError(
-            f"{target}: a model alone has no questions: give a run or a TOML file, or name questions with "
-            "data.test=... or data.train=..."
+            f"{target} is no run and no TOML file, and a model alone has no questions: name some with data.test=... or "
+            "data.train=..."
         )
     from arpo.entropy import study_model, study_run
 

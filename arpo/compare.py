@@ -45,6 +45,7 @@ SUMS = {
     "tokens": ("sampled_tokens",),
     "seconds": ("rollout_seconds", "train_seconds"),
 }
+WORDS = {"tool_calls": "tool calls", "paths": "trajectories", "sampled_tokens": "tokens"}
 POINTS = 8  # evaluations on the way, if eval.every is not set
 
 
@@ -309,7 +310,7 @@ def _line(plan: Plan, algorithm: str, seed: int, problem: str) -> str:
     if problem:
         return f"{head} FAILED, {problem}"
     result = _result(plan, algorithm, seed)
-    spent = "" if algorithm == COLD_START else f" after {_spent(plan, algorithm, seed):,} {plan.match}"
+    spent = "" if algorithm == COLD_START else f" after {_spent(plan, algorithm, seed):,} {WORDS[plan.match]}"
     return f"{head} held-out accuracy {result['accuracy']:.1%}{spent}"
 
 
@@ -373,4 +374,4 @@ def _unmatched(plan: Plan, algorithm: str, seed: int, records: Sequence[dict[str
     last = records[-1][plan.match] if records else 0
     if spent - last < budget <= spent:
         return ""
-    return f"spent {spent:,} {plan.match} where the budget is {budget:,}"
+    return f"spent {spent:,} {WORDS[plan.match]} where the budget is {budget:,}"

@@ -8,8 +8,13 @@ from statistics import fmean
 from arpo.types import Fault, Kind, Node, Reward, RolloutTree, ToolResult, percentile
 
 
-def rollout_metrics(trees: Sequence[RolloutTree], rewards: Sequence[Sequence[Reward]]) -> dict[str, float]:
-    """What happened in a step's rollouts; calls and tokens on shared prefixes count once, except in `total_tokens`."""
+def rollout_metrics(
+    trees: Sequence[RolloutTree], rewards: Sequence[Sequence[Reward]], probe_tokens: int
+) -> dict[str, float]:
+    """What happened in a step's rollouts; calls and tokens on shared prefixes count once, except in `total_tokens`.
+
+    Entropies are those of the first `probe_tokens` of first turns and of turns after tool results.
+    """
     nodes = [node for tree in trees for node in tree.nodes]
     every = [reward for group in rewards for reward in group]
     tools = [node for node in nodes if node.kind is Kind.TOOL]
@@ -21,13 +26,14 @@ def rollout_metrics(trees: Sequence[RolloutTree], rewards: Sequence[Sequence[Rew
         "accuracy": fmean(reward.parts["correct"] for reward in every),
         "format": fmean(reward.parts["format"] for reward in every),
         "mixed_groups": fmean(len(set(group)) > 1 for group in totals),
+        "questions": len(trees),
         "paths": paths,
         "tool_calls": sum(tree.tool_calls for tree in trees),
         "calls_per_path": sum(_path_calls(tree) for tree in trees) / paths,
         "tool_faults": sum(_fault(node) not in (None, Fault.INFRA) for node in tools),
         "infra_faults": sum(_fault(node) is Fault.INFRA for node in tools),
         "branches": sum(decision.branches for decision in decisions),
-        "entropy_start": _mean(_first_turn_entropies(trees)),
+        "entropy_start": _mean(_first_entropies(trees, probe_tokens)),
         "entropy_after_tool": _mean([decision.entropy for decision in decisions]),
         "sampled_tokens": sum(len(node.tokens) for node in nodes if node.kind is Kind.MODEL),
         "written_tokens": sum(_path_written(tree) for tree in trees) / paths,
@@ -70,9 +76,10 @@ def _fault(node: Node) -> Fault | None:
     return node.result.fault if node.result else None
 
 
-def _first_turn_entropies(trees: Sequence[RolloutTree]) -> list[float]:
-    """Mean entropy of each turn that starts at the prompt."""
-    return [fmean(node.entropies) for tree in trees for node in tree.nodes if node.parent == 0 and node.entropies]
+def _first_entropies(trees: Sequence[RolloutTree], count: int) -> list[float]:
+    """Mean entropy of the first tokens of each turn that starts at the prompt."""
+    turns = [node.entropies for tree in trees for node in tree.nodes if node.parent == 0 and node.entropies]
+    return [fmean(entropies[:count]) for entropies in turns]
 
 
 def _mean(values: Sequence[float]) -> float:

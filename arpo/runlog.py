@@ -1,6 +1,7 @@
 """A run's directory: the only code that writes or reads it.
 
     config.json                      the resolved configuration; its presence makes the directory a run
+    config-until-step_000001.json    what it was before, if the run was resumed after this step with other settings
     metrics.jsonl                    one line per record, appended
     trees/step_000001.jsonl.zst      one zstd frame, holding one JSON line, per rollout tree (`zstd -dc` shows them)
     trees/step_000001.index.json     where each frame lies and what is in it; written last
@@ -53,8 +54,14 @@ class RunLog:
             self._lock = None
 
     def config(self) -> dict[str, Any]:
-        """The resolved configuration the run was started with."""
+        """The resolved configuration, as the run was last started with it."""
         return _object(self.directory / CONFIG)
+
+    def change_config(self, step: int, config: Mapping[str, Any]) -> None:
+        """From this step on the run has other settings; those before it are kept as config-until-STEP.json."""
+        self._must_hold_lock()
+        write_atomically(self.directory / f"config-until-{_step_name(step)}.json", _dump(self.config()))
+        write_atomically(self.directory / CONFIG, _dump(config))
 
     # --- metrics
 
@@ -67,6 +74,15 @@ class RunLog:
         line = json.dumps({key: _finite(value) for key, value in record.items()}, allow_nan=False)
         with (self.directory / METRICS).open("a", encoding="ascii") as file:
             file.write(line + "\n")
+
+    def amend(self, step: int, values: Mapping[str, float]) -> None:
+        """Add to the last record, which is that of this step."""
+        self._must_hold_lock()
+        *before, last = self.read_metrics()
+        if last["step"] != step:
+            raise ValueError(f"the last record is that of step {last['step']}, not of step {step}")
+        lines = [json.dumps(record) + "\n" for record in (*before, {**last, **values})]
+        write_atomically(self.directory / METRICS, "".join(lines).encode("ascii"))
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """All records; a last line that was cut off while being written is left out, any other damage is an error."""

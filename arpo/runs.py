@@ -82,6 +82,8 @@ def open_directory(
         if log is None:  # only now: a mistake in data or model leaves no run behind
             log = stack.enter_context(runlog.create(directory, config.resolved()))
         log.rewind(step)
+        if [line for line in differences(log.config(), config.resolved()) if not line.startswith("run.dir:")]:
+            log.change_config(step, config.resolved())
         yield Keeper(trainer, log, step, config.run.checkpoint_every, config.run.keep_checkpoints)
 
 

@@ -160,6 +160,8 @@ async def train(run: Run) -> int:
         console.print(f"Nothing to do: the run has spent {spent:,} of {limit:,} {spending}.")
         return step
     console.print(HEADER)
+    if step and config.eval.every and step % config.eval.every == 0:
+        await _make_up_test(run, step)
     learnt = 0.0
     with progress_bar("training", config.train.steps) as bar:
         while step < config.train.steps and spent < limit:
@@ -179,9 +181,7 @@ async def train(run: Run) -> int:
             with run.keeper.saving(step):
                 try:
                     if config.eval.every and step % config.eval.every == 0:
-                        result = await test(run.session)
-                        metrics |= {"test_accuracy": result.accuracy, "test_format": result.format_rate}
-                        await engine.update_weights(step)  # what testing left in its memory must not matter
+                        metrics |= await _tested(run, step)
                 finally:  # a step that was learnt is logged, tested or not
                     seen = {"outcomes": run.session.outcomes[-1]} if config.data.curriculum else {}
                     run.log.append(step, guard.seen(step, {**metrics, **seen}))
@@ -193,6 +193,19 @@ async def train(run: Run) -> int:
     if not learnt:
         console.print("Nothing was learnt: for every question, all paths earned the same. `arpo rollout` shows why.")
     return step
+
+
+async def _tested(run: Run, step: int) -> dict[str, float]:
+    """The metrics of a test on the way."""
+    result = await test(run.session)
+    await run.session.agent.engine.update_weights(step)  # what testing left in its memory must not matter
+    return {"test_accuracy": result.accuracy, "test_format": result.format_rate}
+
+
+async def _make_up_test(run: Run, step: int) -> None:
+    """Do the test that a stop left out: a resumed run has the same records as one that was not stopped."""
+    if "test_accuracy" not in run.log.read_metrics()[-1]:
+        run.log.amend(step, await _tested(run, step))
 
 
 async def sample_step(session: Session, step: int) -> tuple[list[RolloutTree], list[tuple[Reward, ...]]]:
@@ -237,7 +250,11 @@ def learn_step(
     if config.train.resample:
         taught = [number for number in taught if _teaches(config, trees[number], rewards[number])]
     learnt = run.trainer.update([trees[number] for number in taught], [credits[number] for number in taught])
-    sampled = {**rollout_metrics(trees, rewards), **fault_metrics(rewards), **tool_metrics(trees)}
+    sampled = {
+        **rollout_metrics(trees, rewards, config.branching.probe_tokens),
+        **fault_metrics(rewards),
+        **tool_metrics(trees),
+    }
     return {**sampled, **learnt, "train_seconds": time.monotonic() - started}
 
 

@@ -24,7 +24,7 @@ from arpo.curves import draw_bars, draw_curves, pictures
 from arpo.display import console, printable
 from arpo.report import markdown_cell, markdown_table
 from arpo.runlog import write_atomically
-from arpo.versus import DRAWS, SHARES, Comparison, Difference, Mean, Ratio, Row, lacking, rows
+from arpo.versus import DRAWS, SHARES, Comparison, Difference, Mean, Ratio, Row, cold_start, lacking, rows
 
 NONE = "-"
 WORDS = {"tool_calls": "tool calls", "paths": "paths", "tokens": "tokens"}
@@ -35,7 +35,7 @@ PICTURES = {
 }
 RATIO = (
     "A ratio compares the tool calls until the mean curve first reaches a share of the baseline's gain in accuracy "
-    "with the baseline's own."
+    "with the baseline's own; - where the baseline gained nothing."
 )
 INTERVALS = (
     "In brackets: 95 % intervals, Student's t over seeds. Differences are taken seed by seed, over the seeds that both "
@@ -114,8 +114,10 @@ def _partial(comparison: Comparison, shown: Callable[[str], str]) -> list[str]:
 
 
 def _reading(comparison: Comparison) -> str:
+    start = cold_start(comparison)
+    before = "" if start is None else f"Before training: {100 * start:.1f} %. "
     matched = f"All runs have the same budget of {WORDS[comparison.match]}."
-    return f"{matched} {RATIO} {INTERVALS if len(comparison.seeds) > 1 else ONE_SEED}"
+    return f"{before}{matched} {RATIO} {INTERVALS if len(comparison.seeds) > 1 else ONE_SEED}"
 
 
 def _learned(
@@ -124,9 +126,13 @@ def _learned(
     """Head and rows of the table of accuracies and ratios; names go through `shown`. Short: no pass@k, bare ratios."""
     base, wanted = shown(comparison.baseline), len(comparison.seeds)
     ks = [] if short else sorted({k for row in found for k in row.pass_at})
-    head = ["algorithm", "seeds", "accuracy, %", f"difference to {base}, points", "better, worse"]
+    points = "to baseline" if short else f"difference to {base}, points"
+    head = ["algorithm", "seeds", "accuracy, %", points, "better, worse seeds"]
     head += [*(f"pass@{k}, %" for k in ks), "tool calls"]
-    head += [f"calls to {100 * share:.0f} % of {base}'s gain, ratio" for share in SHARES]
+    head += [
+        f"ratio at {100 * share:.0f} %" if short else f"calls to {100 * share:.0f} % of {base}'s gain"
+        for share in SHARES
+    ]
     body = []
     for row in found:
         own = row.algorithm == comparison.baseline

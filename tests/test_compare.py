@@ -180,7 +180,7 @@ def test_a_run_that_was_not_matched_is_told(
     monkeypatch.setitem(CALLS, "arpo", 0)
     monkeypatch.setattr(arpo.compare, "MOST_STEPS", 1)
     found = {trial.algorithm: trial.problem for trial in run(plan_for(config, "arpo,grpo", seeds=1)).trials}
-    assert found == {"arpo": "spent 0 tool_calls where the budget is 120", "grpo": ""}
+    assert found == {"arpo": "spent 0 tool calls where the budget is 120", "grpo": ""}
 
 
 def test_a_baseline_that_spends_nothing_is_no_measure(

@@ -121,7 +121,8 @@ def test_results_go_to_a_folder_named_after_what_was_studied(tmp_path: Path, mon
 
 def test_mistakes_are_told_before_slow_work(arpo: Arpo, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     monkeypatch.setattr("arpo.entropy.open_session", lambda *_: pytest.fail("began to load"))
-    assert mistake(arpo("entropy", "tiny")).startswith("tiny: a model alone has no questions: give a run or a TOML")
+    told = mistake(arpo("entropy", "nosuch"))
+    assert told.startswith("nosuch is no run and no TOML file, and a model alone has no questions: name some with")
     assert mistake(arpo("entropy", "none.toml")) == "none.toml: there is no such file"
     assert mistake(arpo("entropy", trained, "seed=3")) == "settings and --questions are for new trees: add --sample"
     assert mistake(arpo("entropy", trained, "--questions", 3)) == mistake(arpo("entropy", trained, "seed=3"))

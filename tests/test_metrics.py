@@ -39,11 +39,12 @@ def branched() -> RolloutTree:
 def test_the_numbers_of_two_trees() -> None:
     broken = searched(fault=Fault.INFRA)
     rewards = [[scored(1.1, 1.0), scored(0.0), scored(-1.0, format_=0.0)], [scored(0.3)]]
-    assert rollout_metrics([branched(), broken], rewards) == {
+    assert rollout_metrics([branched(), broken], rewards, 20) == {
         "reward": pytest.approx((1.1 + 0.0 - 1.0 + 0.3) / 4),
         "accuracy": 0.25,
         "format": 0.75,
         "mixed_groups": 0.5,  # the first tree's rewards differ, the second has only one
+        "questions": 2,
         "paths": 4,
         "tool_calls": 2,  # the shared one counts once
         "calls_per_path": 0.75,  # 1 + 1 + 0 of the first tree, 1 of the second
@@ -104,18 +105,25 @@ def test_what_each_tool_did_is_a_table() -> None:
 
 def test_whose_fault_a_failed_call_was() -> None:
     trees = [searched(fault=fault) for fault in (None, Fault.MODEL, Fault.TIMEOUT, Fault.INFRA, Fault.INFRA)]
-    metrics = rollout_metrics(trees, [[scored(0.0)]] * 5)
+    metrics = rollout_metrics(trees, [[scored(0.0)]] * 5, 20)
     assert (metrics["tool_calls"], metrics["tool_faults"], metrics["infra_faults"]) == (5, 2, 2)
+
+
+def test_entropies_at_the_start_are_those_of_the_probe() -> None:
+    rewards = [[scored(0.0)] * 3]
+    found = [rollout_metrics([branched()], rewards, count)["entropy_start"] for count in (1, 2, 3, 4, 9)]
+    assert found == pytest.approx([0.5, 0.75, 0.75, 1.0, 1.0])  # turns of (1, 2) and (0, 0, 0, 2)
 
 
 def test_without_tools_and_with_an_unsampled_path_the_numbers_are_zero() -> None:
     only_prompt = tree([prompt([1, 2, 3])], [0], end=End.TIME)
-    metrics = rollout_metrics([only_prompt], [[scored(-1.0, format_=0.0)]])
+    metrics = rollout_metrics([only_prompt], [[scored(-1.0, format_=0.0)]], 20)
     assert metrics == {
         "reward": -1.0,
         "accuracy": 0.0,
         "format": 0.0,
         "mixed_groups": 0.0,
+        "questions": 1,
         "paths": 1,
         "tool_calls": 0,
         "calls_per_path": 0.0,
@@ -135,7 +143,7 @@ def test_without_tools_and_with_an_unsampled_path_the_numbers_are_zero() -> None
 def test_several_branches_at_one_point_are_all_counted() -> None:
     nodes = [prompt(), model(0, [3]), decided(tool(1), 0.5, 2), model(2, [4]), model(2, [5]), model(2, [6])]
     nodes += [decided(tool(3), 0.25, 0), model(6, [7])]
-    metrics = rollout_metrics([tree(nodes, [4, 5, 7])], [[scored(0.0)] * 3])
+    metrics = rollout_metrics([tree(nodes, [4, 5, 7])], [[scored(0.0)] * 3], 20)
     assert (metrics["branches"], metrics["entropy_after_tool"], metrics["mixed_groups"]) == (2, 0.375, 0.0)
 
 

@@ -187,6 +187,33 @@ def test_evaluations_on_the_way_are_logged_and_change_nothing(model_path: Path, 
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
+def test_a_test_that_a_stop_left_out_is_made_up(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_to_the_end(config_for(model_path, tmp_path / "straight", "eval.every=2"))
+
+    async def stopped(session: Session) -> Any:
+        raise asyncio.CancelledError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(arpo.train, "test", stopped)
+        with pytest.raises(asyncio.CancelledError):
+            run_to_the_end(config_for(model_path, tmp_path / "stopped", "eval.every=2"))
+    assert "test_accuracy" not in read_run(tmp_path / "stopped").read_metrics()[-1]
+    run_to_the_end(config_for(model_path, tmp_path / "stopped", "eval.every=2"), resume=True)
+    assert_same(tmp_path / "straight", tmp_path / "stopped")
+
+
+def test_a_run_that_goes_on_with_other_settings_has_both(model_path: Path, tmp_path: Path) -> None:
+    run_to_the_end(config_for(model_path, tmp_path / "run", "train.steps=2"))
+    run_to_the_end(config_for(model_path, tmp_path / "run", "train.steps=2"), resume=True)
+    assert not list((tmp_path / "run").glob("config-until-*"))  # nothing was changed
+    run_to_the_end(config_for(model_path, tmp_path / "run", "train.steps=3", "train.lr=1e-9"), resume=True)
+    log, before = read_run(tmp_path / "run"), tmp_path / "run" / "config-until-step_000002.json"
+    assert (log.config()["train"]["lr"], log.config()["train"]["steps"]) == (1e-9, 3)
+    assert (load_config(before).train.lr, load_config(before).train.steps) == (1e-3, 2)
+
+
 def test_another_seed_is_another_run(model_path: Path, tmp_path: Path) -> None:
     run_to_the_end(config_for(model_path, tmp_path / "a", "train.steps=1"))
     run_to_the_end(config_for(model_path, tmp_path / "b", "train.steps=1", "seed=1"))
