@@ -36,7 +36,8 @@ from arpo.chat import (
     shorten,
     talk,
 )
-from arpo.cli import _chat_config, main
+from arpo.cli import main
+from arpo.cli_base import model_config
 from arpo.engine.scripted import Script, ScriptedEngine
 from arpo.render import encode_follow_up, encode_prompt, encode_result, make_format
 from arpo.rollout import Agent
@@ -537,7 +538,7 @@ def test_what_chat_takes_for_a_model(tmp_path: Path) -> None:
     (model / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with runlog.create(run, Config().resolved()) as log:
         with pytest.raises(ArpoError, match="has no checkpoint yet"):
-            _chat_config(str(run), [])
+            model_config(str(run), [])
         log.commit_checkpoint(3, lambda directory: (directory / "model").mkdir(), keep=1)
     toml.write_text('[model]\npath = "owner/name"\n[rollout]\nmax_calls = 7\n')
     for given_, path in [
@@ -548,10 +549,10 @@ def test_what_chat_takes_for_a_model(tmp_path: Path) -> None:
         (str(run), str(run / "checkpoints" / "step_000003" / "model")),
         (str(toml), "owner/name"),
     ]:
-        assert _chat_config(given_, []).model.path == path
-    assert _chat_config(str(toml), []).rollout.max_calls == 7
+        assert model_config(given_, []).model.path == path
+    assert model_config(str(toml), []).rollout.max_calls == 7
     with pytest.raises(ArpoError, match="no such file"):
-        _chat_config(str(tmp_path / "absent.toml"), [])
+        model_config(str(tmp_path / "absent.toml"), [])
 
 
 def test_chat_answers_piped_questions(
