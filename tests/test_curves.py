@@ -188,10 +188,10 @@ def test_nothing_to_draw_is_no_failure(names: list[str], drawn: list[Figure]) ->
     nothing = comparison(*(trial(name, 1, [], "down") for name in names), baseline=names[0])
     starts = comparison(*(trial(name, 1, [(0, 0.4)]) for name in names), baseline=names[0])
     for whole in (nothing, starts):
-        draw_curves(whole, Path())
-        drawn[-1].draw_without_rendering()
-        draw_bars(whole, Path())
-        drawn[-1].draw_without_rendering()
+        for draw in (draw_curves, draw_bars):
+            draw(whole, Path())
+            drawn[-1].draw_without_rendering()  # raises if anything in it cannot be drawn
+            assert drawn[-1].axes
 
 
 @pytest.mark.parametrize(

@@ -500,7 +500,7 @@ def test_nothing_to_teach_is_no_gradient(loss: Loss, budget: int) -> None:
     trees = (same, same, tree([prompt([1, 2]), tool(0, [3])], [0, 1, 1]))
     keep = ([True] * 3, [False] * 3, [True] * 3)
     rewards = ([1.0] * 3, [0.0, 1.0, 2.0], [1.0, 0.0, 0.0])
-    credits = [credit(t, [Reward(r) for r in rs], "soft", k) for t, rs, k in zip(trees, rewards, keep, strict=True)]
+    credits = credit(trees, [[Reward(r) for r in rs] for rs in rewards], Advantage(), keep)
     forest = sampled_by(model, Forest(trees, tuple(credits)), 3)
     sums, found = learnt(model, forest, loss, budget, reference=reference)
     assert_same((sums, found), expected_of(model, forest, loss, reference))
