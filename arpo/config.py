@@ -88,7 +88,7 @@ def _of_algorithms() -> dict[str, Any]:
     """The defaults of what makes an algorithm: a preset that leaves them open means these, whatever a file says."""
     plain = Config()
     return {
-        "branching": plain.branching.model_dump(mode="json", include={"policy", "rule", "penalty", "balance"}),
+        "branching": plain.branching.model_dump(mode="json", include={"policy", "rule", "fill", "penalty", "balance"}),
         "advantage": plain.advantage.model_dump(mode="json"),
         "loss": plain.loss.model_dump(mode="json", exclude={"kl", "entropy", "importance_cap"}),
         "train": {"resample": plain.train.resample},

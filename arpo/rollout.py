@@ -3,9 +3,10 @@
 N paths start at the prompt. Right after each tool result the first k sampled tokens are looked at (`branching.decide`);
 where it says so, fresh paths start from that same result while the probed path goes on. When every path has ended and
 leaves are missing, the rest is filled with fresh samples from the root; under the policy "later" from results drawn at
-random, as many for each of the first paths. There is no barrier: each path is a task of its own that waits for nothing
-but its own turn and its own tool. What the model samples is never tokenised again, and no
-model output, however broken, raises: it becomes a tool result that says what was wrong, or the end of the path.
+random, as many for each of the first paths. With `branching.fill = "mixed"` that is only done where `mixed` says that
+what there is of the tree earned unequal rewards; other trees stay smaller. There is no barrier: each path is a task of
+its own that waits for nothing but its own turn and its own tool. What the model samples is never tokenised again, and
+no model output, however broken, raises: it becomes a tool result that says what was wrong, or the end of the path.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -38,6 +39,12 @@ from arpo.types import (
     ToolResult,
     derive_seed,
 )
+
+Mixed = Callable[[RolloutTree], Awaitable[bool]]  # whether the paths of a tree earned unequal rewards
+
+
+async def _not_known(tree: RolloutTree) -> bool:
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +84,13 @@ async def rollouts(
     branching: Branching,
     seeds: Sequence[int],
     done: Callable[[RolloutTree], None] = lambda tree: None,
+    mixed: Mixed = _not_known,
 ) -> list[RolloutTree]:
     """The trees of many tasks, `settings.concurrency` paths at a time over all of them; `done` gets each one."""
     slots = asyncio.Semaphore(settings.concurrency)
 
     async def one(task: Task, seed: int) -> RolloutTree:
-        tree = await rollout(agent, task, settings, branching, seed, slots)
+        tree = await rollout(agent, task, settings, branching, seed, slots, mixed)
         done(tree)
         return tree
 
@@ -102,16 +110,19 @@ async def rollout(
     branching: Branching,
     seed: int,
     slots: asyncio.Semaphore | None = None,
+    mixed: Mixed = _not_known,
 ) -> RolloutTree:
     """Sample the whole tree of `task`. The seed decides everything that the engine and the tools leave open.
 
-    A path starts, and its time begins to run, when it gets one of the `slots`.
+    A path starts, and its time begins to run, when it gets one of the `slots`. Without `mixed` every tree is filled.
     """
     grower = _Grower(agent, task, settings, branching, seed, slots or asyncio.Semaphore(settings.concurrency))
     if branching.balance is None:
         await grower.grow_from_root(settings.initial)
     else:
         await grower.grow_balanced(branching.balance)
+    if branching.fill == "mixed" and grower.budget and not await mixed(grower.tree()):
+        return grower.tree()
     while branching.policy == "later" and grower.budget:
         await grower.grow_later()
     if grower.budget:  # every path ended and leaves are missing

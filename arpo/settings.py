@@ -85,6 +85,10 @@ class Branching(Section):
         le=1,
         description="entropy: share that P loses for each result just above that was branched from",
     )
+    fill: Literal["all", "mixed"] = Field(
+        default="all",
+        description="which questions get the paths missing when all have ended; mixed: those with unequal rewards",
+    )
     balance: Annotated[Annotated[float, Field(ge=0)] | None, NoneWord] = Field(
         default=None,
         description="a first path decides N = M sigmoid(balance (H at its start - H after its tools)); none: "

@@ -229,7 +229,11 @@ async def sample_step(session: Session, step: int) -> tuple[list[RolloutTree], l
             tasks = batch_of(parts, count, step, config.seed, config.data.curriculum, session.outcomes)
         seeds = [derive_seed(config.seed, "rollout", step, len(trees) + number) for number in range(len(tasks))]
         with Scorer(session.reward, config.reward.workers) as scorer:
-            grown = await rollouts(session.agent, tasks, config.rollout, config.branching, seeds, scorer.add)
+
+            async def mixed(tree: RolloutTree, scorer: Scorer = scorer) -> bool:
+                return _teaches(config, tree, (await scorer.rewards([tree]))[0])
+
+            grown = await rollouts(session.agent, tasks, config.rollout, config.branching, seeds, scorer.add, mixed)
             rewards += await scorer.rewards(grown)
         trees += grown
     return trees, rewards

@@ -55,6 +55,21 @@ def test_questions_that_teach_nothing_are_replaced(model_path: Path, tmp_path: P
     assert sum(len({reward.total for reward in group}) > 1 for group in rewards) == taught
 
 
+def test_only_questions_with_unequal_rewards_get_all_their_paths(model_path: Path, tmp_path: Path) -> None:
+    changes = ("branching.policy=later", "branching.fill=mixed", "rollout.leaves=6", "rollout.initial=2")
+    config = config_for(model_path, tmp_path / "run", *changes, "reward.workers=1", "train.prompts=4")
+    with open_run(config) as run:
+        every = {task.id for part in run.session.bench.parts for task in part.tasks}
+        tasks = [task.id for task in batch_of(run.session.bench.parts, 4, 1, config.seed)]
+        disputed = {tasks[1], tasks[2]}
+        session = replace(run.session, reward=rewarded_by(every - disputed, {}))
+        trees, rewards = asyncio.run(sample_step(session, 1))
+    assert [(tree.task.id, len(tree.leaves)) for tree in trees] == [
+        (name, 6 if name in disputed else 2) for name in tasks
+    ]
+    assert [len(group) for group in rewards] == [len(tree.leaves) for tree in trees]
+
+
 def test_only_questions_that_teach_are_trained_on_and_all_sampling_is_charged(
     model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -477,6 +477,34 @@ def test_later_without_any_result_fills_from_the_prompt(tokenizer: Any) -> None:
     assert len(grow(agent(tokenizer, turns(ANSWER)), only_cut, Branching(policy="later")).leaves) == 3
 
 
+@pytest.mark.parametrize("policy", ["entropy", "later", "never"])
+def test_where_rewards_are_equal_the_missing_paths_are_left_out(tokenizer: Any, policy: Any) -> None:
+    how = Rollout(leaves=6, initial=2, max_calls=3)
+    who = agent(tokenizer, turns((SEARCH, HIGH), (SEARCH, LOW), (ANSWER, LOW)))  # entropy falls: nothing branches
+    asked: list[RolloutTree] = []
+
+    def grown(fill: Any, answer: bool | None) -> RolloutTree:
+        async def mixed(tree: RolloutTree) -> bool:
+            asked.append(tree)
+            assert answer is not None
+            return answer
+
+        return clock.run(rollout(who, TASK, how, Branching(policy=policy, fill=fill), seed=4, mixed=mixed))
+
+    full = grown("all", None)  # nobody is asked
+    assert len(full.leaves) == 6 and not asked
+    small = grown("mixed", False)
+    assert len(small.leaves) == 2 and small == asked[0]
+    assert [node.text for node in small.nodes] == [node.text for node in full.nodes[: len(small.nodes)]]
+    filled = grown("mixed", True)
+    assert len(asked) == 2 and asked[1].leaves == small.leaves
+    assert [(node.parent, node.text, node.decision) for node in filled.nodes] == [
+        (node.parent, node.text, node.decision) for node in full.nodes
+    ]
+    how = Rollout(leaves=2, initial=2, max_calls=3)
+    assert len(grown("mixed", None).leaves) == 2  # none is missing: nobody is asked
+
+
 def test_a_path_started_later_ends_at_the_call_limit_of_its_whole_length(tokenizer: Any) -> None:
     how = Rollout(leaves=6, initial=2, max_calls=2)
     tree = grow(agent(tokenizer, turns(SEARCH)), how, Branching(policy="later"))
