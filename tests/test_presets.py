@@ -131,6 +131,7 @@ REFERENCES = {
     "gspo": Reference(group, one_ratio),
     "cispo": Reference(group, weighted, "token"),
     "tree-grpo": Reference(tree_and_group),
+    "arpo+": Reference(tree_and_group, clipped(0.2, 0.28), "token"),
     "aepo": Reference(group, gradient_kept, boost=0.2),
 }
 BRANCHING = {  # policy, and what else is not as in ARPO
@@ -139,6 +140,7 @@ BRANCHING = {  # policy, and what else is not as in ARPO
     "arpo-random": {"policy": "random"},
     "arpo-always": {"policy": "always"},
     "tree-grpo": {"policy": "later"},
+    "arpo+": {"policy": "later", "fill": "mixed"},
     "aepo": {"rule": "stochastic", "balance": 1.0, "penalty": 0.2},
 }
 
