@@ -30,6 +30,8 @@ from arpo.types import (
     ToolResult,
 )
 
+QUESTION_CHARS = 300  # of a question in an index
+
 
 @dataclass(frozen=True, slots=True)
 class ScoredTree:
@@ -48,7 +50,12 @@ class ScoredTree:
 
 @dataclass(frozen=True, slots=True)
 class TreeEntry:
-    """One tree in a step's file: where its frame lies and what is worth knowing before reading it."""
+    """One tree in a step's file: where its frame lies and what is worth knowing before reading it.
+
+    `question` is the beginning of it; it is empty in older files, which lack all that follows it too. `correct` is the
+    share of right answers where the rewards tell; `tool_errors` are failed calls, whosever fault; `mixed` says that not
+    all paths earned the same.
+    """
 
     offset: int
     length: int
@@ -56,6 +63,14 @@ class TreeEntry:
     mean_reward: float | None
     leaves: int
     branch_points: int
+    question: str = ""
+    kind: str = ""
+    best: float | None = None
+    worst: float | None = None
+    tool_calls: int = 0
+    tool_errors: int = 0
+    mixed: bool = False
+    correct: float | None = None
 
 
 def pack_trees(trees: Sequence[ScoredTree]) -> tuple[bytes, list[TreeEntry]]:
@@ -66,12 +81,32 @@ def pack_trees(trees: Sequence[ScoredTree]) -> tuple[bytes, list[TreeEntry]]:
     for scored in trees:
         line = json.dumps(tree_to_json(scored), allow_nan=False) + "\n"
         frame = zstandard.compress(line.encode("ascii"))
-        tree, totals = scored.tree, [reward.total for reward in scored.rewards]
-        mean = sum(totals) / len(totals) if totals else None
-        entries.append(TreeEntry(offset, len(frame), tree.task.id, mean, len(tree.leaves), tree.branch_points))
+        entries.append(describe(scored, offset, len(frame)))
         frames.append(frame)
         offset += len(frame)
     return b"".join(frames), entries
+
+
+def describe(scored: ScoredTree, offset: int, length: int) -> TreeEntry:
+    """The entry of a tree whose frame lies there."""
+    tree, totals = scored.tree, [reward.total for reward in scored.rewards]
+    right = [reward.parts["correct"] for reward in scored.rewards if "correct" in reward.parts]
+    return TreeEntry(
+        offset,
+        length,
+        tree.task.id,
+        sum(totals) / len(totals) if totals else None,
+        len(tree.leaves),
+        tree.branch_points,
+        question=tree.task.question[:QUESTION_CHARS],
+        kind=tree.task.kind,
+        best=max(totals, default=None),
+        worst=min(totals, default=None),
+        tool_calls=tree.tool_calls,
+        tool_errors=sum(node.result is not None and node.result.fault is not None for node in tree.nodes),
+        mixed=len(set(totals)) > 1,
+        correct=sum(right) / len(right) if right else None,
+    )
 
 
 def unpack_tree(frame: bytes) -> ScoredTree:
@@ -129,6 +164,7 @@ def _node_from_json(data: Mapping[str, Any]) -> Node:
         "call": call and ToolCall(**call),
         "result": result and ToolResult(**{**result, "fault": result["fault"] and Fault(result["fault"])}),
         "decision": decision and Decision(**decision),
+        "ends": tuple(data.get("ends", ())),
     }
     return Node(**{**data, **exact})
 

@@ -181,7 +181,7 @@ class Node:
     """What one actor added to a path. Model nodes carry a log-prob and an entropy per token, the others none.
 
     `seconds` is how long it took to make. A tool node has its call and result; its `decision` says what was decided
-    about branching from it.
+    about branching from it. `ends`, where known, says up to which character of `text` each token reaches.
     """
 
     parent: int | None
@@ -196,8 +196,11 @@ class Node:
     result: ToolResult | None = None
     decision: Decision | None = None
     seconds: float = 0.0
+    ends: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.ends and len(self.ends) != len(self.tokens):
+            raise ValueError(f"{len(self.tokens)} tokens, {len(self.ends)} ends")
         if self.kind is Kind.MODEL:
             _same_length(self.tokens, self.logprobs, self.entropies)
         elif self.logprobs or self.entropies:
