@@ -16,11 +16,12 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from comparisons import noisy
+
 from arpo.config import load_config
 from arpo.runlog import RunLog, create
 from arpo.types import Credit, Decision, End, Fault, Kind, Leaf, Node, Reward, RolloutTree, Task, ToolCall, ToolResult
 from arpo.versus_report import comparison_json
-from tests.comparisons import noisy
 
 BRANCHED = Task("q-born", "Where was Mira Tolven born?", ("Upper Kelso",), kind="hop1")
 PLAIN = Task("q-sum", "What is 2 plus 3?", ("5",), kind="sum")
