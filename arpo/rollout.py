@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from arpo.branching import balanced, decide
+from arpo.ends import token_ends
 from arpo.engine.base import Engine
 from arpo.render import CallFormat, encode_next_question, encode_prompt, encode_result
 from arpo.settings import Branching, Rollout
@@ -314,17 +315,19 @@ class _Grower:
     def _add_turn(self, path: _Path, completion: Completion, seconds: float) -> None:
         if not completion.tokens:  # cut off before its first token: there is nothing to add
             return
+        text = self.agent.tokenizer.decode(list(completion.tokens))
         path.at = self._add(
             Node(
                 path.at,
                 Kind.MODEL,
                 completion.tokens,
-                self.agent.tokenizer.decode(list(completion.tokens)),
+                text,
                 completion.logprobs,
                 completion.entropies,
                 completion.stop,
                 completion.policy_version,
                 seconds=seconds,
+                ends=token_ends(self.agent.tokenizer, completion.tokens, text),
             )
         )
         path.tokens += len(completion.tokens)
