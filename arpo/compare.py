@@ -30,7 +30,8 @@ from typing import Any
 
 from arpo.config import config_from_resolved, differences, load_config
 from arpo.display import console, printable, progress_bar
-from arpo.runlog import is_run, open_run, take_lock, write_atomically
+from arpo.locks import take_lock
+from arpo.runlog import is_run, open_run, write_atomically
 from arpo.settings import Config
 from arpo.types import ArpoError
 from arpo.versus import Comparison, Point, Trial

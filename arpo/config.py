@@ -111,9 +111,14 @@ def config_from_resolved(values: Mapping[str, Any]) -> Config:
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     """Dotted keys on which two resolved configurations differ, with both values: `train.lr: 1e-06 -> 1e-05`."""
+    return [f"{key}: {left} -> {right}" for key, left, right in changes(a, b)]
+
+
+def changes(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """The same as (key, value, value), the values as they are written in a settings file, or "unset"."""
     left, right = _flatten(a), _flatten(b)
     return [
-        f"{key}: {_show(left[key]) if key in left else 'unset'} -> {_show(right[key]) if key in right else 'unset'}"
+        (key, _show(left[key]) if key in left else "unset", _show(right[key]) if key in right else "unset")
         for key in dict.fromkeys([*left, *right])
         if key not in left or key not in right or left[key] != right[key]
     ]

@@ -16,7 +16,6 @@ Does not cover: network file systems without flock, damage by other programs, wh
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import os
@@ -26,12 +25,21 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
+from arpo.locks import LOCK, take_lock
 from arpo.treejson import ScoredTree, TreeEntry, pack_trees, unpack_tree
 from arpo.types import ArpoError, Credit, Reward, RolloutTree
 
-CONFIG, METRICS, LOCK = "config.json", "metrics.jsonl", "run.lock"
+CONFIG, METRICS = "config.json", "metrics.jsonl"
+
+
+class Lines(NamedTuple):
+    """Whole lines of metrics.jsonl: where they begin, and which file it was. A run that is taken back has a new one."""
+
+    start: int
+    content: bytes
+    file: int
 
 
 class RunLog:
@@ -55,7 +63,7 @@ class RunLog:
 
     def config(self) -> dict[str, Any]:
         """The resolved configuration, as the run was last started with it."""
-        return _object(self.directory / CONFIG)
+        return read_object(self.directory / CONFIG)
 
     def change_config(self, step: int, config: Mapping[str, Any]) -> None:
         """From this step on the run has other settings; those before it are kept as config-until-STEP.json."""
@@ -90,6 +98,19 @@ class RunLog:
         lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
         return [_parse_line(path, number, line) for number, line in enumerate(lines, 1)]
 
+    def follow_metrics(self, offset: int = 0) -> Lines:
+        """The whole lines from this byte on; from the first one if no line of the file begins there."""
+        try:
+            with (self.directory / METRICS).open("rb") as file:
+                number = os.fstat(file.fileno()).st_ino
+                file.seek(max(0, offset - 1))
+                if offset > 0 and file.read(1) != b"\n":
+                    offset = file.seek(0)
+                content = file.read()
+        except FileNotFoundError:
+            return Lines(0, b"", 0)
+        return Lines(offset, content[: content.rfind(b"\n") + 1], number)
+
     # --- trees
 
     def write_trees(
@@ -103,7 +124,7 @@ class RunLog:
         self._must_hold_lock()
         scored = [ScoredTree(t, tuple(r), tuple(c)) for t, r, c in zip(trees, rewards, credits, strict=True)]
         content, entries = pack_trees(scored)
-        data, index = self._tree_files(step)
+        data, index = self.tree_files(step)
         data.parent.mkdir(exist_ok=True)
         index.unlink(missing_ok=True)  # an index never stands beside data it does not describe
         write_atomically(data, content)
@@ -115,10 +136,13 @@ class RunLog:
 
     def tree_index(self, step: int) -> list[TreeEntry]:
         """What is in a step's tree file, without reading it."""
-        path = self._tree_files(step)[1]
+        path = self.tree_files(step)[1]
         if not path.exists():
             raise ArpoError(f"{self.directory}: holds no trees of step {step}")
-        return [TreeEntry(**entry) for entry in _object(path)["trees"]]
+        try:
+            return [TreeEntry(**entry) for entry in read_object(path)["trees"]]
+        except (KeyError, TypeError) as error:
+            raise ArpoError(f"{path}: damaged, cannot be read: {error}") from error
 
     def read_tree(self, step: int, number: int) -> ScoredTree:
         """One tree of a step, counted from 0; only its own frame is read."""
@@ -132,17 +156,18 @@ class RunLog:
         return self._read_frames(step, self.tree_index(step))
 
     def _read_frames(self, step: int, entries: Sequence[TreeEntry]) -> list[ScoredTree]:
-        path, found = self._tree_files(step)[0], []
+        path, found = self.tree_files(step)[0], []
         try:
             with path.open("rb") as file:
                 for entry in entries:
                     file.seek(entry.offset)
                     found.append(unpack_tree(file.read(entry.length)))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise ArpoError(f"{path}: damaged, cannot be read: {error}") from error
         return found
 
-    def _tree_files(self, step: int) -> tuple[Path, Path]:
+    def tree_files(self, step: int) -> tuple[Path, Path]:
+        """Where the trees of a step are, or would be: their frames, and the index of these."""
         stem = self.directory / "trees" / _step_name(step)
         return stem.with_suffix(".jsonl.zst"), stem.with_suffix(".index.json")
 
@@ -271,7 +296,7 @@ def is_run(directory: Path) -> bool:
     """Whether a directory holds a run. Models keep a config.json too; that of a run has our settings in it."""
     try:
         return "rollout" in json.loads((directory / CONFIG).read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return False
 
 
@@ -286,25 +311,6 @@ def refuse_used(directory: Path) -> None:
         raise ArpoError(f"{directory}: already holds a run; go on with it (--resume) or choose another run.dir")
     if names - {LOCK, CONFIG + ".tmp"}:  # these two are all that a crash in `create` can leave
         raise ArpoError(f"{directory}: is not empty and holds no run; choose another run.dir")
-
-
-def take_lock(directory: Path, what: str = "run", option: str = "run.dir") -> IO[str]:
-    """The lock of a directory, held until it is closed; whoever meets one that is held is told what to change."""
-    path = directory / LOCK
-    try:
-        file = path.open("a+", encoding="ascii")
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = path.read_text(encoding="ascii").strip() or "unknown"
-        raise ArpoError(
-            f"{path}: another process (pid {holder}) is writing this {what}; stop it or choose another {option}"
-        ) from None
-    except OSError as error:
-        raise ArpoError(f"{path}: cannot be locked: {error.strerror}") from error
-    file.truncate(0)
-    file.write(f"{os.getpid()}\n")
-    file.flush()
-    return file
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -338,14 +344,15 @@ def _dump(value: Any) -> bytes:
     return (json.dumps(value, indent=2, allow_nan=False) + "\n").encode("ascii")
 
 
-def _object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object that a file holds."""
     return _parse_line(path, 1, path.read_bytes())
 
 
 def _parse_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
         value = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
         raise ArpoError(f"{path}: line {number} is damaged: {line[:60]!r}")

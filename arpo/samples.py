@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from arpo.config import differences
+from arpo.locks import LOCK, take_lock
 from arpo.rewards import fault_metrics, unjudged
-from arpo.runlog import LOCK, take_lock, write_atomically
+from arpo.runlog import write_atomically
 from arpo.treejson import ScoredTree, tree_to_json
 from arpo.types import ArpoError, Credit, Kind, Reward, RolloutTree, Task
 

@@ -25,6 +25,8 @@ ROWS = (
     ("settings", "plugins", "keys", "figures"),
     (
         "treejson",
+        "locks",
+        "ends",
         "render",
         "branching",
         "engine",
@@ -42,13 +44,13 @@ ROWS = (
     ("coldstart", "summary", "guard"),
     ("setup", "report", "pilot_figure"),
     ("train", "versus_report", "pilot_report"),
-    ("benchmark", "chat", "compare", "demo", "doctor", "pretrain", "sft", "collect", "entropy"),
+    ("benchmark", "chat", "compare", "demo", "doctor", "pretrain", "sft", "collect", "entropy", "view"),
     ("cli_base",),
-    ("cli_data", "cli_study", "trial"),
+    ("cli_data", "cli_study", "cli_view", "trial"),
     ("cli",),
 )
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
-FREE_INSIDE = ("engine", "tools", "rewards", "data", "trainer")  # their modules may import each other
+FREE_INSIDE = ("engine", "tools", "rewards", "data", "trainer", "view")  # their modules may import each other
 HEAVY = ("torch", "transformers", "tokenizers", "safetensors")
 LIGHT = (
     "types",
@@ -60,6 +62,10 @@ LIGHT = (
     "config",
     "runlog",
     "treejson",
+    "locks",
+    "ends",
+    "view",
+    "cli_view",
     "versus",
     "curves",
     "display",
