@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from math import isinf
 from pathlib import Path
 from typing import Any
 
@@ -190,7 +191,9 @@ def _record(line: bytes) -> dict[str, Any] | None:
         value = json.loads(line, parse_constant=lambda _: None)
     except (ValueError, RecursionError):
         return None
-    return value if isinstance(value, dict) and isinstance(value.get("step"), int) else None
+    if not isinstance(value, dict) or not isinstance(value.get("step"), int):
+        return None
+    return {key: None if isinstance(number, float) and isinf(number) else number for key, number in value.items()}
 
 
 def _with_trees(folder: Folder, run: str, step: int) -> RunLog:
@@ -224,8 +227,10 @@ def _shown(entry: TreeEntry) -> dict[str, Any]:
 
 def _grown(log: RunLog, chosen: Sequence[int]) -> Iterator[tuple[RolloutTree, tuple[Reward, ...]]]:
     for step in chosen:
-        for scored in log.read_trees(step):
-            yield scored.tree, scored.rewards
+        for number in range(len(log.tree_index(step))):
+            scored = _readable(log, step, number)
+            if scored is not None:
+                yield scored.tree, scored.rewards
 
 
 def _chosen(there: list[int], wanted: str | None) -> list[int]:
