@@ -304,6 +304,22 @@ def test_entropies_of_the_last_steps_or_of_some(site: Site) -> None:
     assert site.get("entropy", run="branched", steps="1-4")["steps"] == [2, 4]
 
 
+def test_entropies_are_studied_once_and_again_when_trees_change(
+    own: tuple[Path, Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, _ = own
+    folder = Folder(root)
+    first = data.entropy(folder, "mine", "2")
+    assert data.entropy(folder, "mine", "2") is first
+    with open_run(root / "mine", write=True) as log:
+        view_runs.write_step(log, 2, [view_runs.straight()])
+    os.utime(log.tree_files(2)[1], ns=(1, 1))
+    assert data.entropy(folder, "mine", "2")["tree_count"] == 1
+    monkeypatch.setattr(data, "QUICK_BYTES", 1)
+    assert data.entropy(folder, "mine", None)["steps"] == [5]
+    assert data.entropy(folder, "mine", "1-5")["steps"] == [2, 4, 5]
+
+
 @pytest.mark.parametrize(
     ("name", "given", "status", "said"),
     [

@@ -19,8 +19,6 @@ from typing import Any
 
 from arpo.config import changes
 from arpo.locks import is_live
-from arpo.pilot import study
-from arpo.pilot_report import Subject, findings, study_json
 from arpo.runlog import CONFIG, RunLog
 from arpo.settings import Branching
 from arpo.treejson import ScoredTree, TreeEntry, describe, tree_to_json
@@ -31,6 +29,8 @@ HITS = 200  # of a search
 AROUND = 60  # characters shown on each side of a hit
 ENTROPY_STEPS = 5  # whose entropies are shown unless others are asked for
 MOST_STEPS = 200  # whose entropies are studied at once
+STUDIES = 20  # that are kept, as a page asks for them again
+QUICK_BYTES = 16 << 20  # of compressed trees that are studied unless others are asked for
 TOKENS = 50  # after each place, in a study of entropies
 
 
@@ -109,11 +109,33 @@ def search(folder: Folder, run: str, step: int, text: str) -> dict[str, Any]:
 
 
 def entropy(folder: Folder, run: str, wanted: str | None) -> dict[str, Any]:
-    """The pilot study of these steps, "3" or "1-10", or of the last that have trees; with what it shows in words."""
+    """The pilot study of these steps, "3" or "1-10", with what it shows in words.
+
+    Unless steps are named, it is of the last five that have trees, or of fewer where trees are large.
+    """
     log = folder.open(run)
     chosen = _chosen(log.tree_steps(), wanted)
     for step in chosen:
         _check_trees(folder, log, step)
+    if wanted is None:
+        chosen = _quick(log, chosen)
+    version = (run, *((step, log.tree_files(step)[1].stat().st_mtime_ns) for step in chosen))
+    if version not in folder.studies:
+        if len(folder.studies) >= STUDIES:
+            folder.studies.clear()
+        folder.studies[version] = _studied(log, _name(folder, run), chosen)
+    return folder.studies[version]
+
+
+def comparison(folder: Folder, name: str) -> dict[str, Any]:
+    """The results of a comparison."""
+    return folder.comparison(name)
+
+
+def _studied(log: RunLog, name: str, chosen: Sequence[int]) -> dict[str, Any]:
+    from arpo.pilot import study  # only here: they take as long to load as all the rest
+    from arpo.pilot_report import Subject, findings, study_json
+
     settings = log.config()
     try:
         branching = Branching.model_validate(settings.get("branching", {}))
@@ -122,13 +144,20 @@ def entropy(folder: Folder, run: str, wanted: str | None) -> dict[str, Any]:
         raise ArpoError(f"{log.directory}: its settings are not those of this version: {error}") from error
     found = study(_grown(log, chosen), branching, TOKENS)
     which = f"steps {chosen[0]} to {chosen[-1]}" if len(chosen) > 1 else f"step {chosen[0]}"
-    subject = Subject(_name(folder, run), f"trees of {which}", temperature)
-    return {**study_json(subject, found), "findings": findings(found), "steps": chosen}
+    shown = study_json(Subject(name, f"trees of {which}", temperature), found)
+    return {**shown, "findings": findings(found), "steps": list(chosen)}
 
 
-def comparison(folder: Folder, name: str) -> dict[str, Any]:
-    """The results of a comparison."""
-    return folder.comparison(name)
+def _quick(log: RunLog, chosen: Sequence[int]) -> list[int]:
+    """The last of these steps whose trees can be studied while someone waits; one at least."""
+    kept: list[int] = []
+    used = 0
+    for step in reversed(chosen):
+        used += log.tree_files(step)[0].stat().st_size
+        if kept and used > QUICK_BYTES:
+            break
+        kept.insert(0, step)
+    return kept
 
 
 def _listed(folder: Folder, name: str) -> dict[str, Any] | None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ class Folder:
 
     def __init__(self, root: Path) -> None:
         self.root = root.resolve()
+        self.studies: dict[Hashable, dict[str, Any]] = {}  # of entropies, by what was studied
         self._runs: dict[str, Path] = {}
         self._comparisons: dict[str, Path] = {}
 

@@ -130,6 +130,7 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "arpo", ""
     timeout = IDLE_SECONDS
+    disable_nagle_algorithm = True  # headers and content are written apart, and must not wait for each other
 
     def do_GET(self) -> None:
         """Answer; also what a HEAD asks for, whose content is not sent."""

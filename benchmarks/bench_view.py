@@ -1,0 +1,151 @@
+"""How fast the viewer answers for a large run: from its start to the curves, and for one tree. The last line is JSON.
+
+    python benchmarks/bench_view.py [--steps 2000] [--prompts 64] [--leaves 8] [--turns 3] [--tokens 100]
+
+The run is made up: every step has its own records and index, but the trees of all steps are one file under many names
+(hard links), so that gigabytes need not be written. The server is a process of its own; its start, with all that Python
+loads, is told apart from its answers, whose bodies are read and parsed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import platform
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from itertools import accumulate
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from arpo.config import load_config
+from arpo.runlog import RunLog, create
+from arpo.types import Credit, Decision, End, Kind, Leaf, Node, Reward, RolloutTree, Task, ToolCall, ToolResult
+
+WORDS = [f" word{number}" for number in range(500)]
+SERVER = "from arpo.cli import main; main()"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default, meaning in (
+        ("steps", 2000, "of the run"),
+        ("prompts", 64, "trees a step"),
+        ("leaves", 8, "paths a tree"),
+        ("turns", 3, "model turns a path"),
+        ("tokens", 100, "a turn"),
+        ("asks", 50, "trees that are asked for"),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default, help=meaning)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder, "run")
+        make_run(directory, options)
+        sizes = [path.stat().st_size for path in directory.rglob("*") if path.is_file()]
+        found = {"cores": os.cpu_count(), "machine": platform.machine(), **vars(options), "bytes": sum(sizes)}
+        print(f"made {options.steps} steps, {len(sizes)} files, {sum(sizes) / 1e9:.1f} GB")
+        found |= measure(directory, options)
+    for name, value in found.items():
+        print(f"{name:<22} {value}")
+    print(json.dumps(found))
+
+
+def make_run(directory: Path, options: argparse.Namespace) -> None:
+    """A run with the shape that is asked for."""
+    rng = random.Random(0)
+    trees = [make_tree(rng, number, options) for number in range(options.prompts)]
+    rewards = [[Reward(rng.random(), {"correct": 0.5, "format": 1.0}) for _ in tree.leaves] for tree in trees]
+    credits = [[Credit(0.1, {leaf.node: 0.1}) for leaf in tree.leaves] for tree in trees]
+    with create(directory, load_config(None, [f"run.dir={directory}"]).resolved()) as log:
+        log.write_trees(1, trees, rewards, credits)
+        data, index = log.tree_files(1)
+        for step in range(1, options.steps + 1):
+            if step > 1:
+                copy, own = log.tree_files(step)
+                copy.hardlink_to(data)
+                own.write_bytes(index.read_bytes())
+            add_record(log, rng, step)
+
+
+def add_record(log: RunLog, rng: random.Random, step: int) -> None:
+    """A record with as many numbers as those of training."""
+    values: dict[str, float] = {f"tool.search.number_{number}": rng.random() for number in range(20)}
+    names = ("reward", "accuracy", "entropy_start", "entropy_after_tool", "rollout_seconds", "train_seconds", "loss")
+    values |= {name: rng.random() for name in names}
+    values |= {"tool_calls": 500, "branches": 100, "unique_tokens": 90_000, "total_tokens": 150_000, "paths": 512}
+    log.append(step, values | ({"test_accuracy": rng.random()} if step % 100 == 50 else {}))
+
+
+def make_tree(rng: random.Random, number: int, options: argparse.Namespace) -> RolloutTree:
+    """Half of the paths branch from the first result of the path before them."""
+    nodes = [Node(None, Kind.PROMPT, tuple(range(200)), "Answer the question. " * 40)]
+    leaves: list[Leaf] = []
+    first = 0
+    for path in range(options.leaves):
+        at = first if path % 2 else 0
+        for turn in range(1 if at else 0, options.turns):
+            words = [rng.choice(WORDS) for _ in range(options.tokens)]
+            ends = tuple(accumulate(map(len, words)))
+            numbers = tuple(rng.random() for _ in words)
+            ids = tuple(rng.randrange(150_000) for _ in words)
+            nodes.append(Node(at, Kind.MODEL, ids, "".join(words), numbers, numbers, seconds=1.0, ends=ends))
+            at = len(nodes) - 1
+            if turn < options.turns - 1:
+                text = "".join(rng.choice(WORDS) for _ in range(options.tokens))
+                decision = Decision(0.3, 0.5, 0.1, 0.6, int(not path % 2 and not turn), "P > tau", 20)
+                result, call = ToolResult(text, seconds=0.1), ToolCall("search", {"query": "x"})
+                nodes.append(Node(at, Kind.TOOL, ids, text, call=call, result=result, decision=decision))
+                at = len(nodes) - 1
+                first = at if turn == 0 and not path % 2 else first
+        leaves.append(Leaf(at, End.ANSWER))
+    return RolloutTree(Task(f"q{number}", f"Question {number}?", ("yes",)), tuple(nodes), tuple(leaves))
+
+
+def measure(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Seconds from the start of the command, and of each kind of question."""
+    started = time.perf_counter()
+    given = [sys.executable, "-u", "-c", SERVER, "view", str(directory), "--port", "0", "--no-open"]
+    with subprocess.Popen(given, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            port = int(re.findall(r":(\d+)/", process.stdout.readline())[0])
+            found: dict[str, Any] = {"start_seconds": round(time.perf_counter() - started, 3)}
+            link = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
+            first = {
+                name: ask(link, path) for name, path in {"runs": "runs", "metrics": "metrics?run=.&after=0"}.items()
+            }
+            found |= {f"{name}_seconds": round(seconds, 4) for name, seconds in first.items()}
+            found["steps_seconds"] = round(ask(link, "steps?run=."), 4)
+            rng = random.Random(1)
+            for name, rest in (("prompts", ""), ("tree", "&n={n}"), ("search", "&q=word499+word1"), ("entropy", "")):
+                times = []
+                for _ in range(options.asks if name in ("prompts", "tree") else 1):
+                    step, n = rng.randint(1, options.steps), rng.randrange(options.prompts)
+                    path = "entropy?run=." if name == "entropy" else f"{name}?run=.&step={step}{rest.format(n=n)}"
+                    times.append(ask(link, path))
+                found |= {f"{name}_seconds": round(median(times), 4), f"{name}_seconds_worst": round(max(times), 4)}
+        finally:
+            process.terminate()
+    return found
+
+
+def ask(link: http.client.HTTPConnection, path: str) -> float:
+    """Seconds until the answer is there and parsed."""
+    started = time.perf_counter()
+    link.request("GET", f"/api/{path}")
+    reply = link.getresponse()
+    json.loads(reply.read())
+    if reply.status != 200:
+        raise SystemExit(f"{path}: status {reply.status}")
+    return time.perf_counter() - started
+
+
+if __name__ == "__main__":
+    main()
