@@ -71,6 +71,8 @@ def check(tree: RolloutTree, how: Rollout) -> None:
             assert children.count(index) <= 1 + opened
         if node.kind is Kind.MODEL and node.parent:
             assert tree.nodes[node.parent].kind is Kind.TOOL
+        assert len(node.ends) == (len(node.tokens) if node.kind is Kind.MODEL else 0)
+        assert not node.ends or node.ends[-1] == len(node.text)
     for leaf in tree.leaves:
         on_path = [tree.nodes[i] for i in tree.path(leaf.node)]
         assert sum(node.kind is Kind.TOOL for node in on_path) <= how.max_calls

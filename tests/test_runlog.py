@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,21 @@ def test_trees_are_read_one_by_one_or_together(tmp_path: Path) -> None:
         reader.read_tree(12, 3)
     with pytest.raises(ArpoError, match="no trees of step 1"):
         reader.read_trees(1)
+
+
+def test_an_index_tells_what_is_worth_knowing_of_a_tree() -> None:
+    task = replace(_tree().task, question="x" * 1000)
+    scored = ScoredTree(replace(_tree(), task=task), (REWARDS[0], Reward(1.1, {"correct": 1.0})), CREDITS)
+    entry = pack_trees([scored])[1][0]
+    assert (entry.question, entry.kind, entry.best, entry.worst) == ("x" * 300, "hop1", 1.1, 1.1)
+    assert (entry.tool_calls, entry.tool_errors, entry.mixed, entry.correct) == (1, 1, False, 1.0)
+    other = pack_trees([_scored()])[1][0]
+    assert (other.best, other.worst, other.mixed, other.correct) == (1.1, -1.0, True, None)
+
+
+def test_a_node_with_ends_has_one_for_every_token() -> None:
+    with pytest.raises(ValueError, match="2 tokens, 1 ends"):
+        Node(0, Kind.MODEL, (1, 2), "ab", (0.0, 0.0), (0.0, 0.0), ends=(1,))
 
 
 def test_one_tree_is_read_without_its_neighbours(tmp_path: Path) -> None:
