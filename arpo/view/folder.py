@@ -15,6 +15,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Hashable, Iterator
+from itertools import islice
+from os.path import exists, isdir, isfile  # which, unlike those of Path, also answer where one may not look
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from arpo.types import ArpoError
 
 DEPTH = 8  # folders in folders that are searched
 RESULTS = "results.json"
+MOST_FOLDERS = 20_000  # that are searched
 MOST_BYTES = 64 << 20  # of a config.json or results.json
 SET_ASIDE = re.compile(r"collapsed-\d+")
 
@@ -49,7 +52,7 @@ class Folder:
     def search(self) -> tuple[dict[str, Path], dict[str, Path]]:
         """The runs and the comparisons that are there now, by id."""
         runs, comparisons = dict[str, Path](), dict[str, Path]()
-        for directory in _directories(self.root, DEPTH):
+        for directory in islice(_directories(self.root, DEPTH), MOST_FOLDERS):
             name = directory.relative_to(self.root).as_posix()
             if _told(name) and self._is_run(directory):
                 runs[name] = directory
@@ -78,23 +81,25 @@ class Folder:
 
     def plain(self, path: Path) -> bool:
         """Whether this is a file of ours, and not too large to be read at once."""
-        return path.is_file() and self._inside(path) and path.stat().st_size <= MOST_BYTES
+        try:
+            return isfile(path) and self._inside(path) and path.stat().st_size <= MOST_BYTES
+        except OSError:  # it has just gone
+            return False
 
     def _inside(self, path: Path) -> bool:
         try:
             leads_in = path.resolve().is_relative_to(self.root)
         except (OSError, RuntimeError):  # links that go round in circles
             return False
-        return leads_in and (path.is_file() or path.is_dir() or not path.exists())
+        return leads_in and (isfile(path) or isdir(path) or not exists(path))
 
     def _is_run(self, directory: Path) -> bool:
         """A comparison keeps a run's settings beside it, in the same form: what was begun has a lock or records."""
-        begun = any((directory / part).exists() for part in (METRICS, LOCK))
-        return begun and self.plain(directory / CONFIG) and is_run(directory)
+        return _begun(directory) and self.plain(directory / CONFIG) and is_run(directory)
 
     def _find(self, kind: str, name: str) -> Path:
         known = self._runs if kind == "run" else self._comparisons
-        if name not in known or not known[name].exists():
+        if name not in known or not exists(known[name]):
             known = self.search()[kind != "run"]
         if name not in known:
             raise NotThere(f"there is no {kind} {name[:200]!r}")
@@ -104,8 +109,7 @@ class Folder:
 def _directories(directory: Path, depth: int) -> Iterator[Path]:
     """The folder and all in it; of a run, only those that hold what was taken back."""
     yield directory
-    begun = (directory / METRICS).exists() or (directory / LOCK).exists()
-    inside = begun and (directory / CONFIG).exists()
+    inside = _begun(directory) and exists(directory / CONFIG)
     try:
         entries = sorted(os.scandir(directory), key=lambda entry: _natural(entry.name)) if depth else []
     except OSError:
@@ -114,6 +118,10 @@ def _directories(directory: Path, depth: int) -> Iterator[Path]:
         wanted = SET_ASIDE.fullmatch(entry.name) if inside else not entry.name.startswith(".")
         if wanted and entry.is_dir(follow_symlinks=False):
             yield from _directories(directory / entry.name, depth - 1)
+
+
+def _begun(directory: Path) -> bool:
+    return exists(directory / METRICS) or exists(directory / LOCK)
 
 
 def _natural(name: str) -> list[tuple[bool, int, str]]:
