@@ -29,7 +29,7 @@ from arpo.view import data
 from arpo.view.folder import Folder
 from arpo.view.server import dump, static_files
 
-MIB = 1 << 20
+MB = 1_000_000
 PROBES = 3  # steps that are read to guess how large the others are
 IMPORT = re.compile(r'^import\s+(?:\{([^}]*)\}\s+from\s+)?"\./([\w-]+\.js)";[ \t]*$', re.MULTILINE)
 EXPORT = re.compile(r"^export\s+((?:async\s+)?function\*?|const|class)\s+([\w$]+)", re.MULTILINE)
@@ -41,7 +41,7 @@ SCRIPT_TAG = re.compile(r'<script type="module" src="/static/([\w.-]+)"></script
 
 def write_page(folder: Folder, path: Path, megabytes: float) -> str:
     """Write the file; returns what it lacks, in words, or nothing if it has all."""
-    held = collect(folder, int(megabytes * MIB))
+    held = collect(folder, int(megabytes * MB))
     if not path.parent.is_dir():
         raise ArpoError(f"--export {path}: there is no folder {path.parent}")
     write_atomically(path, make_page(static_files(), held))
@@ -79,7 +79,7 @@ def collect(folder: Folder, most: int) -> dict[str, Any]:
             which = f"{len(kept)} of the {len(there)} steps that have trees"
             notes.append(f"{folder.name if name == '.' else name}: {which}")
     if notes:
-        size = f"{most / MIB:g} MB" if most >= MIB else f"{most:,} bytes"
+        size = f"{most / MB:g} MB" if most >= MB else f"{most:,} bytes"
         listed["note"] = f"This page holds what fits into {size}. " + "; ".join(notes) + "."
     return held
 
