@@ -183,6 +183,13 @@ def test_a_run_that_grows_is_followed(own: tuple[Path, Site]) -> None:
     assert site.get("config", run="another")["config"]["train"]["lr"] == 1e-5
 
 
+def test_a_run_that_is_gone_is_not_there(own: tuple[Path, Site]) -> None:
+    root, site = own
+    assert site.get("steps", run="mine")["steps"]
+    shutil.rmtree(root / "mine")
+    assert site.status("steps", run="mine")[0] == 404 and site.get("runs")["runs"] == []
+
+
 def test_a_run_that_was_taken_back_is_told_from_its_beginning(own: tuple[Path, Site]) -> None:
     root, site = own
     seen = site.get("metrics", run="mine")
