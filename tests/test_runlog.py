@@ -139,6 +139,15 @@ def test_an_index_tells_what_is_worth_knowing_of_a_tree() -> None:
     assert (other.best, other.worst, other.mixed, other.correct) == (1.1, -1.0, True, None)
 
 
+@pytest.mark.parametrize("bad", ["{}", '{"trees": [{"offset": 1}]}', '{"trees": 5}', "[]", "[" * 100_000])
+def test_a_damaged_index_is_told(tmp_path: Path, bad: str) -> None:
+    log = create(tmp_path / "run", {})
+    _save(log, 1, "a")
+    log.tree_files(1)[1].write_text(bad)
+    with pytest.raises(ArpoError, match="damaged"):
+        log.read_tree(1, 0)
+
+
 def test_a_node_with_ends_has_one_for_every_token() -> None:
     with pytest.raises(ValueError, match="2 tokens, 1 ends"):
         Node(0, Kind.MODEL, (1, 2), "ab", (0.0, 0.0), (0.0, 0.0), ends=(1,))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import fcntl
 import hashlib
 import http.client
 import json
@@ -23,6 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from arpo import locks
 from arpo.cli import app
 from arpo.locks import is_live, take_lock
 from arpo.runlog import create, open_run
@@ -176,6 +178,7 @@ def test_a_run_that_grows_is_followed(own: tuple[Path, Site]) -> None:
         more = site.get("metrics", run="mine", after=seen["next"])
         assert [record["step"] for record in more["records"]] == [6]
         assert (more["from"], more["file"]) == (seen["next"], seen["file"])
+        assert more["next"] == (root / "mine/metrics.jsonl").stat().st_size - len(b'{"step": 7, "rew')
         assert site.get("steps", run="mine") == {"steps": [2, 4, 5, 6]}
         assert site.get("runs")["runs"][0]["steps"] == 6
     assert not site.get("runs")["runs"][0]["live"]
@@ -570,27 +573,21 @@ def test_a_run_with_a_name_that_is_no_text_breaks_nothing(tmp_path: Path) -> Non
 # --- locks
 
 
-def test_looking_whether_a_run_is_live_keeps_no_writer_out(tmp_path: Path) -> None:
-    stop, looked = threading.Event(), []
-
-    def look() -> None:
-        while not stop.is_set():
-            looked.append(is_live(tmp_path))
-
-    threads = [threading.Thread(target=look) for _ in range(2)]
-    create(tmp_path / "run", {}).close()
+def test_looking_whether_a_run_is_live_keeps_no_writer_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not is_live(tmp_path)
     take_lock(tmp_path).close()
-    for thread in threads:
-        thread.start()
-    try:
-        for _ in range(50):
-            with take_lock(tmp_path):
-                assert is_live(tmp_path)
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
-    assert looked and not is_live(tmp_path) and not is_live(tmp_path / "nowhere")
+    assert not is_live(tmp_path)
+    looking = (tmp_path / "run.lock").open("rb")
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    waits = []
+    monkeypatch.setattr(locks.time, "sleep", waits.append)
+    with pytest.raises(ArpoError, match="another process"):
+        take_lock(tmp_path)
+    assert len(waits) == locks.TRIES - 1 > 0
+    monkeypatch.setattr(locks.time, "sleep", lambda _: looking.close())  # who looks is done while the writer waits
+    with take_lock(tmp_path):
+        assert is_live(tmp_path)
+    assert not is_live(tmp_path)
 
 
 # --- export
@@ -700,6 +697,15 @@ def test_an_export_that_is_full_keeps_evenly_spread_steps_and_says_so(tmp_path: 
     assert {f"/api/tree?run=.&step={step}&n=0" for step in kept} == {key for key in held if "/tree?" in key}
     none = collect(folder, 100)
     assert none["/api/steps?run=."]["steps"] == [] and len(none["/api/metrics?run=."]["records"]) == 21
+
+
+def test_an_export_leaves_out_what_is_damaged(own: tuple[Path, Site]) -> None:
+    root, _ = own
+    (root / "mine/trees/step_000002.index.json").write_bytes(b"5")
+    (root / "mine/trees/step_000004.jsonl.zst").write_bytes(b"5")
+    held = collect(Folder(root), 10**9)
+    assert [path for path in held if "/tree?" in path] == ["/api/tree?run=mine&step=5&n=0"]
+    assert "/api/prompts?run=mine&step=4" in held and len(held["/api/metrics?run=mine"]["records"]) == 5
 
 
 def test_steps_are_spread_evenly() -> None:

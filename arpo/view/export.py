@@ -154,7 +154,7 @@ def address(name: str, **parameters: object) -> str:
 def _fitting(folder: Folder, run: str, there: Sequence[int], room: int) -> tuple[dict[str, Any], list[int]]:
     """Trees of all steps, or of as many evenly spread ones as fit."""
     sizes = [_step(folder, run, step)[1] for step in spread(there, PROBES)]
-    count = min(len(there), room * len(sizes) // sum(sizes))
+    count = min(len(there), room * len(sizes) // max(1, sum(sizes)))
     while count > 0:
         held: dict[str, Any] = {}
         used, kept = 0, spread(there, count)
@@ -172,10 +172,9 @@ def _fitting(folder: Folder, run: str, there: Sequence[int], room: int) -> tuple
 
 def _step(folder: Folder, run: str, step: int) -> tuple[dict[str, Any], int]:
     """What the page may ask for of one step, and how long that is; a tree that is damaged is left out."""
-    listed = data.prompts(folder, run, step)
-    held = {address("prompts", run=run, step=step): listed}
-    for entry in listed["trees"]:
-        n = entry["n"]
+    where = address("prompts", run=run, step=step)
+    held = _readable(where, partial(data.prompts, folder, run, step))
+    for n in range(len(held[where]["trees"]) if held else 0):
         held |= _readable(address("tree", run=run, step=step, n=n), partial(data.tree, folder, run, step, n))
     return held, sum(len(key) + len(escaped(value)) for key, value in held.items())
 
