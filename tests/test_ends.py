@@ -147,6 +147,30 @@ def test_a_long_text_that_is_not_made_of_its_tokens_has_no_ends(monkeypatch: pyt
     assert token_ends(tokenizer, range(6), tokenizer.decode(range(6))) == ()
 
 
+class _ByCount:
+    """A tokenizer whose texts are those of so many tokens, whichever they are."""
+
+    def __init__(self, *texts: str) -> None:
+        self.texts = texts
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """One of the texts."""
+        return self.texts[len(ids) - 1]
+
+
+def test_an_end_never_goes_back_and_the_last_is_that_of_the_text() -> None:
+    assert token_ends(_ByCount("a", "x", "ab"), [1, 2, 3], "ab") == (1, 1, 2)
+    assert token_ends(_ByCount("a", "aa", "aaa!"), [1, 1, 1], "aaa!") == (1, 2, 4)
+
+
+def test_a_long_run_of_broken_characters_is_left_to_the_slow_path() -> None:
+    tokenizer = _byte_level()
+    tokens = [tokenizer.convert_tokens_to_ids(_spelt("\u00c0")[1])] * 40
+    text = tokenizer.decode(tokens)
+    assert text == "\ufffd" * 40 and ends._by_pieces(tokenizer, tokens, text) is None
+    assert token_ends(tokenizer, tokens, text) == tuple(range(1, 41))
+
+
 def test_ordinary_tokens_are_decoded_once() -> None:
     decoded = []
 

@@ -378,6 +378,11 @@ def test_only_questions_are_answered(site: Site, method: str) -> None:
 def test_a_head_has_no_content(site: Site) -> None:
     status, headers, content = site.ask("/api/steps?run=branched", "HEAD")
     assert (status, content) == (200, b"") and int(headers["content-length"]) == len(b'{"steps":[2,4,5]}')
+    link = http.client.HTTPConnection("127.0.0.1", site.server.port, timeout=60)
+    for method in ("HEAD", "GET", "GET"):  # one after another: nothing is left over between them
+        link.request(method, "/api/steps?run=branched")
+        assert link.getresponse().read() == (b"" if method == "HEAD" else b'{"steps":[2,4,5]}')
+    link.close()
 
 
 WAYS_OUT = [
@@ -697,6 +702,23 @@ def test_an_export_that_is_full_keeps_evenly_spread_steps_and_says_so(tmp_path: 
     assert {f"/api/tree?run=.&step={step}&n=0" for step in kept} == {key for key in held if "/tree?" in key}
     none = collect(folder, 100)
     assert none["/api/steps?run=."]["steps"] == [] and len(none["/api/metrics?run=."]["records"]) == 21
+
+
+def test_an_export_stays_within_its_size_also_where_steps_differ(tmp_path: Path) -> None:
+    with create(tmp_path / "mine", view_runs.settings(tmp_path / "mine")) as log:
+        for step in range(1, 10):  # the first, the middle and the last, from which sizes are guessed, are small
+            view_runs.write_step(log, step, [view_runs.branched()] * (1 if step in (1, 5, 9) else 8))
+    folder = Folder(tmp_path / "mine")
+    everything = len(escaped(collect(folder, 10**9)))
+    held = collect(folder, everything // 2)
+    assert 0 < len(held["/api/steps?run=."]["steps"]) < 9 and len(escaped(held)) < everything // 2 + 1000
+
+
+def test_an_export_is_not_live(own: tuple[Path, Site]) -> None:
+    root, site = own
+    with open_run(root / "mine", write=True):
+        assert site.get("runs")["runs"][0]["live"]
+        assert not collect(Folder(root), 10**9)["/api/runs"]["runs"][0]["live"]
 
 
 def test_an_export_leaves_out_what_is_damaged(own: tuple[Path, Site]) -> None:
