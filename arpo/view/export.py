@@ -7,7 +7,7 @@ fit into one element. What the page asks for is looked up in a JSON element, by 
 
 Promises: the file loads nothing and runs nothing but our own scripts, whose hashes it names; no text of a run can end
 the element that holds it. Where not all trees fit, those of evenly spread steps are kept, and the page says so.
-Does not cover: the search in texts, which a server does; ways to write imports and exports that our scripts do not use.
+Does not cover: other steps' entropies than the last; ways to write imports and exports that our scripts do not use.
 """
 
 from __future__ import annotations

@@ -1,0 +1,170 @@
+// What is said of one node, and a path read as a conversation.
+
+import { block, choice, el, number, plural, printable, seconds, shorten, signed, table } from "./dom.js";
+import { pathTo } from "./layout.js";
+import { decisionWords, endWords, rightness } from "./picture.js";
+import { SHADES, shadeLegend, shadeTop, shadedText, tokenTable } from "./tokens.js";
+import { go } from "./state.js";
+
+const NAMES = { prompt: "Prompt", model: "Model", tool: "Tool" };
+const FAULTS = {
+  model: "the model's mistake",
+  timeout: "took longer than it may",
+  infra: "the tool is broken or unreachable",
+};
+
+export function detailPanel(tree, state, chosen, path) {
+  const mode = SHADES.some(([key]) => key === state.shade) ? state.shade : "entropy";
+  const credits = tree.credits.flatMap((credit) => Object.values(credit.by_node));
+  const top = shadeTop(tree.nodes, mode, credits);
+  const bar = el(
+    "div",
+    { class: "bar" },
+    choice("shade tokens by", SHADES, mode, (shade) => go({ shade: shade === "entropy" ? null : shade }, { replace: true })),
+    shadeLegend(mode, top),
+  );
+  const unknown = tree.nodes.some((node) => node.kind === "model" && node.tokens.length && !node.ends?.length);
+  const note = unknown && mode !== "none" ? "This run does not say where tokens end, so its text is not shaded." : null;
+  const reading = path !== null && chosen === `l${path}`;
+  const body = reading ? conversation(tree, path, mode, top) : nodePanel(tree, Number(chosen.slice(1)), mode, top, path);
+  return el("section", { class: "detail", "aria-label": "Details" }, bar, note && el("p", { class: "note" }, note), ...body);
+}
+
+// What a node's tokens are credited with: on the chosen path, or on average over the paths that are trained on.
+function creditOf(tree, index, path) {
+  const through = tree.credits.filter((credit, number_) => credit.kept && (path === null || number_ === path));
+  const values = through.map((credit) => credit.by_node[index]).filter((value) => typeof value === "number");
+  return values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null;
+}
+
+function facts(rows) {
+  const parts = rows.filter(([, value]) => value !== null && value !== undefined && value !== "");
+  return el("dl", { class: "facts" }, ...parts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));
+}
+
+function mean(values) {
+  return values?.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null;
+}
+
+function nodePanel(tree, index, mode, top, path) {
+  const node = tree.nodes[index];
+  if (!node) return [el("p", { class: "empty" }, "There is no such node.")];
+  const credit = creditOf(tree, index, path);
+  const model = node.kind === "model";
+  const rows = [
+    ["tokens", number(node.tokens.length)],
+    ["time", seconds(node.seconds)],
+    ["mean entropy", model ? `${number(mean(node.entropies))} nats` : null],
+    ["mean log-prob", model ? signed(mean(node.logprobs)) : null],
+    [path === null ? "mean advantage" : `advantage, path ${path + 1}`, model ? signed(credit) : null],
+    ["stopped at", node.stop === null ? null : el("code", {}, printable(shorten(String(node.stop), 80)))],
+    ["policy version", model ? number(node.policy_version) : null],
+  ];
+  const parts = [el("h3", { tabindex: "-1", id: "detail-title" }, `Node ${index}: ${title(node)}`), facts(rows)];
+  if (node.kind === "tool") parts.push(...toolParts(node));
+  if (model) parts.push(el("h4", {}, "Text"), shadedText(node, mode, top, credit), tokenTable(node));
+  if (node.kind === "prompt") parts.push(el("h4", {}, "Text"), block(node.text), ...taskParts(tree.task));
+  parts.push(...pathList(tree, index));
+  return parts.filter((part) => part !== null);
+}
+
+function title(node) {
+  return node.kind === "tool" ? `tool ${printable(shorten(node.call?.name ?? "", 60))}` : NAMES[node.kind].toLowerCase();
+}
+
+function taskParts(task) {
+  const answers = task.answers.map((answer) => el("li", {}, printable(shorten(answer, 500))));
+  const kind = task.kind ? ` (${printable(shorten(task.kind, 60))})` : "";
+  return [
+    el("h4", {}, `Task ${printable(shorten(task.id, 80))}${kind}`),
+    block(task.question),
+    el("h4", {}, "Right answers"),
+    el("ul", {}, ...answers),
+  ];
+}
+
+function callText(call) {
+  const values = Object.entries(call.args ?? {});
+  const lines = values.map(([name, value]) => `${name}: ${typeof value === "string" ? value : JSON.stringify(value)}`);
+  return lines.join("\n");
+}
+
+function toolParts(node) {
+  const { call, result, decision } = node;
+  const parts = [];
+  if (call) {
+    parts.push(el("h4", {}, "Call"), block(`${call.name}\n${callText(call)}`, { class: "text call" }));
+    if (call.error) parts.push(el("p", { class: "fault" }, `Not usable: ${printable(shorten(call.error, 300))}`));
+  }
+  if (result) {
+    const fault = result.fault ? `failed: ${FAULTS[result.fault] ?? printable(result.fault)}` : "succeeded";
+    const rows = [
+      ["outcome", el("span", { class: result.fault ? "fault" : "" }, fault)],
+      ["took", seconds(result.seconds)],
+      ["attempts", result.attempts === 0 ? "0, nothing was run" : number(result.attempts)],
+      ["cache", result.cached ? "hit: an identical call had this result already" : "no"],
+    ];
+    parts.push(el("h4", {}, "Result"), facts(rows), block(result.text, { class: "text result" }));
+  }
+  const given = el("details", { class: "more" }, el("summary", {}, "As the model was given it"), block(node.text));
+  return [...parts, given, ...decisionParts(decision)];
+}
+
+function decisionParts(decision) {
+  if (!decision) return [];
+  const rows = [
+    ["H at the start of the path", `${number(decision.initial_entropy)} nats`],
+    ["H after this result", `${number(decision.entropy)} nats, over ${plural(decision.probed_tokens, "token")}`],
+    ["dH", signed(decision.delta)],
+    ["P", number(decision.probability)],
+    ["decision", decision.branches > 0 ? `${plural(decision.branches, "path")} opened` : "not branched"],
+    ["because", printable(shorten(decision.reason, 300))],
+  ];
+  return [el("h4", {}, "Branching"), facts(rows)];
+}
+
+function pathList(tree, index) {
+  const through = tree.leaves.map((leaf, number_) => number_).filter((number_) => pathTo(tree.nodes, tree.leaves[number_].node).includes(index));
+  const rows = through.map((number_) => {
+    const read = () => go({ node: null, leaf: number_, talk: 1 });
+    return [
+      el("button", { type: "button", click: read, "aria-label": `Read path ${number_ + 1} as a conversation` }, `read ${number_ + 1}`),
+      `${rightness(tree.rewards[number_])} ${number(tree.rewards[number_]?.total)}`,
+      signed(tree.credits[number_]?.advantage),
+      rewardParts(tree.rewards[number_]),
+      tree.leaves[number_].end + (tree.credits[number_]?.kept === false ? ", left out of training" : ""),
+    ];
+  });
+  if (!rows.length) return [];
+  return [el("h4", {}, "Paths through it"), table(["path", "reward", "advantage", "parts", "end"], rows)];
+}
+
+function rewardParts(reward) {
+  return Object.entries(reward?.parts ?? {}).map(([name, value]) => `${printable(shorten(name, 40))} ${number(value)}`).join(", ");
+}
+
+function conversation(tree, path, mode, top) {
+  const nodes = pathTo(tree.nodes, tree.leaves[path].node);
+  const turns = nodes.map((index) => turn(tree, index, mode, top, path));
+  return [
+    el("h3", { tabindex: "-1", id: "detail-title" }, `Path ${path + 1} as a conversation`),
+    el("p", {}, `${rightness(tree.rewards[path])} ${endWords(tree, path)}`),
+    el("div", { class: "talk" }, ...turns),
+  ];
+}
+
+function turn(tree, index, mode, top, path) {
+  const node = tree.nodes[index];
+  const open = () => go({ node: index, talk: null });
+  const where = el("button", { type: "button", class: "link", click: open }, `node ${index}`);
+  const head = el("h4", {}, node.kind === "tool" ? `Tool: ${printable(shorten(node.call?.name ?? "", 60))} ` : `${NAMES[node.kind]} `, where);
+  const parts = [head];
+  if (node.kind === "model") parts.push(shadedText(node, mode, top, creditOf(tree, index, path)));
+  else if (node.kind === "tool") {
+    const words = [seconds(node.result?.seconds), node.result?.cached ? "cached" : "", node.result?.fault ? `failed: ${FAULTS[node.result.fault] ?? ""}` : ""];
+    head.append(el("small", { class: node.result?.fault ? "fault" : "" }, ` ${words.filter(Boolean).join(", ")}`));
+    parts.push(block(node.result?.text ?? node.text, { class: "text result" }));
+    if (node.decision) parts.push(el("p", { class: "decision" }, `◆ ${decisionWords(node.decision)}`));
+  } else parts.push(block(node.text));
+  return el("article", { class: `turn ${node.kind}` }, ...parts);
+}

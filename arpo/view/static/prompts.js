@@ -1,0 +1,106 @@
+// The list of a step's prompts with filters, and the search in its texts.
+
+import { el, number, percent, plural, printable, problem, shorten, toggle, write } from "./dom.js";
+import { api, exported, get } from "./source.js";
+import { go } from "./state.js";
+
+const FILTERS = [
+  ["failed", "no path right", (tree) => (tree.correct === null ? (tree.best ?? tree.mean_reward) <= 0 : tree.correct === 0)],
+  ["mixed", "mixed groups", (tree) => tree.mixed],
+  ["branched", "branched", (tree) => tree.branch_points > 0],
+  ["errors", "tool errors", (tree) => tree.tool_errors > 0],
+];
+
+const HITS = 200;
+
+export function filtered(trees, only) {
+  const wanted = FILTERS.filter(([key]) => only.includes(key));
+  return trees.filter((tree) => wanted.every(([, , holds]) => holds(tree)));
+}
+
+export function filterBar(state) {
+  const boxes = FILTERS.map(([key, label]) =>
+    toggle(label, state.only.includes(key), (on) =>
+      go({ only: on ? [...state.only, key] : state.only.filter((other) => other !== key) }),
+    ),
+  );
+  return el("fieldset", { class: "filters" }, el("legend", {}, "Only"), ...boxes);
+}
+
+export function promptList(trees, state, chosen) {
+  const shown = filtered(trees, state.only);
+  const rows = shown.map((tree) => promptRow(tree, tree.n === chosen));
+  const count = `${number(shown.length)} of ${plural(trees.length, "prompt")}`;
+  const old = trees.length > 0 && trees.every((tree) => !tree.question);
+  const note = old ? "An older run: its index says little of its prompts, so filters may miss some." : "";
+  return el(
+    "div",
+    {},
+    el("p", { class: "count", role: "status" }, count),
+    note && el("p", { class: "note" }, note),
+    el("ul", { class: "prompts", "aria-label": "Prompts" }, ...rows),
+  );
+}
+
+function promptRow(tree, chosen) {
+  const flags = [
+    tree.branch_points > 0 ? `◆ ${number(tree.branch_points)}` : "",
+    tree.tool_calls ? plural(tree.tool_calls, "call") : "",
+    tree.tool_errors > 0 ? `! ${plural(tree.tool_errors, "error")}` : "",
+    tree.mixed ? "mixed" : "",
+  ];
+  const open = () => go({ n: tree.n, node: null, leaf: null, talk: null });
+  const numbers = `${number(tree.mean_reward)}${typeof tree.correct === "number" ? ` · ${percent(tree.correct)} right` : ""}`;
+  return el(
+    "li",
+    {},
+    el(
+      "button",
+      { type: "button", class: "asked", "aria-current": chosen ? "true" : null, "data-n": tree.n, click: open },
+      el("span", { class: "question" }, printable(shorten(tree.question || tree.task, 160))),
+      el("small", {}, `#${tree.n} ${printable(shorten(tree.kind ?? "", 24))} · reward ${numbers} · ${plural(tree.leaves, "path")}`),
+      el("small", { class: "flags" }, flags.filter(Boolean).join(" · ")),
+    ),
+  );
+}
+
+export async function hitList(run, step, trees, text) {
+  try {
+    const { hits, more } = exported ? await searchHere(run, step, trees, text) : await get(api("search", { run, step, q: text }));
+    const rows = hits.map((hit) => hitRow(hit));
+    const count = more ? `the first ${number(hits.length)} places` : plural(hits.length, "place");
+    const found = el("p", { class: "count", role: "status" }, `${count} with “${printable(shorten(text, 60))}”`);
+    return el("div", {}, found, el("ul", { class: "prompts hits", "aria-label": "Search results" }, ...rows));
+  } catch (error) {
+    return problem(error);
+  }
+}
+
+function hitRow(hit) {
+  const open = () => go({ n: hit.n, node: hit.node, leaf: null, talk: null });
+  const line = el("span", { class: "question" });
+  write(line, hit.before);
+  line.append(write(el("mark"), hit.match));
+  write(line, hit.after);
+  return el(
+    "li",
+    {},
+    el("button", { type: "button", class: "asked", click: open }, line, el("small", {}, `prompt #${hit.n}, node ${hit.node}`)),
+  );
+}
+
+async function searchHere(run, step, trees, text) {
+  const hits = [];
+  const wanted = text.toLowerCase();
+  for (const { n } of trees) {
+    const tree = await get(api("tree", { run, step, n }));
+    tree.nodes.forEach((node, index) => {
+      const at = node.text.toLowerCase().indexOf(wanted);
+      if (at < 0 || hits.length >= HITS) return;
+      const end = at + wanted.length;
+      const around = { before: node.text.slice(Math.max(0, at - 60), at), after: node.text.slice(end, end + 60) };
+      hits.push({ n, node: index, match: node.text.slice(at, end), ...around });
+    });
+  }
+  return { hits, more: hits.length >= HITS };
+}

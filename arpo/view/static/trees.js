@@ -1,0 +1,183 @@
+// Step, prompt, tree: the rollouts of a run.
+
+import { clear, el, number, plural, printable, problem, put, shorten } from "./dom.js";
+import { detailPanel } from "./detail.js";
+import { drawTree, shareWords } from "./picture.js";
+import { filterBar, filtered, hitList, promptList } from "./prompts.js";
+import { api, get } from "./source.js";
+import { go, whole } from "./state.js";
+import { shadeTop } from "./tokens.js";
+
+const treeView = { node: null, kept: new Map(), turn: 0 };
+const KEPT = 30;
+
+// Trees, prompts and steps already fetched; those of a step do not change but when a run is taken back and goes on.
+async function fetched(path) {
+  if (!treeView.kept.has(path)) {
+    const value = await get(path);
+    treeView.kept.set(path, value);
+    if (treeView.kept.size > KEPT) treeView.kept.delete(treeView.kept.keys().next().value);
+  }
+  return treeView.kept.get(path);
+}
+
+export function forgetTrees() {
+  treeView.kept.clear();
+  treeView.keys = {};
+}
+
+export async function treesTab(main, state, run) {
+  const turn = ++treeView.turn;
+  if (treeView.node?.parentNode !== main) {
+    makeFrame();
+    main.replaceChildren(treeView.node);
+  }
+  try {
+    const { steps } = await get(api("steps", { run: run.id }));
+    if (turn !== treeView.turn) return;
+    if (!steps.length) {
+      const none = run.kind === "sft" ? "Fine-tuning on traces grows no trees." : "This run has no trees yet.";
+      message(el("p", { class: "empty" }, none));
+      return;
+    }
+    const wanted = whole(state.step);
+    const step = steps.includes(wanted) ? wanted : steps.at(-1);
+    drawSteps(steps, step, run, wanted !== null);
+    const { trees } = await fetched(api("prompts", { run: run.id, step }));
+    if (turn !== treeView.turn) return;
+    const shown = filtered(trees, state.only);
+    const n = trees.some((tree) => tree.n === whole(state.n)) ? whole(state.n) : (shown[0] ?? trees[0])?.n;
+    await Promise.all([drawList(turn, run, step, trees, state, n), drawOne(turn, run, step, n, state)]);
+  } catch (error) {
+    if (turn === treeView.turn) message(problem(error));
+  }
+}
+
+function makeFrame() {
+  const search = el("input", { type: "search", id: "search", placeholder: "search in this step ( / )", "aria-label": "Search in the texts of this step" });
+  search.addEventListener("change", () => go({ q: search.value || null }));
+  treeView.search = search;
+  treeView.steps = el("div", { class: "bar steps" });
+  treeView.list = el("div", { class: "list" });
+  treeView.picture = el("div", { class: "picture" });
+  treeView.head = el("div", { class: "task" });
+  treeView.detail = el("div");
+  treeView.filters = el("div");
+  const right = el("div", { class: "one" }, treeView.head, treeView.picture, treeView.detail);
+  const left = el("div", { class: "chooser" }, treeView.filters, search, treeView.list);
+  treeView.node = el("div", { class: "trees" }, treeView.steps, el("div", { class: "columns" }, left, right));
+  treeView.keys = {};
+}
+
+function message(node) {
+  for (const part of [treeView.steps, treeView.filters, treeView.list, treeView.head, treeView.detail]) clear(part);
+  treeView.picture.replaceChildren(node);
+  treeView.keys = {};
+}
+
+// Draws a part anew only if what it shows has changed, so that nothing flickers and focus stays.
+function once(part, key, draw) {
+  const text = JSON.stringify(key);
+  if (treeView.keys[part] === text) return;
+  treeView.keys[part] = text;
+  draw();
+}
+
+function drawSteps(steps, step, run, pinned) {
+  once("steps", [run.id, steps.length, steps.at(-1), step, pinned], () => {
+    const place = steps.indexOf(step);
+    const to = (index) => go({ step: steps[Math.max(0, Math.min(steps.length - 1, index))], n: null, node: null, leaf: null, talk: null });
+    const focused = document.activeElement?.dataset?.control;
+    const shown = el("output", { class: "step" }, `${number(step)}`);
+    const slider = el("input", { type: "range", min: 0, max: steps.length - 1, value: place, "aria-label": "Step", "data-control": "slider" });
+    slider.setAttribute("aria-valuetext", `step ${step}`);
+    slider.addEventListener("input", () => (shown.textContent = number(steps[Number(slider.value)])));
+    slider.addEventListener("change", () => to(Number(slider.value)));
+    const move = (label, by, text) =>
+      el("button", { type: "button", "aria-label": label, title: label, "data-control": label, click: () => to(place + by) }, text);
+    put(
+      treeView.steps,
+      el("span", {}, "step "),
+      shown,
+      move("Step before", -1, "◀"),
+      slider,
+      move("Step after", 1, "▶"),
+      el("small", {}, `${plural(steps.length, "step")} with trees`),
+      pinned && el("button", { type: "button", click: () => go({ step: null, n: null, node: null, leaf: null }) }, "latest"),
+    );
+    if (focused) treeView.steps.querySelector(`[data-control="${focused}"]`)?.focus();
+  });
+}
+
+async function drawList(turn, run, step, trees, state, n) {
+  if (document.activeElement !== treeView.search) treeView.search.value = state.q ?? "";
+  once("filters", [state.only], () => treeView.filters.replaceChildren(filterBar(state)));
+  const key = [run.id, step, trees.length, state.only, state.q, n];
+  if (treeView.keys.list === JSON.stringify(key)) return;
+  const list = state.q ? await hitList(run.id, step, trees, state.q) : promptList(trees, state, n);
+  if (turn !== treeView.turn) return;
+  once("list", key, () => {
+    const focused = document.activeElement?.dataset?.n;
+    const from = treeView.list.scrollTop;
+    treeView.list.replaceChildren(list);
+    treeView.list.scrollTop = from;
+    if (focused) treeView.list.querySelector(`[data-n="${focused}"]`)?.focus();
+  });
+}
+
+function noTree(said) {
+  treeView.keys.one = null;
+  clear(treeView.head);
+  clear(treeView.detail);
+  treeView.picture.replaceChildren(said);
+}
+
+async function drawOne(turn, run, step, n, state) {
+  if (n === undefined) return noTree(el("p", { class: "empty" }, "This step has no trees."));
+  let tree;
+  try {
+    tree = await fetched(api("tree", { run: run.id, step, n }));
+  } catch (error) {
+    if (turn === treeView.turn) noTree(problem(error));
+    return;
+  }
+  if (turn !== treeView.turn) return;
+  const path = whole(state.leaf) !== null && tree.leaves[whole(state.leaf)] ? whole(state.leaf) : null;
+  const node = whole(state.node);
+  const chosen = state.talk && path !== null ? `l${path}` : tree.nodes[node] ? `n${node}` : path !== null ? `l${path}` : "n0";
+  once("one", [run.id, step, n, chosen, path, state.shade], () => drawTreeAndDetail(tree, state, chosen, path, step, n));
+}
+
+function drawTreeAndDetail(tree, state, chosen, path, step, n) {
+  const right = tree.rewards.map((reward) => reward.parts?.correct).filter((value) => typeof value === "number");
+  const share = right.length === tree.rewards.length && right.length ? right.reduce((a, b) => a + b, 0) / right.length : null;
+  const answers = shorten(tree.task.answers.join(" or "), 160);
+  treeView.head.replaceChildren(
+    el("h2", {}, printable(shorten(tree.task.question, 300))),
+    el("p", {}, `right answer: ${printable(answers)} · step ${step}, prompt #${n} · ${plural(tree.leaves.length, "path")}${shareWords(share)}`),
+  );
+  const focused = treeView.picture.contains(document.activeElement);
+  const from = [treeView.picture.scrollLeft, treeView.picture.scrollTop];
+  const same = treeView.shown === tree;
+  const open = (item) => go(item[0] === "l" ? { leaf: item.slice(1), node: null, talk: 1 } : { node: item.slice(1), talk: null, leaf: path });
+  const picture = drawTree(tree, { top: shadeTop(tree.nodes, "entropy", []), chosen, path, open, room: treeView.picture.clientWidth || 800 });
+  treeView.picture.replaceChildren(picture, kinds());
+  treeView.shown = tree;
+  [treeView.picture.scrollLeft, treeView.picture.scrollTop] = same ? from : [0, 0];
+  if (focused) picture.querySelector(`[data-item="${chosen}"]`)?.focus({ preventScroll: true });
+  treeView.detail.replaceChildren(detailPanel(tree, state, chosen, path));
+}
+
+function kinds() {
+  const item = (kind, text) => el("span", { class: `kind ${kind}` }, text);
+  return el(
+    "p",
+    { class: "kinds" },
+    item("prompt", "Q prompt"),
+    item("model", "M model, tokens, strip: entropy"),
+    item("tool", "tool result"),
+    item("failed", "! failed call"),
+    item("opened", "◆ branched here"),
+    item("looked", "◇ looked at, not branched"),
+  );
+}
