@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SEED ?= 0
 
-.PHONY: demo test check format clean bench-sandbox bench-search bench-engine bench-gpu bench-tree bench-math bench-view test-kernels test-mcp-npm
+.PHONY: demo test check format clean bench-sandbox bench-search bench-engine bench-gpu bench-tree bench-math bench-view test-kernels test-mcp-npm test-browser
 
 demo: .venv/installed  ## watch a small agent learn, a few minutes
 	$(BIN)/arpo demo --seed $(SEED)
@@ -41,6 +41,11 @@ test-mcp-npm: .venv/installed-dev  ## MCP against a server from npm; needs node
 	npm install --prefix .venv/npm --no-audit --no-fund --loglevel=error @modelcontextprotocol/server-everything@2026.8.31
 	ARPO_TEST_NPM_MCP=$(CURDIR)/.venv/npm/node_modules/@modelcontextprotocol/server-everything/dist/index.js \
 		$(BIN)/python -m pytest tests/test_mcp.py -k npm
+
+test-browser: .venv/installed-dev  ## the viewer's page in a browser: the system's chromium, or else Playwright's
+	$(BIN)/python -m pip install --quiet playwright==1.65.0
+	command -v chromium > /dev/null || $(BIN)/python -m playwright install --with-deps chromium
+	ARPO_TEST_BROWSER=1 $(BIN)/python -m pytest tests/browser
 
 check: .venv/installed-dev  ## lint, format, types, import direction
 	$(BIN)/ruff check .
