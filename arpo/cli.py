@@ -19,7 +19,7 @@ import typer
 from arpo.cli_base import Overrides, config_of, model_config, run_async
 from arpo.cli_data import data_app, index_app
 from arpo.cli_study import compare, entropy
-from arpo.cli_view import view
+from arpo.cli_view import show, view
 from arpo.config import load_config
 from arpo.display import console, print_tree, tool_lines
 from arpo.types import ArpoError, Collapsed, Task, derive_seed
@@ -37,6 +37,7 @@ app.add_typer(data_app, name="data")
 app.command()(compare)
 app.command()(entropy)
 app.command()(view)
+app.command()(show)
 ConfigFile = Annotated[Path, typer.Argument(help="a TOML file with settings")]
 # Of a chat, below what the user gives: calmer than in training, one path at a time, and nothing is rewarded.
 CHAT_SETTINGS = ("rollout.temperature=0.7", "rollout.concurrency=1", "reward.bonus=0")

@@ -16,7 +16,7 @@ from rich.tree import Tree
 
 from arpo.data.tasks import Reading
 from arpo.tools.stats import ToolStats
-from arpo.types import Kind, Node, Reward, RolloutTree
+from arpo.types import Credit, Fault, Kind, Leaf, Node, Reward, RolloutTree, ToolCall, ToolResult
 
 console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
 HEADER = (
@@ -96,29 +96,57 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
-def print_tree(tree: RolloutTree, rewards: Sequence[Reward]) -> None:
-    """Show a rollout tree: who wrote what, what was decided at each tool result, and how each path ended."""
+def print_tree(tree: RolloutTree, rewards: Sequence[Reward], credits: Sequence[Credit] = ()) -> None:
+    """Show a rollout tree: who wrote what, what was decided at each tool result, and how each path ended. Credits are
+    those of a saved tree, of which everything is shown: what calls took, the parts of rewards, advantages."""
     children: dict[int, list[int]] = {}
     for index, node in enumerate(tree.nodes):
         if node.parent is not None:
             children.setdefault(node.parent, []).append(index)
     ends: dict[int, list[str]] = {}
-    for number, (leaf, reward) in enumerate(zip(tree.leaves, rewards, strict=True)):
-        ends.setdefault(leaf.node, []).append(f"path {number + 1}: {leaf.end}, reward {reward.total:.2f}")
-    root = Tree(_label(tree.nodes[0]))
+    for number, leaf in enumerate(tree.leaves):
+        credit = credits[number] if credits else None
+        ends.setdefault(leaf.node, []).append(end_line(number + 1, leaf, rewards[number], credit))
+    root = Tree(_label(tree.nodes[0], bool(credits)))
     waiting = [(0, root)]
     while waiting:
         index, branch = waiting.pop()
         for end in ends.get(index, []):
             branch.add(Text(end, style="green"))
         for child in children.get(index, []):
-            waiting.append((child, branch.add(_label(tree.nodes[child]))))
+            waiting.append((child, branch.add(_label(tree.nodes[child], bool(credits)))))
     console.print(root, soft_wrap=False)
     console.print(Text(f"right answer: {printable(' or '.join(tree.task.answers))}"))
 
 
-def _label(node: Node) -> Text:
+def print_path(tree: RolloutTree, number: int, reward: Reward, credit: Credit) -> None:
+    """Show one path, counted from 1, as a conversation."""
+    leaf = tree.leaves[number - 1]
+    for index in tree.path(leaf.node):
+        node, told = tree.nodes[index], f"{len(tree.nodes[index].tokens)} tokens"
+        if node.kind is Kind.MODEL:
+            unsure = sum(node.entropies) / max(1, len(node.entropies))
+            told += f", entropy {unsure:.3f}, advantage {credit.by_node.get(index, 0.0):+.3f}"
+        console.print(Text(f"--- {node.kind}, {told}", style="bold"))
+        console.print(_label(node, True))
+    console.print(Text(end_line(number, leaf, reward, credit), style="green"))
+    console.print(Text(f"right answer: {printable(' or '.join(tree.task.answers))}"))
+
+
+def end_line(number: int, leaf: Leaf, reward: Reward, credit: Credit | None) -> str:
+    """How a path ended; with its credit, also what the reward is made of."""
+    line = f"path {number}: {leaf.end}, reward {reward.total:.2f}"
+    if credit is None:
+        return line
+    parts = ", ".join(f"{printable(name)} {value:g}" for name, value in reward.parts.items())
+    left_out = "" if credit.kept else ", left out of training"
+    return line + (f" ({parts})" if parts else "") + f", advantage {credit.advantage:+.3f}{left_out}"
+
+
+def _label(node: Node, full: bool) -> Text:
     label = Text(printable(node.text.strip()), style=COLOURS[node.kind])
+    if full and node.result is not None:
+        label.append("\n" + _call_line(node.call, node.result), style="red" if node.result.fault else "magenta")
     decision = node.decision
     if decision is not None:
         label.append(
@@ -127,3 +155,11 @@ def _label(node: Node) -> Text:
             style="magenta",
         )
     return label
+
+
+def _call_line(call: ToolCall | None, result: ToolResult) -> str:
+    name = printable(call.name) if call is not None and call.name else "no tool"
+    if result.fault is not None:
+        whose = {Fault.MODEL: "a mistake of the model's", Fault.TIMEOUT: "took too long", Fault.INFRA: "broken tool"}
+        return f"[{name}: failed, {whose[result.fault]}; {result.seconds:.3f} s, {result.attempts} attempts]"
+    return f"[{name}: {'cached' if result.cached else f'{result.seconds:.3f} s'}]"

@@ -7,6 +7,7 @@
     trees/step_000001.index.json     where each frame lies and what is in it; written last
     checkpoints/step_000001/         complete as soon as it has this name
     collapsed-1/                     a run to read: all records, and the trees, of steps that were taken back
+    tracker_wandb.json               of a tracker that the run is sent to: its name for the run, and the last step sent
     run.lock                         held by the process that writes
 
 Promises: one writer at a time; a crash of process or machine leaves every file whole but for the last line of
@@ -256,6 +257,22 @@ class RunLog:
         temporary.rename(final)
         _sync(self.directory)
         return final
+
+    # --- trackers
+
+    def tracker(self, name: str) -> tuple[str, int] | None:
+        """What a tracker calls this run, and the last step that it was sent; None if it was sent nothing."""
+        path = self._tracker_file(name)
+        known = read_object(path) if path.exists() else None
+        return (known["id"], known["step"]) if known else None
+
+    def write_tracker(self, name: str, identity: str, step: int) -> None:
+        """Remember that, through crash and rewind."""
+        self._must_hold_lock()
+        write_atomically(self._tracker_file(name), _dump({"id": identity, "step": step}))
+
+    def _tracker_file(self, name: str) -> Path:
+        return self.directory / f"tracker_{name}.json"
 
     def _must_hold_lock(self) -> None:
         if self._lock is None:

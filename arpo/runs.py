@@ -7,8 +7,8 @@ step is saved first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from arpo import runlog
 from arpo.config import config_from_resolved, differences
 from arpo.runlog import RunLog
 from arpo.settings import Config
+from arpo.trackers import Trackers, need_trackers
 from arpo.trainer.checkpoint import load_checkpoint, model_settings, save_checkpoint
 from arpo.trainer.update import Trainer
 from arpo.types import ArpoError
@@ -26,10 +27,11 @@ ALWAYS = ("run.", "eval.", "train.micro_tokens:", "train.checkpointing:", "train
 
 @dataclass(slots=True)
 class Keeper:
-    """Saves a run's checkpoints; `saved` is the step of the last one."""
+    """Keeps a run's records and checkpoints; `saved` is the step of the last one."""
 
     trainer: Trainer
     log: RunLog
+    trackers: Trackers
     step: int  # that was done when the run was opened
     every: int
     keep: int
@@ -38,6 +40,11 @@ class Keeper:
 
     def __post_init__(self) -> None:
         self.saved = self.step
+
+    def record(self, step: int, values: Mapping[str, float | int | str]) -> None:
+        """Log a step that was done, here and wherever the run is tracked."""
+        self.log.append(step, values)
+        self.trackers.record(step, values)
 
     def save(self, step: int) -> None:
         """Write a checkpoint of this step."""
@@ -71,6 +78,7 @@ def open_directory(
     `load` gets the settings with the model to start from; `sign` is a metric that all records of such a run have.
     """
     directory = Path(config.run.dir).expanduser()
+    need_trackers(config.run.tracker)
     with ExitStack() as stack:
         log = stack.enter_context(_resume(directory, config, may_change, sign)) if resume else None
         if log is None:
@@ -84,7 +92,8 @@ def open_directory(
         log.rewind(step)
         if [line for line in differences(log.config(), config.resolved()) if not line.startswith("run.dir:")]:
             log.change_config(step, config.resolved())
-        yield Keeper(trainer, log, step, config.run.checkpoint_every, config.run.keep_checkpoints)
+        trackers = stack.enter_context(closing(Trackers(config, log, step)))
+        yield Keeper(trainer, log, trackers, step, config.run.checkpoint_every, config.run.keep_checkpoints)
 
 
 def _resume(directory: Path, config: Config, may_change: tuple[str, ...], sign: str) -> RunLog:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from arpo.sections import COLUMNS, MAX_SEED, Data, Mcp, Mix, Names, NoneWord, Section, Text, Tools, World
@@ -254,6 +254,13 @@ class Eval(Section):
     endpoint_timeout: float = Field(default=300.0, gt=0, description="seconds one turn at the endpoint may take")
 
 
+def _as_names(value: Any) -> Any:
+    """A single name is a list of one, and none is no name."""
+    if isinstance(value, str):
+        return () if value == "none" else (value,)
+    return value
+
+
 class Run(Section):
     """Where results go."""
 
@@ -261,6 +268,23 @@ class Run(Section):
     checkpoint_every: int = Field(default=10, ge=1, description="steps between checkpoints")
     keep_checkpoints: int = Field(default=2, ge=1, description="newest checkpoints that are kept")
     save_trees: bool = Field(default=True, description="write every rollout tree")
+    tracker: Annotated[Names, BeforeValidator(_as_names)] = Field(
+        default=(),
+        description='where records are sent as well: "tensorboard", "wandb", "mlflow", "trackio", or a list of them; '
+        "none: nowhere",
+    )
+    tracker_trees: int = Field(
+        default=10, ge=0, description="steps between pictures of a tree that trackers get; 0: no pictures"
+    )
+
+    @field_validator("tracker")
+    @classmethod
+    def _tracker_is_known(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        known = ("tensorboard", "wandb", "mlflow", "trackio")
+        if len(set(value)) < len(value) or not set(value) <= set(known):
+            names = ", ".join(f'"{name}"' for name in known)
+            raise PydanticCustomError("one_way", "{text}", {"text": f'"none", one of {names}, or a list of such names'})
+        return value
 
 
 class Coldstart(Section):

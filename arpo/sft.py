@@ -126,7 +126,7 @@ async def teach(course: Course) -> int:
                 await asyncio.sleep(0.001)  # long enough for a Ctrl-C to get through
             metrics = _step(course, step)
             step += 1
-            keeper.log.append(step, metrics)
+            keeper.record(step, metrics)
             console.print(sft_line(step, metrics))
             keeper.step_done(step, last)
     return step

@@ -184,7 +184,7 @@ async def train(run: Run) -> int:
                         metrics |= await _tested(run, step)
                 finally:  # a step that was learnt is logged, tested or not
                     seen = {"outcomes": run.session.outcomes[-1]} if config.data.curriculum else {}
-                    run.log.append(step, guard.seen(step, {**metrics, **seen}))
+                    run.keeper.record(step, guard.seen(step, {**metrics, **seen}))
             console.print(step_line(step, metrics))
             guard.heed()
             learnt += metrics["optimiser_steps"]
