@@ -46,6 +46,11 @@ class Keeper:
         self.log.append(step, values)
         self.trackers.record(step, values)
 
+    def amend(self, step: int, values: Mapping[str, float]) -> None:
+        """Add to the last record, which is that of this step, here and wherever the run is tracked."""
+        self.log.amend(step, values)
+        self.trackers.amend(step, values)
+
     def save(self, step: int) -> None:
         """Write a checkpoint of this step."""
         self.log.commit_checkpoint(

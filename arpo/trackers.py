@@ -244,6 +244,11 @@ class Trackers:
                 if feed.raster in drawn:
                     feed.picture(step, "tree", drawn[feed.raster])
 
+    def amend(self, step: int, values: Mapping[str, float]) -> None:
+        """Send numbers that a step they have got later."""
+        for feed in self._feeds:
+            feed.amend(step, values)
+
     def close(self) -> None:
         """Let them send what is left, for a minute at most."""
         end = time.monotonic() + PATIENCE
@@ -286,13 +291,18 @@ class _Feed:
         if step <= self._given:
             return
         self._given = step
-        numbers = {_tag(name): value for name, value in values.items() if name != "step" and _is_number(value)}
+        numbers = _numbers(values)
 
         def send() -> None:
             self._log.write_tracker(self._name, self._id, step)  # first: better never than twice
             self._tracker.log(step, numbers)
 
         self._waiting.put(send)
+
+    def amend(self, step: int, values: Mapping[str, Any]) -> None:
+        """More numbers of a step whose numbers it was given."""
+        numbers = _numbers(values)
+        self._waiting.put(lambda: self._tracker.log(step, numbers))
 
     def picture(self, step: int, name: str, content: bytes) -> None:
         """A picture of a step whose numbers it was given."""
@@ -363,6 +373,10 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def _tag(name: str) -> str:
     """A name that every tracker takes; tools name themselves."""
     return re.sub(r"[^\w./ -]", "_", name, flags=re.ASCII)[:200]
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    return {_tag(name): value for name, value in values.items() if name != "step" and _is_number(value)}
 
 
 def _is_number(value: Any) -> bool:

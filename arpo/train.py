@@ -205,7 +205,7 @@ async def _tested(run: Run, step: int) -> dict[str, float]:
 async def _make_up_test(run: Run, step: int) -> None:
     """Do the test that a stop left out: a resumed run has the same records as one that was not stopped."""
     if "test_accuracy" not in run.log.read_metrics()[-1]:
-        run.log.amend(step, await _tested(run, step))
+        run.keeper.amend(step, await _tested(run, step))
 
 
 async def sample_step(session: Session, step: int) -> tuple[list[RolloutTree], list[tuple[Reward, ...]]]:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -16,6 +16,7 @@ import pytest
 from traces import sum_row, sums_config, write_model, write_rows
 from trees import two_branches
 
+import arpo.train
 from arpo import runlog, trackers
 from arpo.config import load_config
 from arpo.runlog import RunLog
@@ -265,9 +266,9 @@ def test_a_run_is_called_after_its_place() -> None:
 # --- the loops
 
 
-def test_training_is_tracked_step_by_step_and_is_not_changed_by_it(
-    tokenizer: Any, tmp_path: Path, fakes: dict[str, Fake]
-) -> None:
+@pytest.fixture
+def work(tokenizer: Any, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
+    """Trains a small model, new or from where it was, and gives the records."""
     save_pretrained(build_model(tokenizer, 32, 1, 256, seed=1), tokenizer, tmp_path / "model")
     small = [
         "world.entities=60", "world.train_questions=12", "world.test_questions=4", "train.prompts=2",
@@ -280,16 +281,41 @@ def test_training_is_tracked_step_by_step_and_is_not_changed_by_it(
             asyncio.run(train(run))
         return runlog.open_run(tmp_path / name).read_metrics()
 
+    return work
+
+
+def numbers(record: dict[str, Any]) -> dict[str, float]:
+    return {key: value for key, value in record.items() if isinstance(value, int | float) and key != "step"}
+
+
+def test_training_is_tracked_step_by_step_and_is_not_changed_by_it(
+    work: Callable[..., list[dict[str, Any]]], fakes: dict[str, Fake]
+) -> None:
     alone = work("alone", "train.steps=3")
     work("tracked", "train.steps=2", "run.tracker=wandb")
     tracked = work("tracked", "train.steps=3", "run.tracker=wandb", resume=True)
     fake = fakes["wandb"]
     assert (fake.steps, fake.closed) == ([1, 2, 3], 2)
     assert [step for step, _, _ in fake.pictures] == [2]
-    numbers = [{k: v for k, v in row.items() if isinstance(v, int | float) and k != "step"} for row in tracked]
-    assert [dict(row) for row in fake.values] == numbers
+    assert [dict(row) for row in fake.values] == list(map(numbers, tracked))
     for a, b in zip(alone, tracked, strict=True):
         assert {k: v for k, v in a.items() if "seconds" not in k} == {k: v for k, v in b.items() if "seconds" not in k}
+
+
+def test_a_test_that_is_made_up_after_a_stop_is_sent(
+    work: Callable[..., list[dict[str, Any]]], fakes: dict[str, Fake], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def stopped(session: Any) -> Any:
+        raise asyncio.CancelledError
+
+    settings = ("train.steps=3", "eval.every=2", "run.tracker=wandb")
+    with monkeypatch.context() as patch, pytest.raises(asyncio.CancelledError):
+        patch.setattr(arpo.train, "test", stopped)
+        work("stopped", *settings)
+    records, fake = work("stopped", *settings, resume=True), fakes["wandb"]
+    assert fake.steps == [1, 2, 2, 3]
+    assert {"test_accuracy", "test_format"} == set(fake.values[2])
+    assert {**fake.values[1], **fake.values[2]} == numbers(records[1])
 
 
 def test_supervised_fine_tuning_is_tracked(tmp_path: Path, fakes: dict[str, Fake]) -> None:
