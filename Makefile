@@ -42,9 +42,10 @@ test-mcp-npm: .venv/installed-dev  ## MCP against a server from npm; needs node
 	ARPO_TEST_NPM_MCP=$(CURDIR)/.venv/npm/node_modules/@modelcontextprotocol/server-everything/dist/index.js \
 		$(BIN)/python -m pytest tests/test_mcp.py -k npm
 
+# Where neither can be had, the tests end at once and say what to do.
 test-browser: .venv/installed-dev  ## the viewer's page in a browser: the system's chromium, or else Playwright's
-	$(BIN)/python -m pip install --quiet playwright==1.65.0
-	command -v chromium > /dev/null || $(BIN)/python -m playwright install --with-deps chromium
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt playwright
+	command -v chromium > /dev/null || $(BIN)/python -m playwright install chromium || true
 	ARPO_TEST_BROWSER=1 $(BIN)/python -m pytest tests/browser
 
 check: .venv/installed-dev  ## lint, format, types, import direction

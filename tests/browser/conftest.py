@@ -12,6 +12,12 @@ import pytest
 from serving import Open, serving
 from view_runs import make_folder
 
+NO_BROWSER = (
+    "No browser could be started, so no page was tested. Install one and repeat `make test-browser`:\n"
+    "  Debian:     apt-get install chromium\n"
+    "  elsewhere:  .venv/bin/playwright install --with-deps chromium   (a download; asks for the root password)"
+)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Browsers are not everywhere."""
@@ -24,11 +30,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
     """One browser for all tests: the system's chromium, or Playwright's own."""
-    from playwright.sync_api import sync_playwright
+    from playwright.sync_api import Error, sync_playwright
 
     with sync_playwright() as playwright:
         flags = ["--no-sandbox"] if os.geteuid() == 0 else []
-        made = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=flags)
+        try:
+            made = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=flags)
+        except Error as error:
+            pytest.exit(f"{error.message}\n\n{NO_BROWSER}", returncode=1)
         yield made
         made.close()
 
