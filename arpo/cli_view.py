@@ -120,13 +120,15 @@ def _the_step(log: RunLog, wanted: int | None) -> int:
 
 
 def _print_list(log: RunLog, step: int) -> None:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=f"step {step}", title_justify="left")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=f"step {step}", title_justify="left", expand=True)
     table.add_column("prompt", justify="right")
     table.add_column("task", overflow="fold")
-    for name in ("mean reward", "paths", "branch points"):
+    for name in ("reward", "paths", "branched"):
         table.add_column(name, justify="right")
+    table.add_column("question", no_wrap=True, overflow="ellipsis", ratio=1)
     for number, entry in enumerate(log.tree_index(step)):
         mean = "" if entry.mean_reward is None else f"{entry.mean_reward:.2f}"
         task = Text(printable(entry.task))
-        table.add_row(str(number), task, mean, str(entry.leaves), str(entry.branch_points))
+        question = Text(printable(" ".join(entry.question.split())))
+        table.add_row(str(number), task, mean, str(entry.leaves), str(entry.branch_points), question)
     console.print(table, soft_wrap=False)

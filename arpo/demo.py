@@ -49,7 +49,8 @@ def _conclude(run: Run, before: Evaluation, after: Evaluation) -> None:
     calls = sum(line["tool_calls"] for line in run.log.read_metrics())
     console.print(
         f"\nARPO changed held-out accuracy by {100 * (after.accuracy - before.accuracy):+.0f} points with {calls:,.0f}"
-        f" tool calls.\nThe run, with every tree it sampled, is in {run.log.directory}; ask it something:"
+        f" tool calls.\nThe run, with every tree it sampled, is in {run.log.directory}; see it, or ask it something:"
+        f"\n  arpo view {run.log.directory}"
         f"\n  arpo rollout {run.log.directory} --number 3"
     )
 

@@ -143,6 +143,7 @@ def test_a_run_and_a_comparison_can_be_served_by_themselves(known: Path) -> None
     assert data.steps(Folder(known / "branched"), ".") == {"steps": [2, 4, 5]}
     several = data.runs(Folder(known / "comparison"))
     assert [run["id"] for run in several["runs"]] == [name.removeprefix("comparison/") for name in RUNS[1:5]]
+    assert [run["name"] for run in several["runs"]][:2] == ["arpo/seed-0", "arpo/seed-1"]
     assert several["comparisons"] == [{"id": ".", "title": "two <b>algorithms</b>"}]
     assert data.comparison(Folder(known / "comparison"), ".")["baseline"] == "grpo"
 

@@ -188,7 +188,7 @@ def _listed(folder: Folder, name: str) -> dict[str, Any] | None:
 
 
 def _name(folder: Folder, name: str) -> str:
-    return folder.name if name == "." else name
+    return folder.name if name == "." else name.removesuffix("/run")  # where `arpo compare` keeps them
 
 
 def _title(folder: Folder, name: str) -> str:

@@ -82,7 +82,7 @@ def test_a_run_that_grows(pages: Open, tmp_path: Path) -> None:
         write_step(log, 6, [branched(), straight()])
         page.locator('svg[aria-label*="to 0.6"]').wait_for()
         assert page.evaluate("window.before.every((one) => one.isConnected)")
-        assert "step 6" in page.locator(".runs").inner_text()
+        page.locator(".runs", has_text="step 6").wait_for()
         trees.locator(".steps", has_text="4 steps").wait_for()
         trees.locator(".count", has_text="2 of 2 prompts").wait_for()
         pinned.locator(".steps", has_text="4 steps").wait_for()

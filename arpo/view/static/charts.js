@@ -7,6 +7,7 @@ const HEIGHT = 190;
 const EDGE = { left: 52, right: 14, top: 8, bottom: 30 };
 const DASHES = ["", "6 3", "2 3", "9 3 2 3"];
 const COLOURS = 8;
+const MARKS = 25; // of a series
 
 export function makeChart({ title, format = number, xFormat = number, xLabel = "step", floor = null, ceiling = null }) {
   const readout = el("output", { class: "readout" });
@@ -136,7 +137,7 @@ function axes(scale, width, shown, format) {
     parts.push(svg("line", { class: "grid", x1: EDGE.left, x2: width - EDGE.right, y1: scale.py(y), y2: scale.py(y) }));
     parts.push(svg("text", { class: "tick", x: EDGE.left - 6, y: scale.py(y) + 4, "text-anchor": "end" }, format(y)));
   }
-  for (const x of ticks(scale.xs, Math.max(2, width / 110), shown.wholeX ? 1 : 0)) {
+  for (const x of ticks(scale.xs, Math.max(2, width / 75), shown.wholeX ? 1 : 0)) {
     parts.push(svg("line", { class: "grid", x1: scale.px(x), x2: scale.px(x), y1: bottom, y2: bottom + 4 }));
     const label = svg("text", { class: "tick", x: scale.px(x), y: bottom + 15, "text-anchor": "middle" });
     label.append(shown.xFormat(x));
@@ -174,8 +175,9 @@ function line(one, scale) {
   const look = { class: `line ${colour}${one.faint ? " faint" : ""}`, d: path, "stroke-dasharray": DASHES[one.dash ?? 0] };
   parts.push(svg("path", look));
   if (!one.faint) {
-    const marked = one.dots || known.length < 3 ? known : known.slice(-1);
-    for (const [x, y] of marked) parts.push(symbol(one.mark ?? 0, scale.px(x), scale.py(y), colour));
+    const every = Math.ceil(known.length / MARKS);
+    const marked = known.filter((_, place) => (known.length - 1 - place) % every === 0);
+    for (const [x, y] of one.dots || known.length < 3 ? marked : known.slice(-1)) parts.push(symbol(one.mark ?? 0, scale.px(x), scale.py(y), colour));
   }
   return parts;
 }

@@ -54,7 +54,7 @@ function drawComparison(node, found, chosen, comparisons, state) {
     const lines = (found.missing ?? []).map((lack) => el("li", {}, printable(shorten(`${lack.algorithm}, seed ${lack.seed}: ${lack.why}`, 300))));
     node.append(el("div", { class: "problem" }, "Partial: these runs are missing.", el("ul", {}, ...lines)));
   }
-  node.append(resultTable(found), el("div", { class: "charts wide" }, chart.node), el("p", { class: "note" }, printable(found.intervals ?? "")));
+  node.append(resultTable(found), el("div", { class: "charts single" }, chart.node), el("p", { class: "note" }, printable(found.intervals ?? "")));
   chart.update(curvesOf(found, cost[0]), { xLabel: cost[1], xFormat: (x) => number(x, 3) });
 }
 

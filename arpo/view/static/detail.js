@@ -136,7 +136,7 @@ function pathList(tree, index) {
     ];
   });
   if (!rows.length) return [];
-  return [el("h4", {}, "Paths through it"), table(["path", "reward", "advantage", "parts", "end"], rows)];
+  return [el("h4", {}, "Paths through it"), table(["path", "reward", "advantage", "parts", "end"], rows, { class: "paths" })];
 }
 
 function rewardParts(reward) {

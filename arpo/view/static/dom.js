@@ -70,7 +70,7 @@ export function percent(value, digits = 0) {
 
 export function seconds(value) {
   if (typeof value !== "number" || !Number.isFinite(value)) return "–";
-  if (value < 1) return `${number(1000 * value)} ms`;
+  if (value && value < 1) return `${number(1000 * value)} ms`;
   if (value < 120) return `${number(value)} s`;
   return value < 7200 ? `${number(value / 60)} min` : `${number(value / 3600)} h`;
 }

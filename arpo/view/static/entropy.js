@@ -101,7 +101,7 @@ function looksTable(head, entries, name) {
     number(entry.compared),
     entry.compared ? percent(entry.different / entry.compared) : "",
   ]);
-  return table([head, "looked at", "dH > 0", "branched", "not branched because", "compared", "told something"], rows);
+  return table([head, "looked at", "dH > 0", "branched", "not branched because", "compared", "told something"], rows, { class: "looks" });
 }
 
 // How often each dH was seen: branched from below, the others stacked on them.
