@@ -205,6 +205,16 @@ def test_a_run_that_was_taken_back_is_told_from_its_beginning(own: tuple[Path, S
     assert site.get("metrics", run="mine", after=seen["next"] - 3)["from"] == 0
 
 
+def test_a_record_that_was_added_to_is_told_anew(own: tuple[Path, Site]) -> None:
+    root, site = own
+    seen = site.get("metrics", run="mine")
+    with open_run(root / "mine", write=True) as log:
+        log.amend(5, {"test_accuracy": 0.875})
+    again = site.get("metrics", run="mine", after=seen["next"])
+    assert [record["step"] for record in again["records"]] == [1, 2, 3, 4, 5]
+    assert again["records"][-1]["test_accuracy"] == site.get("runs")["runs"][0]["test_accuracy"] == 0.875
+
+
 def test_settings_and_their_differences(site: Site) -> None:
     assert site.get("config", run="sft")["config"]["train"]["lr"] == 1e-5
     lines = site.get("diff", a="sft", b="branched")["lines"]
