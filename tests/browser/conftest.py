@@ -57,7 +57,7 @@ def pages(browser: Any) -> Iterator[Open]:
 
     def open_page(url: str, width: int = 1280, scheme: str = "light", complain: bool = True) -> Any:
         context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
-        context.set_default_timeout(15_000)
+        context.set_default_timeout(60_000)  # only what hangs gets there
         contexts.append(context)
         page = context.new_page()
         if complain:
