@@ -68,7 +68,8 @@ class Looks:
 
     `rise` is H - H_initial in nats and `rose` the share with dH > 0, both None if nothing was generated after any of
     them. Of the branch points, `compared` had two continuations or more whose rewards count, and `different` is how
-    many of these had continuations with different mean rewards.
+    many of these had continuations with different mean rewards. `foretold` is the chance that one of those has a higher
+    dH than one of the others (equal: half), None without one of each: 0.5 if dH says nothing about it.
     """
 
     looked: int
@@ -79,6 +80,7 @@ class Looks:
     other_deltas: tuple[float, ...]
     compared: int
     different: int
+    foretold: float | None
 
     @property
     def branched(self) -> int:
@@ -187,7 +189,7 @@ class _Looks:
     sums: _Sums = field(default_factory=lambda: _Sums(2))
     reasons: Counter[str] = field(default_factory=Counter)
     deltas: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))  # not branched, branched
-    told: list[bool] = field(default_factory=list)
+    told: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))  # dH: nothing, something
 
     def add(self, question: Hashable, decision: Decision, told: bool | None) -> None:
         self.looked += 1
@@ -197,13 +199,25 @@ class _Looks:
             self.sums.add(question, [decision.entropy - decision.initial_entropy, decision.delta > 0])
             self.deltas[decision.branches > 0].append(decision.delta)
         if told is not None:
-            self.told.append(told)
+            self.told[told].append(decision.delta)
 
     def done(self) -> Looks:
         rise, rose = self.sums.means()
         reasons = dict(sorted(self.reasons.items()))
         others, branched = map(tuple, self.deltas)
-        return Looks(self.looked, rise, rose, reasons, branched, others, len(self.told), sum(self.told))
+        nothing, something = self.told
+        compared = len(nothing) + len(something)
+        foretold = _chance_of_higher(something, nothing)
+        return Looks(self.looked, rise, rose, reasons, branched, others, compared, len(something), foretold)
+
+
+def _chance_of_higher(some: Sequence[float], others: Sequence[float]) -> float | None:
+    """That one of `some`, drawn at random, is higher than one of `others`; equal ones count half."""
+    if not some or not others:
+        return None
+    ordered = np.sort(np.asarray(others))
+    below = np.searchsorted(ordered, some, side="left") + np.searchsorted(ordered, some, side="right")
+    return float(below.mean() / 2 / len(others))
 
 
 def _turns(tree: RolloutTree) -> dict[int, list[Node]]:

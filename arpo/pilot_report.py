@@ -30,7 +30,7 @@ from arpo.types import percentile
 
 BINS = 40
 FEW = 10  # questions; an interval from fewer is worth little
-LOOKS_HEADS = ["looked at", "dH > 0", "branched", "not branched because", "compared", "told something"]
+LOOKS_HEADS = ["looked at", "dH > 0", "branched", "not branched because", "compared", "told something", "foretold"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,8 @@ def markdown(subject: Subject, study: Study) -> str:
         "## Where paths were opened",
         "",
         "A branch point told something if its continuations (the path that was probed, and the new ones) have "
-        "different mean rewards; it is counted if two of them or more have a reward that says something.",
+        "different mean rewards; it is counted if two of them or more have a reward that says something. Foretold: "
+        "the chance that one that told something has a higher dH than one that did not; 0.5 if dH says nothing.",
         "",
     ]
     for head, groups in (("result of", _by_label(study)), ("call on the path", _by_number(study))):
@@ -167,6 +168,7 @@ def _looks(looks: Looks, edges: Sequence[float]) -> dict[str, Any]:
         "other_histogram": _histogram(looks.other_deltas, edges),
         "compared": looks.compared,
         "different": looks.different,
+        "foretold": looks.foretold,
     }
 
 
@@ -195,7 +197,9 @@ def _by_number(study: Study) -> list[list[str]]:
 def _looks_row(looks: Looks) -> list[str]:
     reasons = "; ".join(f"{reason}: {count:,}" for reason, count in looks.reasons.items())
     told = f"{looks.different / looks.compared:.0%}" if looks.compared else ""
-    return [f"{looks.looked:,}", _share(looks.rose), f"{looks.branched:,}", reasons, f"{looks.compared:,}", told]
+    foretold = "" if looks.foretold is None else f"{looks.foretold:.2f}"
+    seen = [f"{looks.looked:,}", _share(looks.rose), f"{looks.branched:,}"]
+    return [*seen, reasons, f"{looks.compared:,}", told, foretold]
 
 
 def _interval(mean: Mean) -> tuple[float, float]:

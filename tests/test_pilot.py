@@ -235,7 +235,7 @@ def test_the_numbers_equal_a_slow_count(seed: int, tokens: int) -> None:
     firsts: dict[Place, list[tuple[str, float]]] = {}
     deltas: dict[Place, list[tuple[str, float]]] = {}
     rises: dict[Place, list[tuple[str, float]]] = {}
-    told: dict[Place, list[bool | None]] = {}
+    told: dict[Place, list[tuple[bool | None, float]]] = {}
     for each, group in zip(trees, rewards, strict=True):
         for index, node in enumerate(each.nodes):
             turns = [other for other in each.nodes if other.parent == index and other.kind is Kind.MODEL]
@@ -247,7 +247,8 @@ def test_the_numbers_equal_a_slow_count(seed: int, tokens: int) -> None:
                     if here:
                         positions.setdefault((kind_of(node), at), []).append((each.task.id, fmean(here)))
             if node.decision is not None and node.decision.branches:
-                told.setdefault(kind_of(node), []).append(slow_told(each, group, index))
+                verdict = (slow_told(each, group, index), node.decision.delta)
+                told.setdefault(kind_of(node), []).append(verdict)
             if node.decision is not None and node.decision.probed_tokens:
                 deltas.setdefault(kind_of(node), []).append((each.task.id, node.decision.delta))
                 rise = node.decision.entropy - node.decision.initial_entropy
@@ -262,8 +263,10 @@ def test_the_numbers_equal_a_slow_count(seed: int, tokens: int) -> None:
         assert same(looks.rise, slow_mean(rises.get(place, [])))
         assert same(looks.rose, slow_mean([(name, float(delta > 0)) for name, delta in seen]))
         assert sorted(looks.branched_deltas + looks.other_deltas) == sorted(delta for _, delta in seen)
-        known = [verdict for verdict in told.get(place, []) if verdict is not None]
-        assert (looks.compared, looks.different) == (len(known), sum(known))
+        known = [(verdict, delta) for verdict, delta in told.get(place, []) if verdict is not None]
+        assert (looks.compared, looks.different) == (len(known), sum(verdict for verdict, _ in known))
+        pairs = [(high > low) + (high == low) / 2 for yes, high in known if yes for no, low in known if not no]
+        assert looks.foretold == (pytest.approx(fmean(pairs)) if pairs else None)
         assert looks.looked == looks.branched + sum(looks.reasons.values())
 
 
@@ -348,7 +351,7 @@ def test_the_files_say_the_same_and_come_out_the_same(tmp_path: Path) -> None:
     assert [row["call"] for row in told["decisions_by_call"]] == [1]
     assert told["decisions_by_call"][0]["not_branched"] == {WHY_NOT: 12}
     lines = (tmp_path / "a" / "entropy.md").read_text().splitlines()
-    assert "| search | 12 | 100% | 12 |  | 0 |  |" in lines
+    assert "| search | 12 | 100% | 12 |  | 0 |  |  |" in lines
     assert "| after python | 12 | 12 | 0.150 (0.150 to 0.150) | -1.000 (-1.000 to -1.000) | 0% | 0 |" in lines
 
 
@@ -361,7 +364,7 @@ def test_hostile_names_are_text(tmp_path: Path) -> None:
     text = markdown(Subject(HOSTILE, HOSTILE, 1.0), found)
     assert "\x1b" not in text and "\u202e" not in text and "<script>" not in text.replace("\\<script\\>", "")
     rows = [line for line in text.splitlines() if line.startswith("| after")]
-    assert [line.replace("\\|", "").count("|") for line in rows] == [8] * 4  # one of the tools is called after...
+    assert [line.replace("\\|", "").count("|") for line in rows] == [8, 8, 8, 9]  # one tool is called after...
 
 
 def test_the_picture_ignores_the_users_own_style(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,8 +100,9 @@ function looksTable(head, entries, name) {
     Object.entries(entry.not_branched).map(([reason, count]) => `${printable(shorten(reason, 60))}: ${number(count)}`).join("; "),
     number(entry.compared),
     entry.compared ? percent(entry.different / entry.compared) : "",
+    entry.foretold === null ? "" : entry.foretold.toFixed(2),
   ]);
-  return table([head, "looked at", "dH > 0", "branched", "not branched because", "compared", "told something"], rows, { class: "looks" });
+  return table([head, "looked at", "dH > 0", "branched", "not branched because", "compared", "told something", "foretold"], rows, { class: "looks" });
 }
 
 // How often each dH was seen: branched from below, the others stacked on them.
