@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trees import model, prompt, tool, tree
 
+from arpo import pilot
 from arpo.pilot import Mean, Place, Study, study, threshold
 from arpo.pilot_figure import COLOURS, DASHES, MOST, draw
 from arpo.pilot_report import BINS, Subject, bins, findings, markdown, study_json, write_study
@@ -268,6 +269,12 @@ def test_the_numbers_equal_a_slow_count(seed: int, tokens: int) -> None:
         pairs = [(high > low) + (high == low) / 2 for yes, high in known if yes for no, low in known if not no]
         assert looks.foretold == (pytest.approx(fmean(pairs)) if pairs else None)
         assert looks.looked == looks.branched + sum(looks.reasons.values())
+
+
+@given(*[st.lists(st.integers(0, 4), max_size=6)] * 2)
+def test_the_chance_of_a_higher_one_counts_equal_ones_half(some: list[int], others: list[int]) -> None:
+    pairs = [(a > b) + (a == b) / 2 for a in some for b in others]
+    assert pilot._chance_of_higher(some, others) == (pytest.approx(fmean(pairs)) if pairs else None)
 
 
 @settings(max_examples=200, deadline=None)
