@@ -6,9 +6,9 @@ and P = (alpha + beta * dH) * (1 - penalty * l), with l the number of results ju
 branched from. The threshold rule branches when P > tau; the stochastic rule branches with probability P clipped to
 [0, 1].
 
-Other policies look at no entropy: "random" branches with probability alpha, "always" wherever it can, "later" only when
-all paths have ended (at results drawn at random, see the rollout), "never" not at all, which is GRPO. What they would
-have seen is recorded all the same.
+Other policies: "random" branches with probability alpha, "always" wherever it can, "later" and "top" only when all
+paths have ended (at results drawn at random, or at those with the highest dH, see the rollout), "never" not at all,
+which is GRPO. Only "top" looks at entropies; what the others would have seen is recorded all the same.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from collections.abc import Sequence
 
 from arpo.settings import Branching
 from arpo.types import Decision
+
+WHEN_ENDED = ("later", "top")  # policies that branch when all paths have ended
 
 
 def decide(
@@ -47,7 +49,7 @@ def decide(
 def _verdict(settings: Branching, probability: float, probed: int, budget: int, uniform: float) -> tuple[int, str]:
     if settings.policy == "never":
         return 0, "the policy never branches"
-    if settings.policy == "later":
+    if settings.policy in WHEN_ENDED:
         return 0, "the policy branches when all paths have ended"
     if probed == 0:
         return 0, "nothing was generated after the result"

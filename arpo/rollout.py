@@ -2,11 +2,11 @@
 
 N paths start at the prompt. Right after each tool result the first k sampled tokens are looked at (`branching.decide`);
 where it says so, fresh paths start from that same result while the probed path goes on. When every path has ended and
-leaves are missing, the rest is filled with fresh samples from the root; under the policy "later" from results drawn at
-random, as many for each of the first paths. With `branching.fill = "mixed"` that is only done where `mixed` says that
-what there is of the tree earned unequal rewards; other trees stay smaller. There is no barrier: each path is a task of
-its own that waits for nothing but its own turn and its own tool. What the model samples is never tokenised again, and
-no model output, however broken, raises: it becomes a tool result that says what was wrong, or the end of the path.
+leaves are missing, the rest is filled with fresh samples from the root; under the policies "later" and "top" from
+results, drawn or where entropy rose most, as many for each of the first paths. With `branching.fill = "mixed"` that is
+only done where `mixed` says that what there is of the tree earned unequal rewards. There is no barrier: each path is a
+task of its own that waits for nothing but its own turn and its own tool. What the model samples is never tokenised
+again, and no model output, however broken, raises: it becomes a result that says what was wrong, or the path's end.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
-from arpo.branching import balanced, decide
+from arpo.branching import WHEN_ENDED, balanced, decide
 from arpo.ends import token_ends
 from arpo.engine.base import Engine
 from arpo.render import CallFormat, encode_next_question, encode_prompt, encode_result
@@ -124,7 +125,7 @@ async def rollout(
         await grower.grow_balanced(branching.balance)
     if branching.fill == "mixed" and grower.budget and not await mixed(grower.tree()):
         return grower.tree()
-    while branching.policy == "later" and grower.budget:
+    while branching.policy in WHEN_ENDED and grower.budget:
         await grower.grow_later()
     if grower.budget:  # every path ended and leaves are missing
         await grower.grow_from_root(grower.budget)
@@ -195,7 +196,7 @@ class _Grower:
         await self._grow([0] * (initial - 1), decide_afterwards)
 
     async def grow_later(self) -> None:
-        """From each of the first paths' trees one more path, as far as the budget goes, at a result drawn at random."""
+        """From each of the first paths' trees one more path, as far as the budget goes, at a result drawn or chosen."""
         rng = random.Random(derive_seed(self.seed, "later", self.budget))
         below: dict[int, list[int]] = {}  # the results that a first turn led to, which the model has seen
         for index, node in enumerate(self.nodes):
@@ -203,14 +204,23 @@ class _Grower:
                 results = below.setdefault(self._first_turn(index), [])
                 if node.kind is Kind.TOOL and node.decision is not None:
                     results.append(index)
-        sources = [rng.choice(results) if results else 0 for results in below.values()] or [0]
+        top = self.branching.policy == "top"
+        choose = partial(min, key=self._branched_and_sure) if top else rng.choice
+        sources = [choose(results) if results else 0 for results in below.values()] or [0]
         sources = sources[: self.budget]
         for source in filter(None, sources):
             decision = self.nodes[source].decision
             assert decision is not None
-            chosen = replace(decision, branches=decision.branches + 1, reason="drawn when all paths had ended")
+            how = "chosen for its dH" if top else "drawn"
+            chosen = replace(decision, branches=decision.branches + 1, reason=f"{how} when all paths had ended")
             self.nodes[source] = replace(self.nodes[source], decision=chosen)
         await self._grow(sources)
+
+    def _branched_and_sure(self, index: int) -> tuple[int, float]:
+        """The less of this, the better a result: how often it was branched from, then how little entropy rose there."""
+        decision = self.nodes[index].decision
+        assert decision is not None
+        return decision.branches, -decision.delta
 
     def _first_turn(self, index: int) -> int:
         """The child of the prompt above a node, or the node itself if it is that."""

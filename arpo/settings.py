@@ -67,9 +67,10 @@ class Rollout(Section):
 class Branching(Section):
     """When a tool result gets more than one continuation."""
 
-    policy: Literal["entropy", "random", "always", "later", "never"] = Field(
+    policy: Literal["entropy", "random", "always", "later", "top", "never"] = Field(
         default="entropy",
-        description="what decides about branching; random: chance alpha; later: at random results when all paths ended",
+        description="what decides about branching; random: chance alpha; later: when all paths ended, at random "
+        "results; top: then where entropy rose most",
     )
     rule: Literal["threshold", "stochastic"] = Field(
         default="threshold", description="entropy: if P > tau, or with chance P"

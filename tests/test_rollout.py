@@ -472,6 +472,22 @@ def test_later_starts_the_rest_at_drawn_results_one_for_each_first_path(tokenize
     assert seen == {1, 2, 3}  # first, second and third results are all drawn
 
 
+@pytest.mark.parametrize(("rounds", "depths"), [(1, [2]), (2, [2, 3]), (3, [2, 3, 3]), (4, [1, 2, 3, 3])])
+def test_top_starts_the_rest_where_entropy_rose_most(tokenizer: Any, rounds: int, depths: list[int]) -> None:
+    script = turns((SEARCH, [1.0]), (SEARCH, [0.5]), (SEARCH, [3.0]), (ANSWER, [2.0]))  # it rises most after the second
+    how = Rollout(leaves=2 + 2 * rounds, initial=2, max_calls=3)
+    tree = grow(agent(tokenizer, script), how, Branching(policy="top"))
+    firsts = [index for index, node in enumerate(tree.nodes) if node.parent == 0]
+    assert len(firsts) == 2
+    for first in firsts:
+        below = [tree.path(index) for index in range(len(tree.nodes)) if first in tree.path(index)]
+        opened = {path: tree.nodes[path[-1]].decision for path in below}
+        chosen = {path: decision for path, decision in opened.items() if decision and decision.branches}
+        assert sorted(sum(tree.nodes[i].kind is Kind.TOOL for i in path) for path in chosen) == depths
+        assert all(decision.branches == 1 for decision in chosen.values())  # none twice while others were not
+        assert {decision.reason for decision in chosen.values()} == {"chosen for its dH when all paths had ended"}
+
+
 def test_later_without_any_result_fills_from_the_prompt(tokenizer: Any) -> None:
     tree = grow(agent(tokenizer, turns(ANSWER)), Rollout(leaves=4, initial=2), Branching(policy="later"))
     assert [node.parent for node in tree.nodes] == [None, 0, 0, 0, 0]
