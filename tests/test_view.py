@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -386,6 +387,26 @@ def test_only_questions_are_answered(site: Site, method: str) -> None:
     assert status == 405 and headers["allow"] == "GET, HEAD" and "error" in json.loads(content)
 
 
+@pytest.mark.parametrize(
+    ("request_line", "status"),
+    [
+        (b"GET http://[ HTTP/1.1", 404),
+        (b"GET http://localhost/api/runs HTTP/1.1", 404),
+        (b"BREW / HTTP/1.1", 501),
+    ],
+)
+def test_what_is_no_request_is_told_in_the_same_way(
+    site: Site, capfd: pytest.CaptureFixture[str], request_line: bytes, status: int
+) -> None:
+    with socket.create_connection(("127.0.0.1", site.server.port), timeout=60) as link:
+        link.sendall(request_line + f"\r\nHost: localhost:{site.server.port}\r\nConnection: close\r\n\r\n".encode())
+        with link.makefile("rb") as file:
+            said = file.read()
+    head, _, content = said.partition(b"\r\n\r\n")
+    assert head.startswith(f"HTTP/1.1 {status} ".encode()) and b"\r\nContent-Security-Policy: " in head
+    assert set(json.loads(content)) == {"error"} and capfd.readouterr() == ("", "")
+
+
 def test_a_head_has_no_content(site: Site) -> None:
     status, headers, content = site.ask("/api/steps?run=branched", "HEAD")
     assert (status, content) == (200, b"") and int(headers["content-length"]) == len(b'{"steps":[2,4,5]}')
@@ -565,11 +586,34 @@ def test_a_damaged_tree_is_told_and_others_are_read(own: tuple[Path, Site], valu
     data_path.write_bytes(content + frame)
     index.write_text(json.dumps({"trees": entries}))
     status, body = site.status("tree", run="mine", step=2, n=0)
-    assert status == 422 and body["error"]
+    if value == "nan":
+        assert status == 200 and body["rewards"][0]["total"] is None
+    else:
+        assert status == 422 and body["error"]
     assert site.get("tree", run="mine", step=2, n=1)["task"]["id"] == "q-sum"
     if value != "nan":
         assert site.get("search", run="mine", step=2, q="easy")["damaged"] == 1
         assert site.get("entropy", run="mine", steps="2")["tree_count"] == 3
+
+
+@pytest.mark.parametrize("bad", ["NaN", "-Infinity", "1e999", "[1e999]", '{"a": [NaN]}'])
+def test_one_runs_odd_numbers_leave_the_others_in_the_list(own: tuple[Path, Site], bad: str) -> None:
+    root, site = own
+    view_runs.make_branched(root / "odd")
+    given = json.loads((root / "odd/config.json").read_text())
+    settings = json.dumps({**given, "preset": "ODD"}).replace('"ODD"', bad)
+    (root / "odd/config.json").write_text(settings)
+    with (root / "odd/metrics.jsonl").open("a") as file:
+        file.write(f'{{"step": 6, "reward": {bad}, "accuracy": 0.5, "test_accuracy": {bad}}}\n')
+    (root / "results").mkdir()
+    (root / "results/results.json").write_text(f'{{"trials": [], "algorithms": [], "x": {bad}}}')
+    mine, odd = site.get("runs")["runs"]
+    assert (mine["reward"], odd["reward"], odd["accuracy"], odd["preset"]) == (0.5, None, 0.5, None)
+    assert len(site.get("metrics", run="odd")["records"]) == 6
+    for value in (site.get("config", run="odd")["config"]["preset"], site.get("comparison", id="results")["x"]):
+        assert value in (None, [None], {"a": [None]})
+    held = re.search(r'id="data">(.*?)</script>', make_page(static_files(), collect(Folder(root), 10**9)).decode())
+    assert held is not None and json.loads(held[1])["/api/config?run=odd"] == site.get("config", run="odd")
 
 
 def test_a_run_with_a_name_that_is_no_text_breaks_nothing(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from math import isinf
 from pathlib import Path
 from typing import Any
 
@@ -120,11 +119,13 @@ def entropy(folder: Folder, run: str, wanted: str | None) -> dict[str, Any]:
     if wanted is None:
         chosen = _quick(log, chosen)
     version = (run, *((step, log.tree_files(step)[1].stat().st_mtime_ns) for step in chosen))
-    if version not in folder.studies:
-        if len(folder.studies) >= STUDIES:
+    found = folder.studies.get(version)
+    if found is None:
+        found = _studied(log, _name(folder, run), chosen)
+        if len(folder.studies) >= STUDIES:  # another thread may do so too
             folder.studies.clear()
-        folder.studies[version] = _studied(log, _name(folder, run), chosen)
-    return folder.studies[version]
+        folder.studies[version] = found
+    return found
 
 
 def comparison(folder: Folder, name: str) -> dict[str, Any]:
@@ -177,14 +178,19 @@ def _listed(folder: Folder, name: str) -> dict[str, Any] | None:
         "steps": last.get("step", 0),
         "live": is_live(log.directory),
         "started": datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds"),
-        "preset": settings.get("preset"),
-        "model": model.get("path") if isinstance(model, dict) else None,
-        "reward": last.get("reward"),
-        "accuracy": last.get("accuracy"),
-        "test_accuracy": tested.get("test_accuracy"),
+        "preset": _plain(settings.get("preset")),
+        "model": _plain(model.get("path")) if isinstance(model, dict) else None,
+        "reward": _plain(last.get("reward")),
+        "accuracy": _plain(last.get("accuracy")),
+        "test_accuracy": _plain(tested.get("test_accuracy")),
         "has_trees": _has_trees(log.directory),
         "kind": "sft" if "epoch" in last else "train",
     }
+
+
+def _plain(value: Any) -> str | float | None:
+    """What a list can show; one run must not break the list of all."""
+    return value if isinstance(value, str | int | float) else None
 
 
 def _name(folder: Folder, name: str) -> str:
@@ -217,12 +223,12 @@ def _last_record(content: bytes, key: str) -> dict[str, Any]:
 def _record(line: bytes) -> dict[str, Any] | None:
     """A line of metrics.jsonl; None if it is damaged."""
     try:
-        value = json.loads(line, parse_constant=lambda _: None)
+        value = json.loads(line)
     except (ValueError, RecursionError):
         return None
     if not isinstance(value, dict) or not isinstance(value.get("step"), int):
         return None
-    return {key: None if isinstance(number, float) and isinf(number) else number for key, number in value.items()}
+    return value
 
 
 def _with_trees(folder: Folder, run: str, step: int) -> RunLog:

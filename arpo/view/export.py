@@ -15,7 +15,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
-import json
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -141,7 +140,7 @@ def _variable(module: str) -> str:
 
 def escaped(value: Any) -> str:
     """JSON in which no text can be taken for mark-up."""
-    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    text = dump(value).decode()
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 

@@ -21,8 +21,9 @@ from functools import cache
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
+from math import isfinite
 from typing import Any
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import parse_qs, unquote
 
 from arpo.types import ArpoError
 from arpo.view import data
@@ -137,10 +138,10 @@ class Handler(BaseHTTPRequestHandler):
         if not known_host(self.headers.get("Host", ""), self.server.host, self.server.port):
             self._send_json(HTTPStatus.FORBIDDEN, {"error": "this server is asked by its own address only"})
             return
-        parts = urlsplit(self.path)
-        path = unquote(parts.path)
+        address, _, query = self.path.partition("?")
+        path = unquote(address)
         if path.startswith("/api/"):
-            status, found = answer(self.server.folder, path.removeprefix("/api/"), parts.query)
+            status, found = answer(self.server.folder, path.removeprefix("/api/"), query)
             self._send(status, JSON, found)
             return
         content = static_files().get("index.html" if path == "/" else path.removeprefix("/static/"))
@@ -157,6 +158,12 @@ class Handler(BaseHTTPRequestHandler):
         self._send_json(HTTPStatus.METHOD_NOT_ALLOWED, {"error": "only GET and HEAD are answered"}, Allow="GET, HEAD")
 
     do_PUT = do_DELETE = do_PATCH = do_OPTIONS = do_TRACE = do_CONNECT = do_POST
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Refuse what is no request, as JSON too."""
+        self.close_connection = True
+        said = {"error": message or "this is no request that can be answered"}
+        self._send_json(HTTPStatus(code), said, Connection="close")
 
     def log_message(self, format: str, *args: Any) -> None:
         """Say nothing on the terminal."""
@@ -201,8 +208,20 @@ def answer(folder: Folder, name: str, query: str) -> tuple[HTTPStatus, bytes]:
 
 
 def dump(value: Any) -> bytes:
-    """JSON in ASCII, so that no text in it can be broken."""
-    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode("ascii")
+    """JSON in ASCII, so that no text in it can be broken; numbers that JSON lacks become null."""
+    try:
+        text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    except ValueError:  # rare, and looking for them beforehand would take as long as all the rest
+        text = json.dumps(_finite(value), allow_nan=False, separators=(",", ":"))
+    return text.encode("ascii")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not isfinite(value) else value
 
 
 def known_host(given: str, host: str, port: int) -> bool:
