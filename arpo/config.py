@@ -109,6 +109,13 @@ def config_from_resolved(values: Mapping[str, Any]) -> Config:
     return _check([("saved configuration", dict(values))], [])
 
 
+def shareable(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A resolved configuration without what MCP servers get in their environment: keys, often."""
+    tools = config.get("tools", {})
+    servers = [{**server, "env": dict.fromkeys(server.get("env", {}), "(left out)")} for server in tools.get("mcp", [])]
+    return {**config, "tools": {**tools, "mcp": servers}} if servers else dict(config)
+
+
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     """Dotted keys on which two resolved configurations differ, with both values: `train.lr: 1e-06 -> 1e-05`."""
     return [f"{key}: {left} -> {right}" for key, left, right in changes(a, b)]

@@ -23,6 +23,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
+from arpo.config import shareable
 from arpo.display import console, printable
 from arpo.runlog import RunLog
 from arpo.settings import Config
@@ -354,13 +355,6 @@ def _start(name: str, config: Config, log: RunLog, step: int) -> _Feed:
 def run_name(directory: Path) -> str:
     """What a run is called: the end of its path, `runs-mine`."""
     return "-".join(re.findall(r"[\w.-]+", "/".join(directory.parts[-4:]))).lstrip(".-") or "run"
-
-
-def shareable(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A resolved configuration without what MCP servers get in their environment: keys, often."""
-    tools = config["tools"]
-    servers = [{**server, "env": dict.fromkeys(server["env"], "(not sent)")} for server in tools["mcp"]]
-    return {**config, "tools": {**tools, "mcp": servers}}
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

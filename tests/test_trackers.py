@@ -18,11 +18,11 @@ from trees import two_branches
 
 import arpo.train
 from arpo import runlog, trackers
-from arpo.config import load_config
+from arpo.config import load_config, shareable
 from arpo.runlog import RunLog
 from arpo.settings import Config
 from arpo.sft import open_course, teach
-from arpo.trackers import Start, Trackers, need_trackers, run_name, shareable, telling_tree
+from arpo.trackers import Start, Trackers, need_trackers, run_name, telling_tree
 from arpo.train import open_run, train
 from arpo.trainer.checkpoint import save_pretrained
 from arpo.trainer.tiny import build_model
@@ -253,7 +253,7 @@ def test_no_secret_of_an_mcp_server_is_sent() -> None:
     sent = shareable(settings)
     assert "secret" in json.dumps(settings)
     assert "secret" not in json.dumps(sent)
-    assert sent["tools"]["mcp"][0]["env"] == {"KEY": "(not sent)"}
+    assert sent["tools"]["mcp"][0]["env"] == {"KEY": "(left out)"}
     assert sent["train"] == settings["train"]
 
 

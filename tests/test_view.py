@@ -223,6 +223,18 @@ def test_settings_and_their_differences(site: Site) -> None:
     assert {line["key"] for line in lines} == {"train.lr", "run.dir"}
 
 
+def test_no_secret_of_an_mcp_server_is_shown_or_exported(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        given = view_runs.settings(tmp_path / "runs" / name)
+        server = {"command": "x", "env": {"KEY": f"secret-{name}"}}
+        with create(tmp_path / "runs" / name, {**given, "tools": {**given["tools"], "mcp": [server]}}) as log:
+            view_runs.write_step(log, 1)
+    folder = Folder(tmp_path / "runs")
+    assert data.config(folder, "a")["config"]["tools"]["mcp"] == [{"command": "x", "env": {"KEY": "(left out)"}}]
+    shown = json.dumps([data.diff(folder, "a", "b"), collect(folder, 10**9)])
+    assert "run.dir" in shown and "KEY" in shown and "secret-" not in shown
+
+
 def test_prompts_of_a_step(site: Site) -> None:
     found = site.get("prompts", run="branched", step=2)["trees"]
     assert found[0] == {

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from arpo.config import changes
+from arpo.config import changes, shareable
 from arpo.locks import is_live
 from arpo.runlog import CONFIG, RunLog
 from arpo.settings import Branching
@@ -58,13 +58,13 @@ def metrics(folder: Folder, run: str, after: int) -> dict[str, Any]:
 
 
 def config(folder: Folder, run: str) -> dict[str, Any]:
-    """The resolved configuration."""
-    return {"config": folder.open(run).config()}
+    """The resolved configuration, without the environment of MCP servers."""
+    return {"config": shareable(folder.open(run).config())}
 
 
 def diff(folder: Folder, a: str, b: str) -> dict[str, Any]:
     """The settings in which two runs differ."""
-    found = changes(folder.open(a).config(), folder.open(b).config())
+    found = changes(config(folder, a)["config"], config(folder, b)["config"])
     return {"lines": [{"key": key, "a": left, "b": right} for key, left, right in found]}
 
 
