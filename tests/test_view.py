@@ -797,6 +797,16 @@ def test_an_export_leaves_out_what_is_damaged(own: tuple[Path, Site]) -> None:
     assert "/api/prompts?run=mine&step=4" in held and len(held["/api/metrics?run=mine"]["records"]) == 5
 
 
+def test_an_export_holds_what_can_be_read_of_damaged_settings_and_indexes(own: tuple[Path, Site]) -> None:
+    root, _ = own
+    (root / "mine/config.json").write_text('{"rollout": 5, "tools": [{"mcp": 5}]}')
+    index = root / "mine/trees/step_000002.index.json"
+    index.write_text(re.sub(r'"length": \d+', f'"length": {10**15}', index.read_text()))
+    held = collect(Folder(root), 10**9)
+    assert "/api/config?run=mine" not in held and len(held["/api/metrics?run=mine"]["records"]) == 5
+    assert [path for path in held if "/tree?" in path] == [f"/api/tree?run=mine&step={step}&n=0" for step in (4, 5)]
+
+
 def test_steps_are_spread_evenly() -> None:
     assert spread([1, 2, 3], 5) == [1, 2, 3] and spread(range(1, 11), 1) == [10] and spread(range(1, 11), 2) == [1, 10]
     assert spread(range(101), 5) == [0, 25, 50, 75, 100] and spread(range(5), 0) == []

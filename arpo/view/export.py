@@ -58,14 +58,12 @@ def collect(folder: Folder, most: int) -> dict[str, Any]:
     for run in listed["runs"]:
         run["live"] = False
     for name in names:
-        held |= {
-            address("metrics", run=name): data.metrics(folder, name, 0),
-            address("config", run=name): data.config(folder, name),
-            address("steps", run=name): data.steps(folder, name),
-        }
+        held[address("steps", run=name)] = data.steps(folder, name)
+        held |= _readable(address("metrics", run=name), partial(data.metrics, folder, name, 0))
+        held |= _readable(address("config", run=name), partial(data.config, folder, name))
         held |= _readable(address("entropy", run=name), partial(data.entropy, folder, name, None))
     for found in listed["comparisons"]:
-        held[address("comparison", id=found["id"])] = data.comparison(folder, found["id"])
+        held |= _readable(address("comparison", id=found["id"]), partial(data.comparison, folder, found["id"]))
     with_trees = [name for name in names if held[address("steps", run=name)]["steps"]]
     room = (most - len(dump(held))) // max(1, len(with_trees))
     notes = []
@@ -190,7 +188,7 @@ def _readable(where: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
         found = make()
         escaped(found)
-    except (ArpoError, ValueError):
+    except Exception:  # files that other programs damaged can fail in any way
         return {}
     return {where: found}
 
