@@ -830,6 +830,8 @@ def test_the_command_exports(known: Path, tmp_path: Path) -> None:
     [
         (["nowhere"], "there is no such folder"),
         ([".", "--export", "page.html"], "no run and no comparison"),
+        ([".", "--export", "."], "--export .: is a folder; name a file in it"),
+        ([".", "--export", "no/page.html"], "--export no/page.html: there is no folder no"),
         ([".", "--host", "no.such.host.invalid"], "no address of this machine"),
     ],
 )

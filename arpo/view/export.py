@@ -40,9 +40,11 @@ SCRIPT_TAG = re.compile(r'<script type="module" src="/static/([\w.-]+)"></script
 
 def write_page(folder: Folder, path: Path, megabytes: float) -> str:
     """Write the file; returns what it lacks, in words, or nothing if it has all."""
-    held = collect(folder, int(megabytes * MB))
     if not path.parent.is_dir():
         raise ArpoError(f"--export {path}: there is no folder {path.parent}")
+    if path.is_dir():
+        raise ArpoError(f"--export {path}: is a folder; name a file in it")
+    held = collect(folder, int(megabytes * MB))
     write_atomically(path, make_page(static_files(), held))
     note: str = held["/api/runs"].get("note", "")
     return note
