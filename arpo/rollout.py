@@ -123,8 +123,8 @@ async def rollout(
         await grower.grow_from_root(settings.initial)
     else:
         await grower.grow_balanced(branching.balance)
-    if branching.fill == "mixed" and grower.budget and not await mixed(grower.tree()):
-        return grower.tree()
+    if branching.fill == "mixed" and grower.budget and not await mixed(tree := grower.tree()):
+        return tree  # the very one that was scored, so that it is not scored again
     while branching.policy in WHEN_ENDED and grower.budget:
         await grower.grow_later()
     if grower.budget:  # every path ended and leaves are missing

@@ -512,7 +512,7 @@ def test_where_rewards_are_equal_the_missing_paths_are_left_out(tokenizer: Any, 
     full = grown("all", None)  # nobody is asked
     assert len(full.leaves) == 6 and not asked
     small = grown("mixed", False)
-    assert len(small.leaves) == 2 and small == asked[0]
+    assert len(small.leaves) == 2 and small is asked[0]  # whoever scored it need not do so again
     assert [node.text for node in small.nodes] == [node.text for node in full.nodes[: len(small.nodes)]]
     filled = grown("mixed", True)
     assert len(asked) == 2 and asked[1].leaves == small.leaves
