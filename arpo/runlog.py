@@ -271,6 +271,11 @@ class RunLog:
         self._must_hold_lock()
         write_atomically(self._tracker_file(name), _dump({"id": identity, "step": step}))
 
+    def forget_tracker(self, name: str) -> None:
+        """The next start of this tracker is a new one."""
+        self._must_hold_lock()
+        self._tracker_file(name).unlink(missing_ok=True)
+
     def _tracker_file(self, name: str) -> Path:
         return self.directory / f"tracker_{name}.json"
 

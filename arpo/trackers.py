@@ -222,6 +222,7 @@ class Trackers:
         """Start them; the run is at `step`, and what they lack of its records is sent."""
         self._log, self._every, self._feeds = log, config.run.tracker_trees, list[_Feed]()
         records = log.read_metrics() if config.run.tracker else []
+        _take_back([name for name in TRACKERS if name not in config.run.tracker], log, step)
         try:
             for name in config.run.tracker:
                 self._feeds.append(_start(name, config, log, step))
@@ -350,6 +351,17 @@ def _start(name: str, config: Config, log: RunLog, step: int) -> _Feed:
         ) from error
     log.write_tracker(name, identity, start.step)
     return _Feed(name, tracker, log, identity, start.step)
+
+
+def _take_back(names: Sequence[str], log: RunLog, step: int) -> None:
+    """See to it that trackers which are off now notice later that steps they have were taken back."""
+    for name in names:
+        known = log.tracker(name)
+        if known is not None and known[1] > step:
+            if TRACKERS[name]().overwrites:
+                log.write_tracker(name, known[0], step)
+            else:
+                log.forget_tracker(name)
 
 
 def run_name(directory: Path) -> str:

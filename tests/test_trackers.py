@@ -162,6 +162,16 @@ def test_what_a_tracker_missed_is_sent_on_resuming(log: RunLog, fakes: dict[str,
     assert [start.id for start in fakes["wandb"].starts] == [None, "run 1"]
 
 
+def test_steps_that_were_taken_back_while_a_tracker_was_off_are_noticed(log: RunLog, fakes: dict[str, Fake]) -> None:
+    go_on(log, config("wandb", "tensorboard"), 1, 4)
+    go_on(log, config(), 3, 5)
+    go_on(log, config("wandb", "tensorboard"), 6, 6)
+    assert fakes["wandb"].steps == [1, 2, 3, 4, 1, 2, 3, 4, 5, 6]
+    assert [start.id for start in fakes["wandb"].starts] == [None, None]
+    assert fakes["tensorboard"].steps == [1, 2, 3, 4, 3, 4, 5, 6]
+    assert [(start.id, start.step) for start in fakes["tensorboard"].starts] == [(None, 0), ("run 1", 2)]
+
+
 def test_one_that_fails_is_warned_about_once_and_left_alone(
     log: RunLog, fakes: dict[str, Fake], capsys: pytest.CaptureFixture[str]
 ) -> None:
