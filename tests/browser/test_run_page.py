@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,10 @@ def test_curves(pages: Open, known: str) -> None:
     assert page.locator("figure.chart", has_text="Reward").locator("path.line.faint").count() == 1
     page.locator("label", has_text="add a curve").locator("select").select_option("grad_norm")
     assert said(page, "grad_norm").startswith("grad_norm: branched from 0.2 to 0.2")
+    page.goto(known + "#run=branched")  # of what only some records have, all points are joined
+    page.locator("label", has_text="add a curve").locator("select").select_option("test_format")
+    assert said(page, "test_format").startswith("test_format: branched from 0.9 to 0.9")
+    assert plot(page, "test_format").locator("path.line").get_attribute("d").count("L") == 1
 
 
 def test_runs_are_overlaid(pages: Open, known: str) -> None:
@@ -189,6 +194,22 @@ def test_an_exported_file_needs_no_server(pages: Open, tmp_path: Path) -> None:
     assert write_page(Folder(tmp_path / "runs"), file, megabytes=0.01) != ""
     page = pages(file.as_uri())
     page.locator("#note", has_text="This page holds what fits").wait_for()
+
+
+def test_an_exported_file_is_searched_as_the_server_does_it(pages: Open, tmp_path: Path) -> None:
+    make_branched(tmp_path / "runs" / "branched")
+    path = tmp_path / "runs/branched/trees/step_000002.index.json"
+    entries = json.loads(path.read_text())["trees"]
+    entries[1]["length"] = 5  # damaged, so not exported
+    path.write_text(json.dumps({"trees": entries}))
+    write_page(Folder(tmp_path / "runs"), tmp_path / "page.html", megabytes=50)
+    shown = []
+    with serving(tmp_path / "runs") as url:
+        for address in (url, (tmp_path / "page.html").as_uri()):
+            page = pages(address + "#tab=trees&at=branched&step=2&q=UPPER+KELSO")
+            page.locator(".count", has_text="with “UPPER KELSO”; not searched: 1 damaged tree").wait_for()
+            shown.append([page.locator(".count").all_text_contents(), page.locator(".hits li").all_text_contents()])
+    assert shown[0] == shown[1] and len(shown[0][1]) > 3
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -165,7 +165,7 @@ function line(one, scale) {
   let pen = "M";
   for (const [x, y] of one.points) {
     if (y === null) {
-      pen = one.bridge ? pen : "M";
+      pen = "M";
       continue;
     }
     path += `${pen}${scale.px(x).toFixed(1)} ${scale.py(y).toFixed(1)}`;

@@ -68,9 +68,11 @@ function drawBar(state, chosen) {
 
 function otherNames(chosen) {
   const usual = new Set(["step", ...PANELS.flatMap((panel) => panel.parts.map(([name]) => name))]);
-  const names = chosen.flatMap((run) => Object.entries(recordsOf(run.id).at(-1) ?? {}));
-  const numbers = names.filter(([name, value]) => typeof value === "number" && !usual.has(name));
-  return [...new Set(numbers.map(([name]) => name))].sort();
+  const names = new Set();
+  for (const run of chosen) {
+    for (const record of recordsOf(run.id)) for (const name in record) if (typeof record[name] === "number") names.add(name);
+  }
+  return [...names].filter((name) => !usual.has(name)).sort();
 }
 
 function summary(chosen) {
@@ -113,7 +115,7 @@ function signs(chosen) {
 
 function panelsFor(chosen, state) {
   const trained = chosen.some((run) => run.kind !== "sft");
-  const added = state.more.map((name) => ({ title: printable(shorten(name, 60)), parts: [[name, ""]] }));
+  const added = state.more.map((name) => ({ title: printable(shorten(name, 60)), parts: [[name, ""]], sparse: true }));
   return [...(trained ? PANELS : SUPERVISED), ...added];
 }
 

@@ -66,10 +66,11 @@ function promptRow(tree, chosen) {
 
 export async function hitList(run, step, trees, text) {
   try {
-    const { hits, more } = exported ? await searchHere(run, step, trees, text) : await get(api("search", { run, step, q: text }));
+    const { hits, more, damaged } = exported ? await searchHere(run, step, trees, text) : await get(api("search", { run, step, q: text }));
     const rows = hits.map((hit) => hitRow(hit));
     const count = more ? `the first ${number(hits.length)} places` : plural(hits.length, "place");
-    const found = el("p", { class: "count", role: "status" }, `${count} with “${printable(shorten(text, 60))}”`);
+    const lost = damaged ? `; not searched: ${plural(damaged, "damaged tree")}` : "";
+    const found = el("p", { class: "count", role: "status" }, `${count} with “${printable(shorten(text, 60))}”${lost}`);
     return el("div", {}, found, el("ul", { class: "prompts hits", "aria-label": "Search results" }, ...rows));
   } catch (error) {
     return problem(error);
@@ -89,18 +90,21 @@ function hitRow(hit) {
   );
 }
 
+// As the server does it; trees that are not in this page are passed over.
 async function searchHere(run, step, trees, text) {
+  const wanted = new RegExp(text.replace(/[\\^$.*+?()[\]{}|]/g, "\\$&"), "giu");
   const hits = [];
-  const wanted = text.toLowerCase();
+  let damaged = 0;
   for (const { n } of trees) {
-    const tree = await get(api("tree", { run, step, n }));
-    tree.nodes.forEach((node, index) => {
-      const at = node.text.toLowerCase().indexOf(wanted);
-      if (at < 0 || hits.length >= HITS) return;
-      const end = at + wanted.length;
-      const around = { before: node.text.slice(Math.max(0, at - 60), at), after: node.text.slice(end, end + 60) };
-      hits.push({ n, node: index, match: node.text.slice(at, end), ...around });
-    });
+    const tree = await get(api("tree", { run, step, n })).catch(() => null);
+    if (!tree) damaged += 1;
+    for (const [index, node] of (tree?.nodes ?? []).entries()) {
+      for (const { 0: match, index: at } of node.text.matchAll(wanted)) {
+        if (hits.length === HITS) return { hits, more: true, damaged };
+        const end = at + match.length;
+        hits.push({ n, node: index, match, before: node.text.slice(Math.max(0, at - 60), at), after: node.text.slice(end, end + 60) });
+      }
+    }
   }
-  return { hits, more: hits.length >= HITS };
+  return { hits, more: false, damaged };
 }

@@ -1,6 +1,6 @@
 // Text with every token shaded by a number.
 
-import { CUT, cutAt, el, number, printable, showAll, signed, write } from "./dom.js";
+import { CUT, clear, cutAt, el, number, printable, showAll, signed, write } from "./dom.js";
 
 export const SHADES = [
   ["entropy", "entropy"],
@@ -72,12 +72,7 @@ export function shadedText(node, mode, top, credit) {
 
 function plainText(box, text) {
   write(box, text.slice(0, cutAt(text, CUT)));
-  if (text.length > CUT) box.append(showAll(text.length, () => write(emptied(box), text)));
-  return box;
-}
-
-function emptied(box) {
-  box.replaceChildren();
+  if (text.length > CUT) box.append(showAll(text.length, () => write(clear(box), text)));
   return box;
 }
 
@@ -96,7 +91,7 @@ function fillTokens(box, node, values, top, limit) {
     const props = { class: `token ${shadeClass(values[place], top)}`.trim(), "data-token": place };
     box.append(write(el("span", props), shown));
   });
-  if (cut) box.append(showAll(node.text.length, () => fillTokens(emptied(box), node, values, top, Infinity)));
+  if (cut) box.append(showAll(node.text.length, () => fillTokens(clear(box), node, values, top, Infinity)));
   else write(box, rest);
 }
 
