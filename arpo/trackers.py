@@ -2,9 +2,10 @@
 
 Promises: a package is imported only if `run.tracker` names its tracker; one that is missing, or does not start, is
 told before the first step; one that fails or hangs later is warned about once and left alone, and training goes on as
-without it. A tracker has every step once: a resumed run goes on in the same tracker run, gets what that has missed, and
+without it. A tracker has no step twice: a resumed run goes on in the same tracker run, gets what that has missed, and
 steps that were taken back are overwritten (TensorBoard) or begin a new tracker run (the others).
-Does not cover: pictures of steps that are sent again; what a tracker keeps of steps that were taken back.
+Does not cover: the one step at which a tracker fails, which is not sent again as it may have arrived; pictures of steps
+that are sent again; what a tracker keeps of steps that were taken back.
 """
 
 from __future__ import annotations
