@@ -163,7 +163,7 @@ class RunLog:
                 for entry in entries:
                     file.seek(entry.offset)
                     found.append(unpack_tree(file.read(entry.length)))
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, MemoryError) as error:
             raise ArpoError(f"{path}: damaged, cannot be read: {error}") from error
         return found
 

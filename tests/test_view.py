@@ -802,6 +802,7 @@ def test_an_export_holds_what_can_be_read_of_damaged_settings_and_indexes(own: t
     (root / "mine/config.json").write_text('{"rollout": 5, "tools": [{"mcp": 5}]}')
     index = root / "mine/trees/step_000002.index.json"
     index.write_text(re.sub(r'"length": \d+', f'"length": {10**15}', index.read_text()))
+    assert data.search(Folder(root), "mine", 2, "easy")["damaged"] == 4
     held = collect(Folder(root), 10**9)
     assert "/api/config?run=mine" not in held and len(held["/api/metrics?run=mine"]["records"]) == 5
     assert [path for path in held if "/tree?" in path] == [f"/api/tree?run=mine&step={step}&n=0" for step in (4, 5)]
