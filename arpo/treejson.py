@@ -30,6 +30,7 @@ from arpo.types import (
     ToolResult,
 )
 
+MOST_BYTES = 1 << 29  # of one tree as JSON: a small file must not fill the memory
 QUESTION_CHARS = 300  # of a question in an index
 
 
@@ -112,6 +113,8 @@ def describe(scored: ScoredTree, offset: int, length: int) -> TreeEntry:
 def unpack_tree(frame: bytes) -> ScoredTree:
     """The tree in one frame; ValueError if it is damaged."""
     try:
+        if not 0 <= zstandard.frame_content_size(frame) <= MOST_BYTES:
+            raise ValueError(f"the frame does not say its size, or holds more than {MOST_BYTES:,} bytes")
         return tree_from_json(json.loads(zstandard.decompress(frame)))
     except zstandard.ZstdError as error:
         raise ValueError(str(error)) from error

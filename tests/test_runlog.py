@@ -108,6 +108,15 @@ def test_floats_survive_to_the_last_bit(values: list[float]) -> None:
     assert repr(unpack_tree(pack_trees([scored])[0]).tree.nodes[1]) == repr(node)
 
 
+def test_a_frame_that_would_fill_the_memory_or_hides_its_size_is_damaged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("arpo.treejson.MOST_BYTES", 1999)
+    text = json.dumps({"task": "x" * 2000}).encode()
+    hidden = zstandard.ZstdCompressor(write_content_size=False).compress(b"{}")
+    for frame in (zstandard.compress(text), hidden):
+        with pytest.raises(ValueError, match="more than 1,999 bytes"):
+            unpack_tree(frame)
+
+
 def test_a_reward_too_few_is_refused() -> None:
     with pytest.raises(ValueError, match="2 leaves, 1 rewards, 2 credits"):
         ScoredTree(_tree(), REWARDS[:1], CREDITS)
