@@ -16,6 +16,7 @@ from comparisons import comparison, noisy, trial
 from hypothesis import given
 from hypothesis import strategies as st
 
+from arpo import versus
 from arpo.versus import (
     Comparison,
     Difference,
@@ -188,6 +189,28 @@ def test_draws_without_a_gain_widen_both_ends() -> None:
 
 
 # Rows
+
+
+def test_the_ends_leave_out_as_many_draws_as_they_should() -> None:
+    draws = [float(number) for number in Random(1).sample(range(1, 1001), k=1000)]
+    assert versus._percentiles(draws) == (26.0, 975.0)  # 2.5 % of the draws lie outside at either end
+    assert versus._percentiles([None] * 10 + draws[:990])[0] <= 26.0
+
+
+def test_a_curve_that_begins_at_a_level_has_reached_it() -> None:
+    assert first_cost([(0, 0.5), (10, 0.4), (20, 0.9)], 0.5) == 0
+
+
+def test_seeds_that_ended_alike_are_neither_better_nor_worse() -> None:
+    curve = [(0, 0.2), (10, 0.6)]
+    better, worse = [(0, 0.2), (10, 0.7)], [(0, 0.1), (10, 0.5)]
+    trials = [trial("b", 2, worse), trial("b", 0, curve), trial("b", 1, better)]  # not in the order of the seeds
+    trials += [trial("a", seed, curve) for seed in (1, 0, 2)]
+    found = Comparison("t", "tool_calls", "a", ("a", "b"), (0, 1, 2), tuple(trials))
+    difference = rows(found)[1].difference
+    assert difference is not None and (difference.better, difference.worse, difference.seeds) == (1, 1, 3)
+    assert [one.seed for one in complete(found, "b")] == [0, 1, 2]
+    assert versus.cold_start(found) == pytest.approx((0.2 * 5 + 0.1) / 6)
 
 
 def test_rows_by_hand() -> None:
