@@ -16,7 +16,7 @@ from arpo.settings import Mcp
 from arpo.types import ArpoError
 
 PRESETS = (
-    '"aepo", "arpo", "arpo-always", "arpo-hard", "arpo-random", "cispo", "dapo", "dr-grpo", "grpo", "gspo", '
+    '"aepo", "arpo", "arpo+", "arpo-always", "arpo-hard", "arpo-random", "cispo", "dapo", "dr-grpo", "grpo", "gspo", '
     '"reinforce++", "rloo", "tree-grpo"'
 )
 
