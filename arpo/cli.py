@@ -10,12 +10,13 @@ import io
 import json
 import random
 import sys
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from arpo import launch
 from arpo.cli_base import Overrides, config_of, model_config, run_async
 from arpo.cli_data import data_app, index_app
 from arpo.cli_study import compare, entropy
@@ -46,6 +47,8 @@ CHAT_SETTINGS = ("rollout.temperature=0.7", "rollout.concurrency=1", "reward.bon
 def main() -> None:
     """Run the command line."""
     try:
+        if launch.ranks() > 1 and "train" not in sys.argv[1:2]:
+            raise ArpoError("only `arpo train` runs on several ranks: leave out torchrun, or use --nproc-per-node 1")
         app()
     except Collapsed as collapse:
         print(f"stopped: {collapse}", file=sys.stderr)
@@ -73,8 +76,18 @@ def train(
     settings = load_config(config, overrides or ())  # before all that takes seconds to import
     from arpo import train as training
 
-    with training.open_run(settings, resume) as run:
-        _run_to_the_end(training.train(run), run.log.directory)
+    with ExitStack() as stack:
+        ranks = None
+        if launch.ranks() > 1:
+            from arpo.follower import follow
+            from arpo.trainer.model import pick_device
+            from arpo.trainer.ranks import join_ranks
+
+            ranks = stack.enter_context(join_ranks(pick_device(settings.model.device)))
+            if not ranks.leads:
+                return follow(ranks)
+        with training.open_run(settings, resume, ranks) as run:
+            _run_to_the_end(training.train(run), run.log.directory)
 
 
 @app.command()
@@ -99,6 +112,19 @@ def _run_to_the_end(work: Coroutine[None, None, int], directory: Path) -> None:
         print(f"stopped; what was trained is saved in {directory}, go on with --resume", file=sys.stderr)
         raise typer.Exit(130) from None
     console.print(f"done: {last} steps; the run is in {directory}")
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="a run's directory")],
+    directory: Annotated[Path, typer.Argument(help="where the model goes: a new or empty directory")],
+    step: Annotated[int | None, typer.Option(min=1, help="the checkpoint of this step; the last if not given")] = None,
+) -> None:
+    """Write the model of a checkpoint as a plain Hugging Face directory; an adapter is merged into its base."""
+    from arpo.export import export_model
+
+    done = export_model(run, directory, step)
+    console.print(f"the model of step {done} is in {directory}")
 
 
 @app.command(name="eval")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from arpo import launch
 from arpo.config import load_config
 from arpo.runlog import is_run, open_run
 from arpo.settings import Config
@@ -51,7 +52,8 @@ def run_async(work: Coroutine[None, None, T]) -> T:
         loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
 
         def stop(number: signal.Signals) -> None:
-            loop.remove_signal_handler(number)  # whoever asks twice does not want to wait
+            if launch.ranks() == 1:  # torchrun passes on what the terminal said already
+                loop.remove_signal_handler(number)  # whoever asks twice does not want to wait
             task.cancel()
 
         with contextlib.suppress(NotImplementedError, RuntimeError):  # not on Windows, not outside the main thread

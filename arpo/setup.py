@@ -233,13 +233,18 @@ BUILT_IN: dict[str, Callable[[Config, World], Tool]] = {"search": _search, "pyth
 
 def make_model(config: Config, bench: Bench, progress: Progress) -> tuple[Any, Any]:
     """The model and its tokenizer; the built-in model is made first if need be."""
+    return load_trainable(find_model(config, bench, progress), config.train, config.seed)
+
+
+def find_model(config: Config, bench: Bench, progress: Progress) -> Model:
+    """Where the model is that the settings mean; the built-in model is made first if need be."""
     model = _of_run(config.model)
     if model.path != "tiny":
-        return load_trainable(model, config.train, config.seed)
+        return model
     if config.rollout.format != "tags":
         raise ArpoError('rollout.format: the built-in model ("tiny") was taught tags; use "tags" or another model.path')
     path = coldstart(config.coldstart, bench.world, lambda world: world_tools(config, world), progress)
-    return load_trainable(model.model_copy(update={"path": str(path)}), config.train, config.seed)
+    return model.model_copy(update={"path": str(path)})
 
 
 def _of_run(model: Model) -> Model:

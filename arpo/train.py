@@ -19,6 +19,7 @@ from arpo.advantage import credit
 from arpo.data.order import batch_of, outcome
 from arpo.display import HEADER, console, progress_bar, step_line
 from arpo.evaluate import Evaluation, evaluate
+from arpo.follower import order
 from arpo.guard import Guard
 from arpo.metrics import rollout_metrics, tool_metrics
 from arpo.rewards import RewardFn, Scorer, fault_metrics, overlong, reward_from, unjudged
@@ -26,7 +27,9 @@ from arpo.rollout import Agent, rollouts
 from arpo.runlog import RunLog
 from arpo.runs import Keeper, open_directory
 from arpo.settings import Config
-from arpo.setup import Bench, fit_prompts, make_agent, make_bench, make_model
+from arpo.setup import Bench, find_model, fit_prompts, make_agent, make_bench, make_model
+from arpo.trainer.ranks import Ranks
+from arpo.trainer.sharded import ShardedTrainer
 from arpo.trainer.update import Trainer
 from arpo.types import ArpoError, Diverged, Reward, RolloutTree, derive_seed
 
@@ -111,8 +114,11 @@ def load_shown(config: Config, bench: Bench) -> tuple[Any, Any]:
 
 
 @contextmanager
-def open_run(config: Config, resume: bool = False) -> Iterator[Run]:
-    """A new run in `run.dir`, or one that goes on there from its last checkpoint. Holds the directory until left."""
+def open_run(config: Config, resume: bool = False, ranks: Ranks | None = None) -> Iterator[Run]:
+    """A new run in `run.dir`, or one that goes on there from its last checkpoint. Holds the directory until left.
+
+    With `ranks`, of which this is the first, the others train along.
+    """
     with ExitStack() as stack:
         bench = make_bench(config)
         stack.callback(bench.tools.close)
@@ -136,7 +142,12 @@ def open_run(config: Config, resume: bool = False) -> Iterator[Run]:
             sessions.append(open_session(latest, bench))
             apart = config.loss.kl and not config.train.lora_rank  # from a model of its own, the one before training
             reference = make_model(config, bench, lambda *_: None)[0] if apart else None
-            return Trainer(sessions[0].model, sessions[0].agent.tokenizer, config, reference)
+            given = sessions[0].model, sessions[0].agent.tokenizer, config, reference
+            if ranks is None:
+                return Trainer(*given)
+            first, now = (find_model(of, bench, lambda *_: None) for of in (config, latest))
+            with ranks.jointly("open", order(config, now, first if apart else None)):
+                return ShardedTrainer(*given, ranks)
 
         keeper = stack.enter_context(open_directory(config, resume, load, MAY_CHANGE, SIGN))
         session = sessions[0]

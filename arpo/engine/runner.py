@@ -19,6 +19,7 @@ from arpo.types import ArpoError
 
 SUPPORTED = ("llama", "qwen2", "qwen3", "gemma3_text")
 LAYERS = ("full_attention", "sliding_attention")
+ENTRY = "sharded_decoder"  # a sharded model's way into its decoder, if it has one
 Columns = tuple[list[int], list[float], list[float], list[float] | None, list[float] | None]
 """Tokens, log-probs, entropies, and the last two once more after cuts."""
 
@@ -87,7 +88,7 @@ class Network:
     """The two halves of a causal LM, over one flat row of tokens."""
 
     def __init__(self, model: Any) -> None:
-        self._decoder, self._head = model.get_decoder(), model.get_output_embeddings()
+        self._decoder, self._head = getattr(model, ENTRY, None) or model.get_decoder(), model.get_output_embeddings()
         self._softcap = getattr(model.config, "final_logit_softcapping", None)
         self._no_mask = torch.empty(
             1, 1, 1, 1, device=model.device

@@ -1,5 +1,8 @@
 """A checkpoint is a directory: `model/`, `optimiser.safetensors`, `state.json`. Nothing is pickled.
 
+Where several ranks train, each writes its shards of the optimiser's state (`arpo.trainer.shards`) into `optimiser/` in
+place of the one file; any number of ranks can read either.
+
 `model/` is in Hugging Face layout, or, where an adapter was trained, that adapter in PEFT's: its base is the one that
 the run's settings name. A bfloat16 model lies there as the engine samples from it; the float32 weights that it was
 rounded from are among the optimiser's.
@@ -14,7 +17,6 @@ import json
 from pathlib import Path
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 
 from arpo.trainer import lora
 from arpo.trainer.update import Trainer
@@ -27,7 +29,7 @@ def save_checkpoint(trainer: Trainer, step: int, directory: Path) -> None:
         lora.save_adapter(trainer.model, directory / "model")
     else:
         save_pretrained(trainer.model, trainer.tokenizer, directory / "model")
-    save_file(trainer.optimiser.tensors(), directory / "optimiser.safetensors")
+    trainer.save_optimiser(directory)
     state = {"step": step, "optimiser_steps": trainer.optimiser.steps}
     (directory / "state.json").write_text(json.dumps(state))
 
@@ -51,7 +53,7 @@ def load_checkpoint(trainer: Trainer, directory: Path) -> int:
     try:
         state = json.loads((directory / "state.json").read_text())
         step, optimiser_steps = int(state["step"]), int(state["optimiser_steps"])
-        trainer.optimiser.load(load_file(directory / "optimiser.safetensors"))
+        trainer.load_optimiser(directory)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise ArpoError(f"the checkpoint {directory} is damaged: {error}") from error
     trainer.optimiser.steps = optimiser_steps

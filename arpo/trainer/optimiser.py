@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 
 from arpo.types import Diverged
@@ -48,7 +49,7 @@ class Optimiser:
     def step(self, lr: float, max_grad_norm: float) -> float:
         """Change the weights by the gradients gathered so far, and forget these; returns the norm before clipping."""
         try:
-            norm = float(clip_grad_norm_(self._masters.values(), max_grad_norm))
+            norm = float(_whole(clip_grad_norm_(self._masters.values(), max_grad_norm)))
             if not math.isfinite(norm):
                 raise Diverged(
                     f"the gradient's norm is {norm}: training diverged; "
@@ -67,12 +68,21 @@ class Optimiser:
 
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint needs besides the model: `exp_avg/NAME` and the like, `master/NAME`. Valid until a step."""
+        return {key: value.cpu().contiguous() for key, value in self.state().items()}
+
+    def state(self) -> dict[str, Tensor]:
+        """The same where it lies, in shards if the parameters are."""
         found: dict[str, Tensor] = {}
         for name, master in self._masters.items():
             found |= {f"{key}/{name}": value for key, value in self._adamw.state.get(master, {}).items()}
             if master is not self._parameters[name]:
                 found[f"master/{name}"] = master
-        return {key: torch.as_tensor(value).detach().cpu().contiguous() for key, value in found.items()}
+        return {key: torch.as_tensor(value).detach() for key, value in found.items()}
+
+    @property
+    def parameters(self) -> Mapping[str, Tensor]:
+        """What it trains, by name."""
+        return self._parameters
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -105,6 +115,11 @@ class Optimiser:
             if tuple(tensors[key].shape) != shape or tensors[key].dtype != torch.float32:
                 found = f"{tensors[key].dtype} {tuple(tensors[key].shape)}"
                 raise ValueError(f"{key!r} is {found}, not torch.float32 {shape}")
+
+
+def _whole(number: Tensor) -> Tensor:
+    """A number that sharded gradients have together."""
+    return number.full_tensor() if isinstance(number, DTensor) else number
 
 
 def _master(parameter: Tensor) -> Tensor:

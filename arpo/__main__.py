@@ -1,0 +1,7 @@
+"""`python -m arpo` is `arpo`; it is what `torchrun -m arpo train ...` starts."""
+
+from __future__ import annotations
+
+from arpo.cli import main
+
+main()

@@ -1,0 +1,49 @@
+"""The model of a run's checkpoint as a plain Hugging Face directory, for any other program to load.
+
+Promises: the weights are those that the engine samples from at that step, to the bit; where an adapter was trained,
+they are its base with the adapter added. The directory appears complete or not at all.
+Does not cover: other file formats; the float32 weights that a bfloat16 model was rounded from.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+from arpo.config import config_from_resolved
+from arpo.data.world import make_world
+from arpo.runlog import open_run
+from arpo.setup import Bench, find_model
+from arpo.tools.call import Toolbox
+from arpo.trainer import lora
+from arpo.trainer.checkpoint import save_pretrained
+from arpo.trainer.model import load_model
+from arpo.types import ArpoError
+
+
+def export_model(run: Path, directory: Path, step: int | None = None) -> int:
+    """Write the model of this step's checkpoint, or of the last one, to a new directory; returns the step."""
+    log = open_run(run)
+    steps = log.checkpoint_steps()
+    if not steps:
+        raise ArpoError(f"{run} has no checkpoint yet")
+    if step is not None and step not in steps:
+        raise ArpoError(f"{run} has no checkpoint of step {step}; it has {', '.join(map(str, steps))}")
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ArpoError(f"{directory}: is not empty; choose a new directory")
+    step = steps[-1] if step is None else step
+    model = log.checkpoint_path(step) / "model"
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=directory.name + ".") as unfinished:
+        whole = Path(unfinished) / "model"
+        if (model / lora.CONFIG).is_file():
+            config = config_from_resolved(log.config())
+            base = find_model(config, Bench((), (), Toolbox([]), make_world(config.world)), lambda *_: None)
+            save_pretrained(*load_model(base.model_copy(update={"adapter": str(model)})), whole)
+        else:
+            shutil.copytree(model, whole)
+        if directory.is_dir():
+            directory.rmdir()
+        whole.rename(directory)
+    return step
