@@ -1,0 +1,140 @@
+"""Real process groups for tests: what each rank runs, started without torchrun's wait for imports."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+from models import make_model
+from safetensors.torch import save_file
+
+from arpo import launch
+from arpo.config import load_config
+from arpo.trainer.checkpoint import load_checkpoint, save_checkpoint
+from arpo.trainer.lora import add_adapter
+from arpo.trainer.ranks import Ranks, join_ranks
+from arpo.trainer.sharded import ShardedTrainer, trees_from_bytes
+from arpo.trainer.update import Trainer
+
+_PROCESSES = multiprocessing.get_context("forkserver")
+_PROCESSES.set_forkserver_preload(["arpo.train", "arpo.cli", "arpo.follower", "peft"])
+CPU = torch.device("cpu")
+BOUND = 120  # seconds; only something that hangs reaches it
+
+
+class NoTokenizer:
+    """Leaves nothing behind."""
+
+    def save_pretrained(self, directory: Path) -> None:
+        """Nothing."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training to be done alike by one process and by several: a model, settings, and the trees of every step."""
+
+    family: str
+    settings: tuple[str, ...]
+    steps: tuple[bytes, ...]  # as `trees_to_bytes` makes them
+    dtype: str = "float32"
+
+    def models(self) -> tuple[Any, Any]:
+        """The model, and the one that a KL term compares with."""
+        config, kind = load_config(None, self.settings), getattr(torch, self.dtype)
+        model, other = (make_model(self.family, seed=seed).to(kind) for seed in (0, 1))
+        if config.train.lora_rank:
+            return add_adapter(model, config.train.lora_rank, 8, ("q_proj", "down_proj"), 3), None
+        return model, other if config.loss.kl else None
+
+    def trainer(self, ranks: Ranks | None) -> Trainer:
+        """Ready to begin."""
+        model, reference = self.models()
+        config = load_config(None, self.settings)
+        given = model, NoTokenizer(), config, reference
+        return Trainer(*given) if ranks is None else ShardedTrainer(*given, ranks)
+
+
+def learn(case: Case, out: Path | None, ranks: Ranks | None, begin: Path | None = None) -> list[dict[str, float]]:
+    """Train; rank 0 leaves in `out` a checkpoint, and every rank what it alone knows. Returns the steps' metrics."""
+    trainer, told = case.trainer(ranks), []
+    if begin is not None:
+        if ranks is not None and not ranks.leads:
+            assert ranks.hear() == ("load", str(begin).encode())
+        load_checkpoint(trainer, begin)
+    for step in case.steps:
+        if ranks is not None and not ranks.leads:
+            kind, step = ranks.hear()
+            assert kind == "learn"
+        told.append(trainer.update(*trees_from_bytes(step)))
+    if ranks is None or ranks.leads:
+        if out is not None:
+            out.mkdir(parents=True)
+            save_checkpoint(trainer, len(case.steps), out)
+            weights = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
+            save_file(weights, out / "weights.safetensors")
+    elif out is not None:
+        kind, where = ranks.hear()
+        assert kind == "save"
+        trainer.save_optimiser(Path(where.decode()))
+    return told
+
+
+def learn_together(cases: Sequence[tuple[Case, Path, Path | None]]) -> None:
+    """What each rank does with a list of cases: (what, where to, where from); rank 0 writes the metrics down."""
+    with join_ranks(CPU) as ranks:
+        for case, out, begin in cases:
+            told = learn(case, out, ranks, begin)
+            (out / f"metrics_{ranks.rank}.json").write_text(json.dumps(told))
+
+
+def command_line(*given: str) -> None:
+    """`arpo ...` as torchrun would start it."""
+    from arpo.cli import main
+
+    sys.argv = ["arpo", *given]
+    main()
+
+
+def _enter(rank: int, count: int, port: int, output: Path, job: Callable[..., None], given: tuple[Any, ...]) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for number in (1, 2):
+        os.dup2(file, number)
+    torch.set_num_threads(1)
+    assert launch.rank() == rank
+    job(*given)
+
+
+def start(count: int, folder: Path, job: Callable[..., None], *given: Any) -> list[BaseProcess]:
+    """Processes of one group, each running the job; rank N writes to `folder`/rank_N.txt."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    folder.mkdir(parents=True, exist_ok=True)
+    started = [
+        _PROCESSES.Process(target=_enter, args=(rank, count, port, folder / f"rank_{rank}.txt", job, given))
+        for rank in range(count)
+    ]
+    for process in started:
+        process.start()
+    return started
+
+
+def finish(processes: Sequence[BaseProcess]) -> list[int | None]:
+    """Their exit codes; whoever has none by then hangs."""
+    for process in processes:
+        process.join(BOUND)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    return codes

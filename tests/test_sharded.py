@@ -1,0 +1,239 @@
+"""Several ranks against one process: balance, losses, gradients, checkpoints, ranks that die, export.
+
+The ranks are real processes with a gloo group. In float32 the two ways add the same numbers in another order: what a
+step tells agrees to 1e-4 of its size, gradients to 1e-4 of the largest one of their parameter (measured: 2e-6).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import time
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import rank_jobs
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rank_jobs import Case
+from safetensors.torch import load_file
+from test_tree_training import Forest, gradients, random_forest, rich_forest, shared_model
+from transformers import AutoModelForCausalLM
+
+from arpo.batch import Part, cut, tree_batch
+from arpo.config import load_config
+from arpo.export import export_model
+from arpo.runlog import open_run as read_run
+from arpo.settings import Loss
+from arpo.train import open_run, train
+from arpo.trainer.balance import balance, costs, matched, take
+from arpo.trainer.checkpoint import save_pretrained
+from arpo.trainer.sharded import trees_from_bytes, trees_to_bytes
+from arpo.trainer.tiny import build_model
+from arpo.trainer.tree import accumulate
+from arpo.types import ArpoError, TreeBatch
+
+# --- dividing the trees
+
+
+def worst(shares: Any, prices: list[float]) -> float:
+    return max(sum(prices[tree] for tree in share) for share in shares)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.integers(0, 50), max_size=7), st.integers(1, 3))
+def test_no_rank_has_much_more_than_brute_force_would_give_it(prices: list[int], ranks: int) -> None:
+    shares = balance(prices, ranks)
+    assert sorted(tree for share in shares for tree in share) == list(range(len(prices)))
+    assert len(shares) == ranks
+    ways = product(range(ranks), repeat=len(prices))
+    best = min(max(sum(p for p, r in zip(prices, way, strict=True) if r == rank) for rank in range(ranks)) for way in ways)
+    assert worst(shares, prices) <= (4 / 3 - 1 / (3 * ranks)) * best + 1e-9
+    assert shares == balance(prices, ranks)
+
+
+def test_places_are_changed_where_the_greedy_way_is_not_the_best() -> None:
+    assert balance([3.0, 3.0, 2.0, 2.0, 2.0], 2) == [[2, 3, 4], [0, 1]]  # greedy: 3 2 2 against 3 2
+
+
+def test_a_tree_costs_its_tokens_and_what_they_look_at() -> None:
+    forest = rich_forest(3)
+    batch = batch_of(forest)
+    roots = np.append(batch.first_S[batch.parent_S < 0], batch.unique_tokens)
+    expected = []
+    for first, last in zip(roots, roots[1:], strict=False):
+        seen = sum(int(k <= q < batch.end_N[k]) for q in range(first, last) for k in range(first, last))
+        expected.append(last - first + 0.25 * seen)
+    assert costs(batch, 0.25) == pytest.approx(expected)
+
+
+def batch_of(forest: Forest, shared: bool = True, loss: Loss | None = None) -> TreeBatch:
+    return tree_batch(forest.trees, forest.credits, loss or Loss(), 50, shared=shared, entropy=0.3)
+
+
+def same_batch(a: TreeBatch, b: TreeBatch) -> bool:
+    values = [(getattr(a, name), getattr(b, name)) for name in TreeBatch.__dataclass_fields__]
+    return all(np.array_equal(np.asarray(x), np.asarray(y)) for x, y in values)
+
+
+@settings(max_examples=60)
+@given(st.randoms(use_true_random=False), st.booleans())
+def test_all_trees_are_the_whole_and_none_are_nothing(rng: random.Random, shared: bool) -> None:
+    batch = batch_of(random_forest(rng, "soft"), shared)
+    count = int((batch.parent_S < 0).sum())
+    assert same_batch(take(batch, range(count)), batch)
+    assert take(batch, []).unique_tokens == take(batch, []).total_tokens == 0
+    apart = [take(batch, [tree]) for tree in range(count)]
+    assert sum(part.total_tokens for part in apart) == batch.total_tokens
+    assert sum(part.unique_tokens for part in apart) == batch.unique_tokens
+
+
+def test_a_tree_that_is_taken_keeps_what_it_weighs_in_the_batch() -> None:
+    forest = rich_forest(5)
+    whole, alone = batch_of(forest), [batch_of(Forest((t,), (c,))) for t, c in zip(forest.trees, forest.credits, strict=True)]
+    roots = [part for part in alone if part.unique_tokens]
+    for number, other in enumerate(roots):
+        taken = take(whole, [number])
+        assert torch.equal(taken.tokens_N, other.tokens_N) and torch.equal(taken.parent_N, other.parent_N)
+        assert torch.equal(taken.targets_K, other.targets_K) and torch.equal(taken.end_N, other.end_N)
+        assert np.array_equal(taken.parent_S, other.parent_S) and np.array_equal(taken.first_S, other.first_S)
+        assert float(taken.pair_weight_X.sum()) < float(other.pair_weight_X.sum())
+
+
+@pytest.mark.parametrize("kind", ["ppo", "gspo", "cispo"])
+def test_gradients_of_the_shares_add_up_to_that_of_the_whole(kind: str) -> None:
+    loss, model, forest = Loss(kind=kind, entropy=0.01), shared_model("llama-gqa"), rich_forest(11)
+    batch = batch_of(forest, loss=loss)
+    told, expected = once(model, [(batch, None)], loss)
+    shares = [take(batch, share) for share in balance(costs(batch, 0.1), 3)]
+    parts = matched([cut(share, 9) for share in shares])
+    got_told, got = once(model, list(zip(shares, parts, strict=True)), loss)
+    assert got_told == pytest.approx(told, rel=1e-4, abs=1e-6)
+    for name in expected:
+        scale = float(expected[name].abs().max())
+        assert torch.allclose(got[name], expected[name], rtol=0, atol=1e-4 * scale + 1e-9), name
+
+
+def once(model: Any, works: list[Any], loss: Loss) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    model.zero_grad()
+    told: dict[str, float] = {}
+    for batch, parts in works:
+        for name, value in accumulate(model, batch, loss, 0.8, 10**9, matched=parts).items():
+            told[name] = told.get(name, 0.0) + value
+    found = gradients(model)
+    model.zero_grad()
+    return told, found
+
+
+def outline(parts: Any) -> Any:
+    return [outline(part.children) for part in parts]
+
+
+def tokens_of(parts: Any) -> list[int]:
+    return sorted(int(t) for part in parts for t in [*part.tokens, *tokens_of(part.children)])
+
+
+def holds_nothing(part: Part) -> bool:
+    return not len(part.tokens) and all(map(holds_nothing, part.children))
+
+
+@settings(max_examples=60)
+@given(st.randoms(use_true_random=False), st.integers(1, 30))
+def test_matched_parts_have_one_outline_and_lose_nothing(rng: random.Random, budget: int) -> None:
+    batch = batch_of(random_forest(rng, "soft"))
+    shares = [take(batch, share) for share in balance(costs(batch, 0.1), 3)]
+    before = [cut(share, budget) for share in shares]
+    after = matched(before)
+    assert outline(after[0]) == outline(after[1]) == outline(after[2])
+    assert [tokens_of(parts) for parts in after] == [tokens_of(parts) for parts in before]
+    assert len(after[0]) == max(map(len, before))  # no more passes than the rank with most has
+
+    def check(part: Part) -> None:
+        assert len(part.tokens) or holds_nothing(part)
+        for child in part.children:
+            check(child)
+
+    for parts in after:
+        for part in parts:
+            check(part)
+
+
+def test_trees_go_to_other_ranks_and_back_to_the_last_bit() -> None:
+    forest = rich_forest(2)
+    trees, credits = trees_from_bytes(trees_to_bytes(forest.trees, forest.credits))
+    assert (tuple(trees), tuple(credits)) == (forest.trees, forest.credits)
+    assert trees_from_bytes(trees_to_bytes([], [])) == ([], [])
+
+
+# --- the same numbers as one process
+
+
+def steps(*seeds: int, trees: int | None = None) -> tuple[bytes, ...]:
+    forests = [rich_forest(seed) for seed in seeds]
+    return tuple(trees_to_bytes(f.trees[:trees], f.credits[:trees]) for f in forests)
+
+
+TRAIN = ("train.lr=1e-4", "train.warmup=3", "train.weight_decay=0.1", "train.max_grad_norm=0.5")
+CASES = {
+    "tied, kl, minibatches": Case("smollm2", (*TRAIN, "loss.kl=0.1", "train.minibatches=2", "train.micro_tokens=15"), steps(1, 2)),
+    "gspo cut apart": Case(
+        "gemma3",
+        (*TRAIN, "loss.kind=gspo", "loss.entropy=0.01", "train.minibatches=2", "train.micro_tokens=10", "advantage.entropy=0.4"),
+        steps(3, 4),
+    ),
+    "checkpointing": Case("llama-gqa", (*TRAIN, "loss.kind=cispo", "train.checkpointing=true", "train.micro_tokens=8"), steps(5, 6)),
+    "one tree": Case("qwen2", (*TRAIN, "train.minibatches=1"), steps(7, 8, trees=1)),
+    "adapter": Case("qwen3", (*TRAIN, "train.lora_rank=2", "loss.kl=0.1", "train.micro_tokens=20"), steps(9, 10)),
+    "bfloat16": Case("llama", (*TRAIN, "train.micro_tokens=20"), steps(11, 12), "bfloat16"),
+}  # fmt: skip
+
+
+def run_job(count: int, folder: Path, *given: Any) -> None:
+    codes = rank_jobs.finish(rank_jobs.start(count, folder, *given))
+    said = "\n".join((folder / f"rank_{rank}.txt").read_text() for rank in range(count))
+    assert codes == [0] * count, said
+
+
+def moments(folder: Path) -> dict[str, torch.Tensor]:
+    """The optimiser's running mean of gradients: linear in them, so as exact as they are."""
+    from arpo.trainer.shards import read_shards
+
+    file = folder / "optimiser.safetensors"
+    found = load_file(file) if file.exists() else read_shards(folder)
+    return {name: tensor for name, tensor in found.items() if name.startswith("exp_avg/")}
+
+
+def assert_close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], share: float) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        scale = float(b[name].abs().max())
+        apart = float((a[name].float() - b[name].float()).abs().max())
+        assert apart <= share * scale + 1e-9, (name, apart, scale)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_ranks_learn_what_one_process_learns(count: int, tmp_path: Path) -> None:
+    jobs = [(case, tmp_path / f"case_{number}", None) for number, case in enumerate(CASES.values())]
+    run_job(count, tmp_path, rank_jobs.learn_together, jobs)
+    for (name, case), (_, out, _) in zip(CASES.items(), jobs, strict=True):
+        alone = tmp_path / "alone" / out.name
+        expected = rank_jobs.learn(case, alone, None)
+        rough = case.dtype != "float32"
+        for rank in range(count):
+            told = json.loads((out / f"metrics_{rank}.json").read_text())
+            assert len(told) == len(expected) == 2
+            for mine, theirs in zip(told, expected, strict=True):
+                assert mine == pytest.approx(theirs, rel=0.05 if rough else 1e-4, abs=0.02 if rough else 1e-6), name
+        assert_close(moments(out), moments(alone), 0.1 if rough else 1e-4)
+        lr = 1e-4  # the least change of a weight's gradient may turn its sign, and then its whole step
+        a, b = (load_file(folder / "weights.safetensors") for folder in (out, alone))
+        assert a.keys() == b.keys()
+        for key in a:
+            assert torch.allclose(a[key].float(), b[key].float(), rtol=1e-2 if rough else 0, atol=4 * lr), (name, key)
