@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from models import make_model
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from arpo import launch
 from arpo.config import load_config
@@ -46,11 +46,17 @@ class Case:
     settings: tuple[str, ...]
     steps: tuple[bytes, ...]  # as `trees_to_bytes` makes them
     dtype: str = "float32"
+    begin: Path | None = None  # a checkpoint of the same training
 
     def models(self) -> tuple[Any, Any]:
         """The model, and the one that a KL term compares with."""
         config, kind = load_config(None, self.settings), getattr(torch, self.dtype)
         model, other = (make_model(self.family, seed=seed).to(kind) for seed in (0, 1))
+        if self.begin is not None:
+            with torch.no_grad():
+                saved = load_file(self.begin / "plain" / "weights.safetensors")
+                for name, parameter in model.named_parameters():
+                    parameter.copy_(saved[name])
         if config.train.lora_rank:
             return add_adapter(model, config.train.lora_rank, 8, ("q_proj", "down_proj"), 3), None
         return model, other if config.loss.kl else None
@@ -63,36 +69,36 @@ class Case:
         return Trainer(*given) if ranks is None else ShardedTrainer(*given, ranks)
 
 
-def learn(case: Case, out: Path | None, ranks: Ranks | None, begin: Path | None = None) -> list[dict[str, float]]:
-    """Train; rank 0 leaves in `out` a checkpoint, and every rank what it alone knows. Returns the steps' metrics."""
+def learn(case: Case, out: Path, ranks: Ranks | None) -> list[dict[str, float]]:
+    """Train, and leave a checkpoint in `out`; returns the steps' metrics."""
     trainer, told = case.trainer(ranks), []
-    if begin is not None:
+    if case.begin is not None:
         if ranks is not None and not ranks.leads:
-            assert ranks.hear() == ("load", str(begin).encode())
-        load_checkpoint(trainer, begin)
+            assert ranks.hear() == ("load", str(case.begin).encode())
+        load_checkpoint(trainer, case.begin)
     for step in case.steps:
         if ranks is not None and not ranks.leads:
             kind, step = ranks.hear()
             assert kind == "learn"
         told.append(trainer.update(*trees_from_bytes(step)))
     if ranks is None or ranks.leads:
-        if out is not None:
-            out.mkdir(parents=True)
-            save_checkpoint(trainer, len(case.steps), out)
-            weights = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
-            save_file(weights, out / "weights.safetensors")
-    elif out is not None:
+        out.mkdir(parents=True)
+        save_checkpoint(trainer, len(case.steps), out)
+        weights = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
+        (out / "plain").mkdir()
+        save_file(weights, out / "plain" / "weights.safetensors")
+    else:
         kind, where = ranks.hear()
         assert kind == "save"
         trainer.save_optimiser(Path(where.decode()))
     return told
 
 
-def learn_together(cases: Sequence[tuple[Case, Path, Path | None]]) -> None:
-    """What each rank does with a list of cases: (what, where to, where from); rank 0 writes the metrics down."""
+def learn_together(cases: Sequence[tuple[Case, Path]]) -> None:
+    """What each rank does with a list of cases and places for their checkpoints; each writes down the metrics."""
     with join_ranks(CPU) as ranks:
-        for case, out, begin in cases:
-            told = learn(case, out, ranks, begin)
+        for case, out in cases:
+            told = learn(case, out, ranks)
             (out / f"metrics_{ranks.rank}.json").write_text(json.dumps(told))
 
 

@@ -12,7 +12,8 @@ import os
 import random
 import signal
 import time
-from itertools import product
+from dataclasses import replace
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from safetensors.torch import load_file
 from test_tree_training import Forest, gradients, random_forest, rich_forest, shared_model
 from transformers import AutoModelForCausalLM
 
+from arpo import cli
 from arpo.batch import Part, cut, tree_batch
 from arpo.config import load_config
 from arpo.export import export_model
@@ -34,8 +36,9 @@ from arpo.runlog import open_run as read_run
 from arpo.settings import Loss
 from arpo.train import open_run, train
 from arpo.trainer.balance import balance, costs, matched, take
-from arpo.trainer.checkpoint import save_pretrained
+from arpo.trainer.checkpoint import load_checkpoint, save_pretrained
 from arpo.trainer.sharded import trees_from_bytes, trees_to_bytes
+from arpo.trainer.shards import read_shards
 from arpo.trainer.tiny import build_model
 from arpo.trainer.tree import accumulate
 from arpo.types import ArpoError, TreeBatch
@@ -54,7 +57,9 @@ def test_no_rank_has_much_more_than_brute_force_would_give_it(prices: list[int],
     assert sorted(tree for share in shares for tree in share) == list(range(len(prices)))
     assert len(shares) == ranks
     ways = product(range(ranks), repeat=len(prices))
-    best = min(max(sum(p for p, r in zip(prices, way, strict=True) if r == rank) for rank in range(ranks)) for way in ways)
+    best = min(
+        max(sum(p for p, r in zip(prices, way, strict=True) if r == rank) for rank in range(ranks)) for way in ways
+    )
     assert worst(shares, prices) <= (4 / 3 - 1 / (3 * ranks)) * best + 1e-9
     assert shares == balance(prices, ranks)
 
@@ -68,7 +73,7 @@ def test_a_tree_costs_its_tokens_and_what_they_look_at() -> None:
     batch = batch_of(forest)
     roots = np.append(batch.first_S[batch.parent_S < 0], batch.unique_tokens)
     expected = []
-    for first, last in zip(roots, roots[1:], strict=False):
+    for first, last in pairwise(roots):
         seen = sum(int(k <= q < batch.end_N[k]) for q in range(first, last) for k in range(first, last))
         expected.append(last - first + 0.25 * seen)
     assert costs(batch, 0.25) == pytest.approx(expected)
@@ -97,7 +102,10 @@ def test_all_trees_are_the_whole_and_none_are_nothing(rng: random.Random, shared
 
 def test_a_tree_that_is_taken_keeps_what_it_weighs_in_the_batch() -> None:
     forest = rich_forest(5)
-    whole, alone = batch_of(forest), [batch_of(Forest((t,), (c,))) for t, c in zip(forest.trees, forest.credits, strict=True)]
+    whole, alone = (
+        batch_of(forest),
+        [batch_of(Forest((t,), (c,))) for t, c in zip(forest.trees, forest.credits, strict=True)],
+    )
     roots = [part for part in alone if part.unique_tokens]
     for number, other in enumerate(roots):
         taken = take(whole, [number])
@@ -182,13 +190,18 @@ def steps(*seeds: int, trees: int | None = None) -> tuple[bytes, ...]:
 
 TRAIN = ("train.lr=1e-4", "train.warmup=3", "train.weight_decay=0.1", "train.max_grad_norm=0.5")
 CASES = {
-    "tied, kl, minibatches": Case("smollm2", (*TRAIN, "loss.kl=0.1", "train.minibatches=2", "train.micro_tokens=15"), steps(1, 2)),
+    "tied, kl, minibatches": Case(
+        "smollm2", (*TRAIN, "loss.kl=0.1", "train.minibatches=2", "train.micro_tokens=15"), steps(1, 2)
+    ),
     "gspo cut apart": Case(
         "gemma3",
-        (*TRAIN, "loss.kind=gspo", "loss.entropy=0.01", "train.minibatches=2", "train.micro_tokens=10", "advantage.entropy=0.4"),
+        (*TRAIN, "loss.kind=gspo", "loss.entropy=0.01", "train.minibatches=2", "train.micro_tokens=10",
+         "advantage.entropy=0.4"),
         steps(3, 4),
     ),
-    "checkpointing": Case("llama-gqa", (*TRAIN, "loss.kind=cispo", "train.checkpointing=true", "train.micro_tokens=8"), steps(5, 6)),
+    "checkpointing": Case(
+        "llama-gqa", (*TRAIN, "loss.kind=cispo", "train.checkpointing=true", "train.micro_tokens=8"), steps(5, 6)
+    ),
     "one tree": Case("qwen2", (*TRAIN, "train.minibatches=1"), steps(7, 8, trees=1)),
     "adapter": Case("qwen3", (*TRAIN, "train.lora_rank=2", "loss.kl=0.1", "train.micro_tokens=20"), steps(9, 10)),
     "bfloat16": Case("llama", (*TRAIN, "train.micro_tokens=20"), steps(11, 12), "bfloat16"),
@@ -203,8 +216,6 @@ def run_job(count: int, folder: Path, *given: Any) -> None:
 
 def moments(folder: Path) -> dict[str, torch.Tensor]:
     """The optimiser's running mean of gradients: linear in them, so as exact as they are."""
-    from arpo.trainer.shards import read_shards
-
     file = folder / "optimiser.safetensors"
     found = load_file(file) if file.exists() else read_shards(folder)
     return {name: tensor for name, tensor in found.items() if name.startswith("exp_avg/")}
@@ -218,22 +229,197 @@ def assert_close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], share: 
         assert apart <= share * scale + 1e-9, (name, apart, scale)
 
 
-@pytest.mark.parametrize("count", [2, 3])
-def test_ranks_learn_what_one_process_learns(count: int, tmp_path: Path) -> None:
-    jobs = [(case, tmp_path / f"case_{number}", None) for number, case in enumerate(CASES.values())]
+@pytest.mark.parametrize(("count", "names"), [(2, [*CASES]), (3, ["gspo cut apart"])])
+def test_ranks_learn_what_one_process_learns(count: int, names: list[str], tmp_path: Path) -> None:
+    jobs = [(CASES[name], tmp_path / f"case_{number}") for number, name in enumerate(names)]
     run_job(count, tmp_path, rank_jobs.learn_together, jobs)
-    for (name, case), (_, out, _) in zip(CASES.items(), jobs, strict=True):
-        alone = tmp_path / "alone" / out.name
-        expected = rank_jobs.learn(case, alone, None)
+    for name, (case, out) in zip(names, jobs, strict=True):
+        single = tmp_path / "alone" / out.name
+        expected = rank_jobs.learn(case, single, None)
         rough = case.dtype != "float32"
         for rank in range(count):
             told = json.loads((out / f"metrics_{rank}.json").read_text())
             assert len(told) == len(expected) == 2
             for mine, theirs in zip(told, expected, strict=True):
                 assert mine == pytest.approx(theirs, rel=0.05 if rough else 1e-4, abs=0.02 if rough else 1e-6), name
-        assert_close(moments(out), moments(alone), 0.1 if rough else 1e-4)
+        assert_close(moments(out), moments(single), 0.1 if rough else 1e-4)
         lr = 1e-4  # the least change of a weight's gradient may turn its sign, and then its whole step
-        a, b = (load_file(folder / "weights.safetensors") for folder in (out, alone))
+        a, b = (load_file(folder / "plain" / "weights.safetensors") for folder in (out, single))
         assert a.keys() == b.keys()
         for key in a:
             assert torch.allclose(a[key].float(), b[key].float(), rtol=1e-2 if rough else 0, atol=4 * lr), (name, key)
+
+
+# --- checkpoints
+
+
+@pytest.mark.parametrize("name", ["tied, kl, minibatches", "bfloat16"])
+def test_a_checkpoint_goes_on_with_any_number_of_ranks(name: str, tmp_path: Path) -> None:
+    """One rank, then two, then three, then one again: the same as one all the time."""
+    case = CASES[name]
+    told = []
+    for number, count in enumerate((1, 2, 3, 1)):
+        part = replace(case, steps=steps(20 + number), begin=tmp_path / f"{number}" if number else None)
+        out = tmp_path / f"{number + 1}"
+        if count == 1:
+            told += rank_jobs.learn(part, out, None)
+        else:
+            run_job(count, tmp_path / "said", rank_jobs.learn_together, [(part, out)])
+            told += json.loads((out / "metrics_1.json").read_text())
+            assert len(list((out / "optimiser").glob("*.safetensors"))) == count
+            assert not [path for path in (out / "optimiser").iterdir() if path.suffix != ".safetensors"]
+    straight = replace(case, steps=steps(20, 21, 22, 23))
+    expected = rank_jobs.learn(straight, tmp_path / "straight", None)
+    rough = case.dtype != "float32"
+    for mine, theirs in zip(told, expected, strict=True):
+        assert mine == pytest.approx(theirs, rel=0.1 if rough else 1e-3, abs=0.02 if rough else 1e-5)
+    assert_close(moments(tmp_path / "4"), moments(tmp_path / "straight"), 0.1 if rough else 1e-3)
+
+
+def test_damaged_shards_are_named(tmp_path: Path) -> None:
+    case = CASES["one tree"]
+    run_job(2, tmp_path, rank_jobs.learn_together, [(case, tmp_path / "out")])
+    whole = read_shards(tmp_path / "out")
+    assert {name.partition("/")[0] for name in whole} == {"step", "exp_avg", "exp_avg_sq"}
+    file = next((tmp_path / "out" / "optimiser").glob("shard-00002*"))
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(ArpoError, match="out is damaged"):
+        load_checkpoint(case.trainer(None), tmp_path / "out")
+    file.unlink()  # half of every tensor is missing
+    with pytest.raises(ArpoError, match="out is damaged"):
+        load_checkpoint(case.trainer(None), tmp_path / "out")
+
+
+# --- whole runs
+
+REWARD = """
+from statistics import fmean
+from arpo.types import Kind, Reward
+
+def even(task, tree, leaf):
+    tokens = [t for i in tree.path(leaf.node) if tree.nodes[i].kind is Kind.MODEL for t in tree.nodes[i].tokens]
+    share = fmean(token % 2 == 0 for token in tokens)
+    return Reward(share, {"correct": share, "format": 1.0})
+"""
+SMALL = (
+    "world.entities=60", "world.train_questions=12", "world.test_questions=4", "train.prompts=3", "train.lr=1e-3",
+    "rollout.leaves=4", "rollout.max_tokens=40", "branching.rule=stochastic", "run.checkpoint_every=2",
+    "run.keep_checkpoints=9", "train.minibatches=2", "train.micro_tokens=60", "loss.kl=0.05", "model.device=cpu",
+)  # fmt: skip
+
+
+@pytest.fixture
+def given(tokenizer: Any, tmp_path: Path) -> list[str]:
+    """Settings of a small run."""
+    save_pretrained(build_model(tokenizer, 32, 1, 256, seed=1), tokenizer, tmp_path / "model")
+    (tmp_path / "reward.py").write_text(REWARD)
+    (tmp_path / "empty.toml").write_text("")
+    return [f"model.path={tmp_path / 'model'}", f"reward.function={tmp_path / 'reward.py'}:even", *SMALL]
+
+
+def alone(settings: list[str], directory: Path, resume: bool = False) -> None:
+    with open_run(load_config(None, [*settings, f"run.dir={directory}"]), resume) as run:
+        asyncio.run(train(run))
+
+
+def wait_for_steps(directory: Path, count: int, processes: list[Any]) -> None:
+    metrics, bound = directory / "metrics.jsonl", time.monotonic() + rank_jobs.BOUND
+    while not metrics.exists() or metrics.read_bytes().count(b"\n") < count:
+        assert time.monotonic() < bound and all(process.is_alive() for process in processes)
+        time.sleep(0.01)
+
+
+CURVE = ("reward", "loss", "reference_kl", "kl_k3", "grad_norm", "trained_tokens", "computed_tokens", "train_entropy")
+
+
+def test_a_killed_rank_ends_the_others_and_one_process_goes_on(given: list[str], tmp_path: Path) -> None:
+    alone([*given, "train.steps=6"], tmp_path / "straight")
+    run = tmp_path / "run"
+    command = ["train", str(tmp_path / "empty.toml"), *given, f"run.dir={run}"]
+    ranks = rank_jobs.start(2, tmp_path, rank_jobs.command_line, *command, "train.steps=500")
+    wait_for_steps(run, 3, ranks)
+    os.kill(ranks[1].pid or 0, signal.SIGKILL)
+    assert rank_jobs.finish(ranks) == [2, -signal.SIGKILL]
+    said = (tmp_path / "rank_0.txt").read_text()
+    assert "lost another rank" in said and "--resume" in said and "Traceback" not in said
+    done = len(read_run(run).checkpoint_steps())
+    assert done >= 1  # of steps 2, 4, ...
+    alone([*given, "train.steps=6"], run, resume=True)
+    rows, expected = read_run(run).read_metrics()[:6], read_run(tmp_path / "straight").read_metrics()
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    for row, other in zip(rows, expected, strict=True):
+        assert {name: row[name] for name in CURVE} == pytest.approx(
+            {name: other[name] for name in CURVE}, rel=1e-3, abs=1e-6
+        )
+    assert any(abs(row["loss"]) > 1e-4 for row in rows)
+    for step in range(1, 7):
+        mine, theirs = read_run(run).read_trees(step), read_run(tmp_path / "straight").read_trees(step)
+        assert [[n.tokens for n in x.tree.nodes] for x in mine] == [[n.tokens for n in x.tree.nodes] for x in theirs]
+
+
+def test_a_killed_leader_ends_the_others(given: list[str], tmp_path: Path) -> None:
+    command = ["train", str(tmp_path / "empty.toml"), *given, f"run.dir={tmp_path / 'run'}", "train.steps=500"]
+    ranks = rank_jobs.start(2, tmp_path, rank_jobs.command_line, *command)
+    wait_for_steps(tmp_path / "run", 1, ranks)
+    os.kill(ranks[0].pid or 0, signal.SIGKILL)
+    assert rank_jobs.finish(ranks) == [-signal.SIGKILL, 2]
+    assert "rank 1" in (tmp_path / "rank_1.txt").read_text()
+
+
+def test_ctrl_c_saves_and_export_writes_what_was_saved(given: list[str], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    command = [
+        "train",
+        str(tmp_path / "empty.toml"),
+        *given,
+        f"run.dir={run}",
+        "train.steps=500",
+        "run.checkpoint_every=400",
+    ]
+    ranks = rank_jobs.start(2, tmp_path, rank_jobs.command_line, *command)
+    wait_for_steps(run, 2, ranks)
+    for _ in range(2):  # from the terminal, and once more from torchrun
+        for process in ranks:
+            os.kill(process.pid or 0, signal.SIGINT)
+    assert rank_jobs.finish(ranks) == [130, 0]
+    assert "go on with --resume" in (tmp_path / "rank_0.txt").read_text()
+    (step,) = read_run(run).checkpoint_steps()
+    assert step == len(read_run(run).read_metrics()) >= 2
+    assert export_model(run, tmp_path / "plain") == step
+    saved = load_file(read_run(run).checkpoint_path(step) / "model" / "model.safetensors")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "plain").state_dict()
+    begun = load_file(tmp_path / "model" / "model.safetensors")
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in saved.items())
+    assert not all(torch.equal(tensor, begun[name]) for name, tensor in saved.items())
+    assert (tmp_path / "plain" / "tokenizer.json").is_file()
+    with pytest.raises(ArpoError, match="is not empty"):
+        export_model(run, tmp_path / "plain")
+    with pytest.raises(ArpoError, match="no checkpoint of step 1"):
+        export_model(run, tmp_path / "other", 1)
+
+
+def test_an_exported_adapter_is_merged(given: list[str], tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    alone([*given, "train.steps=2", "train.lora_rank=2", "train.lr=0.1"], tmp_path / "run")
+    export_model(tmp_path / "run", tmp_path / "plain", 2)
+    merged = load_file(tmp_path / "plain" / "model.safetensors")
+    base = load_file(tmp_path / "model" / "model.safetensors")
+    adapter = load_file(read_run(tmp_path / "run").checkpoint_path(2) / "model" / "adapter_model.safetensors")
+    assert merged.keys() == base.keys()
+    settings = load_config(None, given).train
+    for name, tensor in merged.items():
+        stem = f"base_model.model.{name.removesuffix('.weight')}"
+        change = torch.zeros_like(tensor)
+        if f"{stem}.lora_A.weight" in adapter:
+            change = adapter[f"{stem}.lora_B.weight"] @ adapter[f"{stem}.lora_A.weight"] * settings.lora_alpha / 2
+            assert change.abs().max() > 1e-3
+        assert torch.allclose(tensor, base[name] + change, atol=1e-5)
+
+
+def test_only_train_runs_on_several_ranks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("sys.argv", ["arpo", "sft", "x.toml"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    assert "only `arpo train`" in capsys.readouterr().err

@@ -6,8 +6,8 @@ checkpoints hold. It gets the new weights after every step. What the ranks train
 in float32 and gathered layer by layer in the model's own format; gradients are summed over ranks in float32.
 
 Promises: every rank makes the whole batch and takes its trees from it (`arpo.trainer.balance`), so that all weights and
-means are those of the batch; gradients are sums, never means over ranks. All ranks do the same passes in the same order.
-A checkpoint goes on with any number of ranks, and one process reads those of several and the other way round.
+means are those of the batch; gradients are sums, never means over ranks. All ranks do the same passes in the same
+order. A checkpoint goes on with any number of ranks, and one process reads those of several and the other way round.
 Does not cover: models that do not fit rank 0's device whole; sampling on the other ranks.
 """
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -144,7 +144,7 @@ def trees_from_bytes(data: bytes) -> tuple[list[RolloutTree], list[tuple[Credit,
     """The inverse."""
     head, _, content = data.partition(b"\n")
     ends = list(accumulate(json.loads(head), initial=0))
-    scored = [unpack_tree(content[a:b]) for a, b in zip(ends, ends[1:], strict=False)]
+    scored = [unpack_tree(content[a:b]) for a, b in pairwise(ends)]
     return [one.tree for one in scored], [one.credits for one in scored]
 
 

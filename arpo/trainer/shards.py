@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from arpo.types import ArpoError
 
@@ -28,10 +30,10 @@ SHARDS = "optimiser"  # the folder in a checkpoint
 
 def write_shards(tensors: Mapping[str, Tensor], directory: Path, group: Any) -> None:
     """Write what all ranks of the group hold of these tensors into `directory`/optimiser."""
-    writer = dcp.HuggingFaceStorageWriter(str(directory / SHARDS), save_distributed=True)
+    writer = HuggingFaceStorageWriter(str(directory / SHARDS), save_distributed=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save(dict(tensors), storage_writer=writer, process_group=group)
+        save(dict(tensors), storage_writer=writer, process_group=group)
 
 
 def read_shards(directory: Path) -> dict[str, Tensor]:
@@ -44,7 +46,7 @@ def read_shards(directory: Path) -> dict[str, Tensor]:
 def shard_sizes(folder: Path) -> dict[str, torch.Size]:
     """The names and sizes of what a folder of safetensors holds."""
     try:
-        found = dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+        found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     except Exception as error:  # whatever is wrong with the files: it differs between versions
         raise ValueError(f"{folder} cannot be read: {error}") from error
     return {name: item.size for name, item in found.items() if isinstance(item, TensorStorageMetadata)}
@@ -52,11 +54,11 @@ def shard_sizes(folder: Path) -> dict[str, torch.Size]:
 
 def read_into(tensors: Mapping[str, Tensor], folder: Path, group: Any) -> None:
     """Fill these tensors, or this rank's shards of them, from a folder of safetensors, in shards or not."""
-    reader = dcp.HuggingFaceStorageReader(str(folder))
+    reader = HuggingFaceStorageReader(str(folder))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            dcp.load(dict(tensors), storage_reader=reader, process_group=group, no_dist=group is None)
+            load(dict(tensors), storage_reader=reader, process_group=group, no_dist=group is None)
     except CheckpointException as error:
         failures = [str(failure[0]) for failure in error.failures.values()]
         raise ArpoError(f"{folder} cannot be read: {failures[0] if failures else error}") from error
