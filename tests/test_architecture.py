@@ -21,7 +21,7 @@ FILES = {
 
 # Lowest first; `engine` stands for the whole subpackage. A module imports only from rows below its own.
 ROWS = (
-    ("types", "sections", "stability"),
+    ("types", "sections", "stability", "launch"),
     ("settings", "plugins", "keys", "figures"),
     (
         "treejson",
@@ -40,21 +40,23 @@ ROWS = (
         "versus",
     ),
     ("runlog", "config", "rollout", "remote", "display", "trainer", "lessons", "pilot"),
-    ("evaluate", "samples", "imitate", "curves", "treepicture"),
+    ("evaluate", "samples", "imitate", "curves", "treepicture", "follower"),
     ("coldstart", "summary", "trackers"),
     ("setup", "report", "pilot_figure", "runs"),
-    ("guard",),
+    ("guard", "export"),
     ("train", "versus_report", "pilot_report"),
     ("benchmark", "chat", "compare", "demo", "doctor", "pretrain", "sft", "collect", "entropy", "view"),
     ("cli_base",),
     ("cli_data", "cli_study", "cli_view", "trial"),
     ("cli",),
+    ("__main__",),
 )
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
 FREE_INSIDE = ("engine", "tools", "rewards", "data", "trainer", "view")  # their modules may import each other
 HEAVY = ("torch", "transformers", "tokenizers", "safetensors")
 LIGHT = (
     "types",
+    "launch",
     "sections",
     "stability",
     "settings",

@@ -183,8 +183,14 @@ def test_trees_go_to_other_ranks_and_back_to_the_last_bit() -> None:
 # --- the same numbers as one process
 
 
+def step_of(seed: int, forests: int = 3) -> Forest:
+    """The trees of several forests as one step."""
+    several = [rich_forest(10 * seed + number) for number in range(forests)]
+    return Forest(tuple(t for f in several for t in f.trees), tuple(c for f in several for c in f.credits))
+
+
 def steps(*seeds: int, trees: int | None = None) -> tuple[bytes, ...]:
-    forests = [rich_forest(seed) for seed in seeds]
+    forests = [step_of(seed) for seed in seeds]
     return tuple(trees_to_bytes(f.trees[:trees], f.credits[:trees]) for f in forests)
 
 
@@ -206,6 +212,20 @@ CASES = {
     "adapter": Case("qwen3", (*TRAIN, "train.lora_rank=2", "loss.kl=0.1", "train.micro_tokens=20"), steps(9, 10)),
     "bfloat16": Case("llama", (*TRAIN, "train.micro_tokens=20"), steps(11, 12), "bfloat16"),
 }  # fmt: skip
+
+
+def test_the_cases_are_hard_enough() -> None:
+    """Both ranks have work, of different outlines; some of it is nested."""
+    uneven = nested = 0
+    for seed in range(1, 7):
+        batch = batch_of(step_of(seed))
+        shares = [take(batch, share) for share in balance(costs(batch, 0.1), 2)]
+        assert all(len(share.targets_K) for share in shares)
+        before = [cut(share, 6) for share in shares]
+        uneven += outline(before[0]) != outline(before[1])
+        nested += any(child.children for parts in before for part in parts for child in part.children)
+    assert uneven == 6 and nested >= 2
+    assert {len(trees_from_bytes(step)[0]) for step in CASES["one tree"].steps} == {1}
 
 
 def run_job(count: int, folder: Path, *given: Any) -> None:
@@ -241,8 +261,8 @@ def test_ranks_learn_what_one_process_learns(count: int, names: list[str], tmp_p
             told = json.loads((out / f"metrics_{rank}.json").read_text())
             assert len(told) == len(expected) == 2
             for mine, theirs in zip(told, expected, strict=True):
-                assert mine == pytest.approx(theirs, rel=0.05 if rough else 1e-4, abs=0.02 if rough else 1e-6), name
-        assert_close(moments(out), moments(single), 0.1 if rough else 1e-4)
+                assert mine == pytest.approx(theirs, rel=1e-2 if rough else 1e-4, abs=1e-3 if rough else 1e-6), name
+        assert_close(moments(out), moments(single), 1e-2 if rough else 1e-4)
         lr = 1e-4  # the least change of a weight's gradient may turn its sign, and then its whole step
         a, b = (load_file(folder / "plain" / "weights.safetensors") for folder in (out, single))
         assert a.keys() == b.keys()
