@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
@@ -14,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from models import make_model
 from safetensors.torch import load_file, save_file
 
 from arpo import launch
 from arpo.config import load_config
+from arpo.trainer import ranks as ranks_module
 from arpo.trainer.checkpoint import load_checkpoint, save_checkpoint
 from arpo.trainer.lora import add_adapter
 from arpo.trainer.ranks import Ranks, join_ranks
@@ -100,6 +103,37 @@ def learn_together(cases: Sequence[tuple[Case, Path]]) -> None:
         for case, out in cases:
             told = learn(case, out, ranks)
             (out / f"metrics_{ranks.rank}.json").write_text(json.dumps(told))
+
+
+def busy_leader(folder: Path) -> None:
+    """Rank 0 is busy until the other has heard of it three times, and only then has something to do."""
+    ranks_module.BEAT = 0.05
+    with join_ranks(CPU) as ranks:
+        if ranks.leads:
+            while not (folder / "heard").exists():
+                time.sleep(0.01)
+            with ranks.jointly("save", b"now"):
+                return
+        heads, receive = 0, dist.broadcast
+
+        def counted(*given: Any, **more: Any) -> None:
+            nonlocal heads
+            receive(*given, **more)
+            heads += 1
+            if heads == 3:
+                (folder / "heard").touch()
+
+        dist.broadcast = counted
+        assert ranks.hear() == ("save", b"now")
+
+
+def silent_leader() -> None:
+    """Rank 0 says nothing, though it lives."""
+    ranks_module.BEAT, ranks_module.TIMEOUT = 1e6, 3.0
+    with join_ranks(CPU) as ranks:
+        if ranks.leads:
+            time.sleep(BOUND)
+        ranks.hear()
 
 
 def command_line(*given: str) -> None:
