@@ -235,11 +235,16 @@ def run_job(count: int, folder: Path, *given: Any) -> None:
     assert codes == [0] * count, said
 
 
-def moments(folder: Path) -> dict[str, torch.Tensor]:
-    """The optimiser's running mean of gradients: linear in them, so as exact as they are."""
+def states(folder: Path, kind: str) -> dict[str, torch.Tensor]:
+    """One kind of what the optimiser left in a checkpoint, of one rank or of several."""
     file = folder / "optimiser.safetensors"
     found = load_file(file) if file.exists() else read_shards(folder)
-    return {name: tensor for name, tensor in found.items() if name.startswith("exp_avg/")}
+    return {name.removeprefix(kind): tensor for name, tensor in found.items() if name.startswith(kind)}
+
+
+def moments(folder: Path) -> dict[str, torch.Tensor]:
+    """The optimiser's running mean of gradients: linear in them, so as exact as they are."""
+    return states(folder, "exp_avg/")
 
 
 def assert_close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], share: float) -> None:
@@ -264,11 +269,24 @@ def test_ranks_learn_what_one_process_learns(count: int, names: list[str], tmp_p
             for mine, theirs in zip(told, expected, strict=True):
                 assert mine == pytest.approx(theirs, rel=1e-2 if rough else 1e-4, abs=1e-3 if rough else 1e-6), name
         assert_close(moments(out), moments(single), 1e-2 if rough else 1e-4)
-        lr = 1e-4  # the least change of a weight's gradient may turn its sign, and then its whole step
-        a, b = (load_file(folder / "plain" / "weights.safetensors") for folder in (out, single))
-        assert a.keys() == b.keys()
-        for key in a:
-            assert torch.allclose(a[key].float(), b[key].float(), rtol=1e-2 if rough else 0, atol=4 * lr), (name, key)
+        assert_moved_alike(case, out, single)
+
+
+def assert_moved_alike(case: Case, a: Path, b: Path) -> None:
+    """Weights, and those that they are rounded from, are nearer to each other than to where they began.
+
+    In all: where a gradient is next to nothing, its sign decides a weight's whole step, and rounding decides the sign.
+    """
+    begun = dict(case.models()[0].named_parameters())
+    for x, y in ((weights(a), weights(b)), (states(a, "master/"), states(b, "master/"))):
+        assert x.keys() == y.keys()
+        apart = sum(float((x[n].float() - y[n].float()).abs().sum()) for n in x)
+        moved = sum(float((x[n].float() - begun[n].detach().float()).abs().sum()) for n in x)
+        assert apart <= 1e-2 * moved, (apart, moved)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "plain" / "weights.safetensors")
 
 
 # --- checkpoints
@@ -293,8 +311,9 @@ def test_a_checkpoint_goes_on_with_any_number_of_ranks(name: str, tmp_path: Path
     expected = rank_jobs.learn(straight, tmp_path / "straight", None)
     rough = case.dtype != "float32"
     for mine, theirs in zip(told, expected, strict=True):
-        assert mine == pytest.approx(theirs, rel=0.1 if rough else 1e-3, abs=0.02 if rough else 1e-5)
-    assert_close(moments(tmp_path / "4"), moments(tmp_path / "straight"), 0.1 if rough else 1e-3)
+        assert mine == pytest.approx(theirs, rel=1e-2 if rough else 1e-3, abs=1e-3 if rough else 1e-5)
+    assert_close(moments(tmp_path / "4"), moments(tmp_path / "straight"), 1e-2 if rough else 1e-3)
+    assert_moved_alike(case, tmp_path / "4", tmp_path / "straight")
 
 
 def test_damaged_shards_are_named(tmp_path: Path) -> None:

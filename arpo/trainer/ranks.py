@@ -30,7 +30,7 @@ TIMEOUT = 600.0  # seconds without a word from another rank
 BEAT = 20.0  # seconds between words of a rank 0 that is busy
 _WAIT, _END = "wait", "end"
 _KINDS = (_WAIT, _END, "open", "load", "learn", "save")
-_SIGNS = ("gloo", "nccl", "connection closed", "connection reset", "broken pipe", "timed out", "timeout", "store")
+_SIGNS = ("gloo", "nccl", "connection closed", "connection reset", "broken pipe", "timed out", "timeout")
 """Words in the errors of collective operations; they have no type of their own."""
 
 
@@ -41,7 +41,7 @@ class Ranks:
         self.group, self.rank, self.count = group, dist.get_rank(), dist.get_world_size()
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._together = False  # in the midst of something that all do
-        self._beat: threading.Thread | None = None
+        self._lost: RuntimeError | None = None  # noticed while this rank was busy alone
 
     @property
     def leads(self) -> bool:
@@ -53,6 +53,8 @@ class Ranks:
         """Rank 0 tells the others what to do, and does the same in the block; they only do it."""
         with self._lock if self.leads else threading.Lock(), told_plainly():
             self._together = True
+            if self._lost is not None:
+                raise self._lost
             if self.leads:
                 self._say(kind, payload)
             try:
@@ -91,23 +93,24 @@ class Ranks:
             with self._lock:
                 try:
                     self._say(_WAIT)
-                except RuntimeError:  # the next thing to be done together says so
+                except RuntimeError as error:  # the next thing to be done together says so
+                    self._lost = error
                     return
 
     def begin(self) -> None:
         """Rank 0 begins to say that it is there."""
         if self.leads:
-            self._beat = threading.Thread(target=self._keep_beating, name="arpo-ranks", daemon=True)
-            self._beat.start()
+            threading.Thread(target=self._keep_beating, name="arpo-ranks", daemon=True).start()
 
     def end(self) -> None:
         """Rank 0 lets the others go, unless they were left in the midst of something: these see its connection end."""
         self._stop.set()
-        if self.leads and not self._together:
+        if self._together or self._lost is not None:
+            return
+        if self.leads:
             with self._lock, suppress(RuntimeError):
                 self._say(_END)
-        if not self._together:
-            dist.destroy_process_group()
+        dist.destroy_process_group()
 
 
 @contextmanager
