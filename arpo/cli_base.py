@@ -52,8 +52,11 @@ def run_async(work: Coroutine[None, None, T]) -> T:
         loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
 
         def stop(number: signal.Signals) -> None:
-            if launch.ranks() == 1:  # torchrun passes on what the terminal said already
-                loop.remove_signal_handler(number)  # whoever asks twice does not want to wait
+            loop.remove_signal_handler(number)  # whoever asks twice does not want to wait
+            if launch.ranks() > 1:  # but torchrun only passes on what this process was told already
+                for each in (signal.SIGINT, signal.SIGTERM):
+                    loop.remove_signal_handler(each)
+                    signal.signal(each, signal.SIG_IGN)
             task.cancel()
 
         with contextlib.suppress(NotImplementedError, RuntimeError):  # not on Windows, not outside the main thread

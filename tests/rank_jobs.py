@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import time
@@ -151,6 +152,7 @@ def _enter(rank: int, count: int, port: int, output: Path, job: Callable[..., No
     for number in (1, 2):
         os.dup2(file, number)
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the server of these processes ignores it
     assert launch.rank() == rank
     job(*given)
 
