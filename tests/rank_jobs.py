@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from arpo import launch
 from arpo.config import load_config
 from arpo.trainer import ranks as ranks_module
+from arpo.trainer import sharded as sharded_module
 from arpo.trainer.checkpoint import load_checkpoint, save_checkpoint
 from arpo.trainer.lora import add_adapter
 from arpo.trainer.ranks import Ranks, join_ranks
@@ -143,6 +144,18 @@ def command_line(*given: str) -> None:
 
     sys.argv = ["arpo", *given]
     main()
+
+
+def slow_to_save(*given: str) -> None:
+    """The same, where saving takes a while."""
+    write = sharded_module.write_shards
+
+    def slowly(*arguments: Any) -> None:
+        time.sleep(1)
+        write(*arguments)
+
+    sharded_module.write_shards = slowly
+    command_line(*given)
 
 
 def _enter(rank: int, count: int, port: int, output: Path, job: Callable[..., None], given: tuple[Any, ...]) -> None:

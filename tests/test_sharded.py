@@ -174,6 +174,12 @@ def test_matched_parts_have_one_outline_and_lose_nothing(rng: random.Random, bud
             check(part)
 
 
+def test_the_largest_parts_meet() -> None:
+    leaf = Part(np.arange(3), 0, ())
+    nested = Part(np.arange(5), 0, (leaf, leaf))
+    assert outline(matched([[leaf, nested], [nested, leaf]])[0]) == [[[], []], []]
+
+
 def test_trees_go_to_other_ranks_and_back_to_the_last_bit() -> None:
     forest = rich_forest(2)
     trees, credits = trees_from_bytes(trees_to_bytes(forest.trees, forest.credits))
@@ -392,6 +398,7 @@ def test_a_killed_rank_ends_the_others_and_one_process_goes_on(given: list[str],
             {name: other[name] for name in CURVE}, rel=1e-3, abs=1e-6
         )
     assert any(abs(row["loss"]) > 1e-4 for row in rows)
+    assert export_model(run, tmp_path / "exported") == 6
     for step in range(1, 7):
         mine, theirs = read_run(run).read_trees(step), read_run(tmp_path / "straight").read_trees(step)
         assert [[n.tokens for n in x.tree.nodes] for x in mine] == [[n.tokens for n in x.tree.nodes] for x in theirs]
@@ -430,7 +437,7 @@ def test_ctrl_c_saves_and_export_writes_what_was_saved(given: list[str], tmp_pat
         "train.steps=500",
         "run.checkpoint_every=400",
     ]
-    ranks = rank_jobs.start(2, tmp_path, rank_jobs.command_line, *command)
+    ranks = rank_jobs.start(2, tmp_path, rank_jobs.slow_to_save, *command)
     wait_for_steps(run, 2, ranks)
     for number in (signal.SIGINT, *[signal.SIGTERM, signal.SIGINT] * 30):  # the terminal's, then torchrun's
         for process in ranks:
