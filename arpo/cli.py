@@ -19,6 +19,7 @@ import typer
 from arpo import launch
 from arpo.cli_base import Overrides, config_of, model_config, run_async
 from arpo.cli_data import data_app, index_app
+from arpo.cli_plan import plan
 from arpo.cli_study import compare, entropy
 from arpo.cli_view import show, view
 from arpo.config import load_config
@@ -37,6 +38,7 @@ app.add_typer(index_app, name="index")
 app.add_typer(data_app, name="data")
 app.command()(compare)
 app.command()(entropy)
+app.command()(plan)
 app.command()(view)
 app.command()(show)
 ConfigFile = Annotated[Path, typer.Argument(help="a TOML file with settings")]

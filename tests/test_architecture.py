@@ -41,18 +41,19 @@ ROWS = (
     ),
     ("runlog", "config", "rollout", "remote", "display", "trainer", "lessons", "pilot"),
     ("evaluate", "samples", "imitate", "curves", "treepicture", "follower"),
+    ("evaluate", "samples", "imitate", "curves", "treepicture", "plan"),
     ("coldstart", "summary", "trackers"),
     ("setup", "report", "pilot_figure", "runs"),
     ("guard", "export"),
     ("train", "versus_report", "pilot_report"),
     ("benchmark", "chat", "compare", "demo", "doctor", "pretrain", "sft", "collect", "entropy", "view"),
     ("cli_base",),
-    ("cli_data", "cli_study", "cli_view", "trial"),
+    ("cli_data", "cli_plan", "cli_study", "cli_view", "trial"),
     ("cli",),
     ("__main__",),
 )
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
-FREE_INSIDE = ("engine", "tools", "rewards", "data", "trainer", "view")  # their modules may import each other
+FREE_INSIDE = ("engine", "tools", "rewards", "data", "trainer", "view", "plan")  # their modules may import each other
 HEAVY = ("torch", "transformers", "tokenizers", "safetensors")
 LIGHT = (
     "types",
@@ -74,7 +75,9 @@ LIGHT = (
     "treepicture",
     "trackers",
     "cli_base",
+    "plan",
     "cli_data",
+    "cli_plan",
     "cli_view",
     "cli",
     "branching",
