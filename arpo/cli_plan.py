@@ -43,7 +43,7 @@ def plan(
     config = load_config(target / CONFIG if own_run else target, overrides or [])
     shape = find_shape(model or config.model.path)
     load, sources, records = _load(config, source or (target if own_run else None), assume or [])
-    hardware = find_hardware(gpu)
+    hardware = find_hardware(gpu, shape.width, shape.inner)
     if network is not None:
         hardware = replace(hardware, network=network * 1e9)
     setup = Setup(config, load, shape, hardware.shared(shared_by) if shared_by > 1 else hardware, gpus, staleness, seed)
@@ -60,6 +60,7 @@ def plan(
 
 def _load(config: Any, source: Path | None, given: Sequence[str]) -> tuple[Any, dict[str, str], list[dict[str, Any]]]:
     """The load, where each of its values comes from, and the records of the run that it was taken from."""
+    from arpo.plan.fit import fit
     from arpo.plan.load import ASSUMED, assume, guess_load, load_of_run, turn_spread
 
     from_settings = ("concurrency", "tool_limit", "tool_blocks")
@@ -73,6 +74,8 @@ def _load(config: Any, source: Path | None, given: Sequence[str]) -> tuple[Any, 
         log = open_run(source)
         records, spread = log.read_metrics(), turn_spread(log)
         load = load_of_run(config, records, spread)
+        branches = sum(r["branches"] for r in records) / sum(r["questions"] for r in records)
+        load = fit(load, branches)
         known = set(ASSUMED) - set(from_settings) - ({"spread"} if spread is None else set())
         sources |= dict.fromkeys(known, f"from {source}")
     load = assume(load, given)

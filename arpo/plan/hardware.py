@@ -39,6 +39,7 @@ class Hardware:
     eager_layer: float = 4e-4  # seconds to launch one layer's forward pass, operation by operation
     step_host: float = 1.5e-4  # seconds between two decode steps
     token_host: float = 5e-6  # seconds of the host for each sampled token
+    patience: int = 8  # decode steps for which the engine holds back what is to be read
     layer_sync: float = 2e-5  # seconds a layer waits for the other GPUs of its replica, beside what is sent
 
     def __post_init__(self) -> None:
@@ -68,9 +69,9 @@ class Hardware:
         return self.network_reached * (self.link if gpus <= self.node else min(self.link, self.network))
 
     def shared(self, runs: int) -> Hardware:
-        """What one of several runs gets if they share the GPU evenly: a share of arithmetic, reading and memory."""
+        """What one of several runs gets if they take turns on the GPU: a share of its time, and of its memory."""
         part = {name: getattr(self, name) / runs for name in ("memory", "bandwidth", "flops", "flops32")}
-        return replace(self, name=f"{self.name} / {runs}", **part)
+        return replace(self, name=f"{self.name} / {runs}", decode_layer=self.decode_layer * runs, **part)
 
 
 GB, TERA = 1e9, 1e12
@@ -95,12 +96,12 @@ UNITS = {
 PLAIN = tuple(field.name for field in fields(Hardware) if field.name not in {"name", *(n for n, _ in UNITS.values())})
 
 
-def find_hardware(name: str) -> Hardware:
-    """A GPU by its name, from a TOML file, or this machine ("here")."""
+def find_hardware(name: str, width: int = 1024, inner: int = 4096) -> Hardware:
+    """A GPU by its name, from a TOML file, or this machine ("here"), measured with a model's widths."""
     if name.lower() in GPUS:
         return GPUS[name.lower()]
     if name == "here":
-        return measure()
+        return measure(width, inner)
     if name.endswith(".toml"):
         return read_hardware(Path(name).expanduser())
     known = ", ".join(GPUS)
@@ -137,25 +138,27 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-SMALL_OPERATIONS = 60  # of a layer's forward pass in this package's engine on a CPU, most of them small
+LAYER_OPERATIONS = {"cpu": 600, "cuda": 50}  # small ones that a layer's forward pass is as long as; fitted
 
 
-def measure() -> Hardware:
-    """This machine, from a matrix product, a copy and a small operation, a second or so in all."""
+def measure(width: int = 1024, inner: int = 4096) -> Hardware:
+    """This machine, from a matrix product of a model's width, a copy and a small operation, a few seconds in all."""
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    size = 4096 if device.type == "cuda" else 512
-    flops = {
-        dtype: 2 * size**3 / _seconds(lambda a, b: a @ b, torch.randn(size, size, device=device, dtype=dtype), 2)
-        for dtype in (torch.bfloat16, torch.float32)
-    }
+    rows = 16384 if device.type == "cuda" else 512
+    flops = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        left = torch.randn(rows, width, device=device, dtype=dtype)
+        right = torch.randn(width, inner, device=device, dtype=dtype)
+        flops[dtype] = 2 * rows * width * inner / _seconds(torch.matmul, left, right)
     much = torch.empty(2**28 if device.type == "cuda" else 2**24, device=device)
     target = torch.empty_like(much)
-    copied = 2 * much.nbytes / _seconds(lambda a: target.copy_(a), much, 1)
-    small = _seconds(lambda a, b: a @ b, torch.randn(16, 16, device=device), 2)
+    copied = 2 * much.nbytes / _seconds(target.copy_, much)
+    few = torch.randn(16, 16, device=device)
+    small = _seconds(torch.matmul, few, few)
     cuda = device.type == "cuda"
-    nominal, layer = GPUS["h200"], SMALL_OPERATIONS * small
+    nominal, layer = GPUS["h200"], LAYER_OPERATIONS[device.type] * small
     return Hardware(
         "here",
         memory=float(torch.cuda.get_device_properties(0).total_memory) if cuda else _main_memory(),
@@ -168,27 +171,33 @@ def measure() -> Hardware:
         bandwidth_reached=1.0,
         decode_layer=nominal.decode_layer if cuda else layer,
         eager_layer=layer,
+        patience=nominal.patience if cuda else 0,
     )
 
 
-def _seconds(operation: Any, tensor: Any, times: int) -> float:
-    """Of one call with the tensor given so often: the best of a few rounds of at least 50 ms."""
+def _seconds(operation: Callable[..., object], *given: Any) -> float:
+    """Of one call: the best of five rounds of at least 50 ms.
+
+    On a CPU these are CPU seconds, shared out to the threads: what the machine does beside does not count.
+    """
     import torch
 
-    wait: Callable[[], None] = torch.cuda.synchronize if tensor.is_cuda else lambda: None
-    given = (tensor,) * times
+    cuda, large = given[0].is_cuda, given[0].numel() > 10_000
+    wait: Callable[[], None] = torch.cuda.synchronize if cuda else lambda: None
+    threads = 1 if cuda or not large else torch.get_num_threads()
+    clock = time.perf_counter if cuda else time.process_time
     operation(*given)
-    best, rounds = float("inf"), 0
-    while rounds < 3:
+    best = float("inf")
+    for _ in range(5):
         wait()
-        begin, calls = time.perf_counter(), 0
-        while time.perf_counter() - begin < 0.05:
+        begin, calls = clock(), 0
+        while clock() - begin < 0.05:
             operation(*given)
             calls += 1
-            if calls % 100 == 0 or tensor.numel() > 10_000:
+            if large:
                 wait()
         wait()
-        best, rounds = min(best, (time.perf_counter() - begin) / calls), rounds + 1
+        best = min(best, (clock() - begin) / calls / threads)
     return best
 
 

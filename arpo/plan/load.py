@@ -40,7 +40,7 @@ class Load:
     turn_tokens: float  # mean of a model's turn
     spread: float  # standard deviation of its logarithm
     result_tokens: float
-    calls: float  # on a path
+    calls: float  # on a path: as many, or one more with the chance that is left
     branch_rate: float  # results that are branched from while paths are left to open
     tool_p50: float
     tool_p95: float
@@ -70,16 +70,6 @@ class Load:
     def path_tokens(self) -> float:
         """Of one path with its prompt, on average, before any limit."""
         return self.prompt_tokens + self.turn_tokens * (self.calls + 1) + self.result_tokens * self.calls
-
-    @property
-    def call_chance(self) -> float:
-        """The chance that a turn ends in a call, while calls are left, that gives `calls` on average."""
-        low, high = 0.0, 1.0
-        for _ in range(60):
-            middle = (low + high) / 2
-            mean = sum(middle**i for i in range(1, self.max_calls + 1))
-            low, high = (middle, high) if mean < self.calls else (low, middle)
-        return high
 
     @property
     def tool_spread(self) -> float:
@@ -146,6 +136,7 @@ def load_of_run(config: Config, records: Sequence[Mapping[str, Any]], spread: fl
 
     The prompt and a tool result have the lengths p and r for which the unique and the total tokens come out:
     unique = questions p + sampled + calls made r, and total / paths = p + written + calls on a path r.
+    `branch_rate` is a first value, which `fit` improves.
     """
     mean = _means(records)
     paths, questions = mean("paths"), mean("questions")
@@ -158,9 +149,6 @@ def load_of_run(config: Config, records: Sequence[Mapping[str, Any]], spread: fl
     read = (
         (mean("engine_read") - made * result) / questions if any("engine_read" in each for each in records) else prompt
     )
-    branches = mean("branches")
-    possible = max(1.0, (paths / questions - config.rollout.initial) * questions)
-    rate = 0.0 if not made else 1.0 if branches >= 0.98 * possible else min(1.0, branches / made)
     p50, p95 = _tool_times(records)
     calls = min(calls, config.rollout.max_calls)
     return Load(
@@ -171,7 +159,7 @@ def load_of_run(config: Config, records: Sequence[Mapping[str, Any]], spread: fl
         spread=SPREAD if spread is None else spread,
         result_tokens=result,
         calls=calls,
-        branch_rate=0.0 if config.branching.policy in ("never", "later") else rate,
+        branch_rate=min(1.0, mean("branches") / made) if made and config.branching.policy != "later" else 0.0,
         tool_p50=p50,
         tool_p95=p95,
         trained_share=min(1.0, mean("computed_tokens") / mean("unique_tokens")),

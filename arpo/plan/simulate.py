@@ -35,6 +35,7 @@ class Sampled:
     unique: int = 0
     total: int = 0
     calls: int = 0
+    path_calls: int = 0  # along every path, shared ones counted for each
     paths: int = 0
     branches: int = 0
 
@@ -42,7 +43,7 @@ class Sampled:
         """What another replica did beside this one."""
         if other.seconds > self.seconds:
             self.seconds, self.parts, self.tail = other.seconds, other.parts, other.tail
-        for name in ("sampled", "read", "unique", "total", "calls", "paths", "branches"):
+        for name in ("sampled", "read", "unique", "total", "calls", "path_calls", "paths", "branches"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
@@ -68,6 +69,7 @@ class Path:
     calls: int
     tokens: int  # after the prompt
     unread: int
+    planned: int  # calls it makes, if its tokens last
     decides: bool = False  # whether the turn follows a result that may be branched from
     turn: int = 0
     probe: int = 0
@@ -89,7 +91,6 @@ class Replica:
 
     def __init__(self, load: Load, decoder: Decoder, seed: int) -> None:
         self.load, self.decoder, self.seed = load, decoder, seed
-        self.chance = load.call_chance
         self.now = 0.0
         self.steps = 0  # done so far
         self.rows = 0
@@ -101,6 +102,8 @@ class Replica:
         self.events: list[tuple[int, int, Path, bool]] = []  # (step, order, path, whether the turn ends)
         self.open_rows: list[tuple[float, int]] = []
         self.shared_read = False
+        self.held: list[Path] = []  # those that have arrived and have something to read
+        self.plain_steps = 0  # since something was last read
         self.done = Sampled()
 
     def run(self, questions: range) -> Sampled:
@@ -109,7 +112,7 @@ class Replica:
             tree = Tree(question, self.load.leaves, prompt=round(self.load.prompt_tokens))
             self.done.unique += tree.prompt
             self._start_at_prompt(tree, self.load.initial)
-        while self.rows or self.arriving:
+        while self.rows or self.arriving or self.held:
             self._step()
         self._close()
         return self.done
@@ -117,13 +120,16 @@ class Replica:
     # --- time
 
     def _step(self) -> None:
-        if not self.rows and self.arriving[0][0] > self.now:
+        if not self.rows and not self.held and self.arriving[0][0] > self.now:
             self._spend("tools", self.arriving[0][0] - self.now)
-        ready = []
+        joining: list[Path] = []
         while self.arriving and self.arriving[0][0] <= self.now:
-            ready.append(heapq.heappop(self.arriving)[2])
-        if ready:
-            self._mixed_step(ready)
+            path = heapq.heappop(self.arriving)[2]
+            (self.held if path.unread or not path.tree.read else joining).append(path)
+        if self.held and self._reads_now():
+            joining, self.held = joining + self.held, []
+        if joining:
+            self._joining_step(joining)
         else:
             self._decode_steps()
         while self.events and self.events[0][0] == self.steps:
@@ -133,9 +139,14 @@ class Replica:
             else:
                 self._look(path)
 
-    def _mixed_step(self, ready: list[Path]) -> None:
+    def _reads_now(self) -> bool:
+        """The engine's rule: steps that read are held back while others decode, but not for long, nor if many wait."""
+        patience = self.decoder.hardware.patience
+        return not self.rows or self.plain_steps >= patience or 4 * len(self.held) >= self.rows + 4
+
+    def _joining_step(self, joining: list[Path]) -> None:
         unread = 0
-        for path in ready:
+        for path in joining:
             unread += self._prompt_to_read(path) + path.unread
             self._begin_turn(path)
             self.rows += 1
@@ -145,10 +156,13 @@ class Replica:
         self.done.read += unread
         self._spend("reading" if unread else "launching", seconds)
         self._steps_done(1)
+        self.plain_steps = 0 if unread else self.plain_steps + 1
 
     def _decode_steps(self) -> None:
         """As many steps as nothing else happens in."""
         count = self.events[0][0] - self.steps
+        if self.held:
+            count = min(count, self.decoder.hardware.patience - self.plain_steps)
         if self.arriving:
             left = self.arriving[0][0] - self.now
             low, high = 1, count  # the fewest steps after which the next path has arrived
@@ -170,6 +184,7 @@ class Replica:
         else:
             self._spend("arithmetic", seconds - overhead)
         self._steps_done(count)
+        self.plain_steps += count
 
     def _spend(self, part: str, seconds: float) -> None:
         self.done.parts[part] += seconds
@@ -199,7 +214,8 @@ class Replica:
         tree.budget -= 1
         tree.open += 1
         tree.started += 1
-        path = Path(tree, rng, calls, tokens, 0)
+        planned = int(self.load.calls) + (rng.random() < self.load.calls % 1)
+        path = Path(tree, rng, calls, tokens, 0, planned)
         if self.free:
             self.free -= 1
             self._arrive(path, self.now)
@@ -224,7 +240,7 @@ class Replica:
         load, path.unread = self.load, 0
         drawn = path.rng.lognormvariate(0.0, load.spread) if load.spread else 1.0
         length = max(1, round(load.turn_tokens * drawn / _mean_factor(load.spread)))
-        path.asks = path.calls < load.max_calls and path.rng.random() < self.chance
+        path.asks = path.calls < path.planned
         room = load.max_tokens - path.tokens
         if length >= room:
             length, path.asks = max(1, room), False
@@ -277,6 +293,7 @@ class Replica:
         self.free += 1
         self.done.paths += 1
         self.done.total += tree.prompt + path.tokens
+        self.done.path_calls += path.calls
         if not tree.open and tree.budget:
             self._fill(tree, path.rng)
         while self.free and self.waiting:
