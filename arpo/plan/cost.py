@@ -153,9 +153,8 @@ def update(config: Config, shape: Shape, hardware: Hardware, gpus: int, tokens: 
     computing = max(arithmetic + memory, launching)
     sent = 0.0 if gpus == 1 else groups * passes * shape.parameters * number_bytes / hardware.sending(gpus)
     optimiser = train.minibatches * ADAM_BYTES * trained_weights(shape, config) / gpus / hardware.reading
-    return Update(
-        arithmetic, memory, computing - arithmetic - memory, max(0.0, sent - computing), optimiser if tokens else 0.0
-    )
+    waiting = max(0.0, launching - arithmetic - memory), max(0.0, sent - computing)
+    return Update(arithmetic, memory, *waiting, optimiser if tokens else 0.0)
 
 
 def number_size(config: Config) -> int:

@@ -121,7 +121,9 @@ class Replica:
 
     def _step(self) -> None:
         if not self.rows and not self.held and self.arriving[0][0] > self.now:
-            self._spend("tools", self.arriving[0][0] - self.now)
+            when = self.arriving[0][0]
+            self._spend("tools", when - self.now)
+            self.now = when  # whatever the rounding of the sum
         joining: list[Path] = []
         while self.arriving and self.arriving[0][0] <= self.now:
             path = heapq.heappop(self.arriving)[2]
