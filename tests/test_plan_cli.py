@@ -44,7 +44,7 @@ def test_all_splits_are_tried_and_the_fastest_is_best() -> None:
         range(4, 64, 4)
     )
     assert {s.ways for s in Planner(setup("32B", 8)).splits() if not s.shared} == {1, 2, 4}  # 65 GB of weights
-    assert {s.ways for s in Planner(setup("70B", 8)).splits() if not s.shared} == {2, 4}  # 141 GB
+    assert {s.ways for s in Planner(setup("70B", 8)).splits() if not s.shared} == {2, 4}  # 141 GB; 8 are a half of none
 
 
 def test_a_step_is_what_its_parts_say() -> None:
@@ -195,6 +195,10 @@ def test_json_holds_the_same(tmp_path: Path) -> None:
     done = plan(str(ROOT / "arpo" / "demo.toml"), "--gpus", "2", "--json", "--assume", "calls=1", "--network", "12")
     values = json.loads(done.output)
     assert values["best"]["step"] == values["splits"][0]["step"] <= values["splits"][-1]["step"]
+    best = values["best"]
+    total = best["sampling"] + best["training"] + best["sync"]
+    assert best["step"] == pytest.approx(total) and sum(best["parts"].values()) == pytest.approx(total)
+    assert best["split"] == values["splits"][0]["split"] == {"sampling": 2, "training": 2, "ways": 1, "shared": True}
     assert values["load"]["calls"] == 1 and values["sources"]["calls"] == "given"
     assert values["hardware"]["network"] == 12e9 and values["measured"] is None
 
@@ -235,3 +239,22 @@ def test_planning_needs_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "torch" not in done.stdout and "transformers" not in done.stdout
+
+
+# The paper's settings.
+
+
+@pytest.mark.parametrize(("name", "model"), [("reasoning_7b", "Qwen2.5-7B"), ("deepsearch_8b", "Qwen3-8B"),
+                                             ("deepsearch_14b", "Qwen3-14B")])  # fmt: skip
+def test_the_clusters_settings_are_the_papers_and_fit_on_eight(name: str, model: str) -> None:
+    config = load_config(ROOT / "examples" / "cluster" / f"{name}.toml", [])
+    deep = name.startswith("deep")
+    assert (config.rollout.leaves, config.rollout.initial, config.rollout.temperature) == (16, 8, 1.0)
+    assert (config.rollout.max_calls, config.rollout.max_tokens) == ((6, 8192) if deep else (3, 4096))
+    assert (config.train.prompts, config.train.minibatches, config.train.lr) == (128, 8, 1e-6)
+    assert (config.loss.clip_low, config.loss.clip_high, config.loss.dual_clip, config.loss.kl) == (0.2, 0.2, 3.0, 0.0)
+    assert (config.branching.alpha, config.branching.beta, config.branching.tau) == (0.5, 0.2, 0.5)
+    assert config.tools.search_results == 10 and config.run.dir == f"runs/{name}"
+    shape = find_shape(config.model.path)
+    assert shape.name == model
+    assert Planner(Setup(config, guess_load(config), shape, GPUS["h100"], 8)).fits()

@@ -84,13 +84,12 @@ class Planner:
         return [option for split in self.splits() if (option := self.option(split)) is not None]
 
     def splits(self) -> Iterator[Split]:
-        """Shared, and sampling halves of all sizes, each in the fewest ways that fit and in twice as many."""
+        """Shared, and sampling halves of all sizes, in replicas of all sizes that have room for a path."""
         gpus = self.setup.gpus
         every = max(1, gpus // SPLITS)
         for sampling, shared in [(gpus, True), *((size, False) for size in range(every, gpus, every))]:
-            ways = [w for w in self._ways(sampling) if self._paths(Split(sampling, gpus - sampling, w, shared))]
-            for w in ways[:2]:
-                yield Split(sampling, gpus if shared else gpus - sampling, w, shared)
+            every_way = [Split(sampling, gpus if shared else gpus - sampling, w, shared) for w in self._ways(sampling)]
+            yield from (split for split in every_way if self._paths(split))
 
     def _ways(self, sampling: int) -> list[int]:
         shape, node = self.setup.shape, self.setup.hardware.node

@@ -170,7 +170,7 @@ def as_json(
 def _option(option: Option) -> dict[str, Any]:
     memory = {"sampling_memory": asdict(option.sampling_memory), "training_memory": asdict(option.training_memory)}
     return {
-        **asdict(option.split),
+        "split": asdict(option.split),
         "paths": option.paths,
         "step": option.step,
         "sampling": option.sampling,
