@@ -175,9 +175,9 @@ def test_a_step_that_reads_by_hand() -> None:
     assert decoder.mixed(2, 10, 6) == pytest.approx(0.816 + 8 * 2.08 + 0.25 + 2 * 0.125)
     quick = Decoder(TOY, replace(SLOW, bandwidth=1e9))  # launching takes longest: two layers of a second
     assert quick.mixed(2, 10, 6) == pytest.approx(2.0 + 0.5)
-    assert quick.mixed(2, 10, 16385) == pytest.approx(
-        max(4.0, (656 * 16387 + 32 * (10 + 16385 * 2.5)) / 1e4) + 0.5, rel=1e-3
-    )
+    instant = Decoder(TOY, replace(SLOW, bandwidth=1e12, flops=1e12))
+    assert instant.mixed(2, 10, 16384) == pytest.approx(2.5)
+    assert instant.mixed(2, 10, 16385) == pytest.approx(4.5)  # two chunks
 
 
 NUMBERS = st.floats(0, 100, allow_nan=False)
@@ -204,6 +204,8 @@ def test_an_update_by_hand() -> None:
     assert spent.seconds == pytest.approx(9.792 + 249.6 + 10.496)
     fast = replace(SLOW, bandwidth=1e9, flops=1e9)
     assert update(config, TOY, fast, 1, 40, 5).seconds == pytest.approx(4 * 3 * 2 * 1.0, rel=1e-3)  # four groups
+    twice = load_config(None, [*BF16, "train.micro_tokens=10", "train.minibatches=2", "train.prompts=2"])
+    assert update(twice, TOY, fast, 1, 40, 5).seconds == pytest.approx(2 * 2 * 4 * 2 * 1.0, rel=1e-3)
     assert update(config, TOY, SLOW, 1, 0, 5).seconds == 0
 
 
