@@ -38,6 +38,7 @@ from arpo.settings import Loss
 from arpo.train import open_run, train
 from arpo.trainer.balance import balance, costs, matched, take
 from arpo.trainer.checkpoint import load_checkpoint, save_pretrained
+from arpo.trainer.ranks import join_ranks
 from arpo.trainer.sharded import trees_from_bytes, trees_to_bytes
 from arpo.trainer.shards import read_shards
 from arpo.trainer.tiny import build_model
@@ -486,3 +487,12 @@ def test_only_train_runs_on_several_ranks(monkeypatch: pytest.MonkeyPatch, capsy
         cli.main()
     assert ended.value.code == 2
     assert "only `arpo train`" in capsys.readouterr().err
+
+
+def test_more_ranks_than_gpus_are_refused_before_anything_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "2")
+    expected = pytest.raises(ArpoError, match="rank 2 has no GPU: this machine has 2; use --nproc-per-node 2")
+    with expected, join_ranks(torch.device("cuda")):
+        pass

@@ -118,7 +118,10 @@ def join_ranks(device: torch.device) -> Iterator[Ranks]:
     """Meet the other processes; `device` is what this one computes on."""
     timeout = timedelta(seconds=TIMEOUT)
     if device.type == "cuda":
-        torch.cuda.set_device(launch.device_number())
+        number, there = launch.device_number(), torch.cuda.device_count()
+        if number >= there:
+            raise ArpoError(f"rank {launch.rank()} has no GPU: this machine has {there}; use --nproc-per-node {there}")
+        torch.cuda.set_device(number)
     with told_plainly():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
         ranks = Ranks(dist.new_group(backend="gloo", timeout=timeout))
