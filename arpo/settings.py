@@ -54,6 +54,13 @@ class Rollout(Section):
     top_p: float = Field(default=1.0, gt=0, le=1, description="keep the likeliest tokens of this total probability")
     top_k: int = Field(default=0, ge=0, description="keep this many of the likeliest tokens; 0: all")
     concurrency: int = Field(default=128, ge=1, description="paths sampled at the same time, over all questions")
+    engine: Literal["local", "vllm"] = Field(default="local", description="what samples: this process, or vLLM")
+    servers: Names = Field(
+        default=(), description="addresses of vLLM servers that sample for engine vllm; none: one is started and ended here"
+    )
+    top_logprobs: int = Field(
+        default=64, ge=1, description="likeliest tokens from which entropies are estimated; for engine vllm"
+    )
     kv_tokens: int = Field(
         default=0, ge=0, description="tokens whose keys and values the engine has room for; 0: as many as memory allows"
     )

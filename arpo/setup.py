@@ -6,7 +6,7 @@ import atexit
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from arpo.data.order import Part
 from arpo.data.tasks import Columns, load_tasks
 from arpo.data.world import World, make_world
 from arpo.display import console, printable
-from arpo.engine.local import LocalEngine
+from arpo.engine.choose import make_engine
 from arpo.keys import key_from
 from arpo.lessons import encode_examples, read_examples
 from arpo.plugins import load_object, names_object
@@ -36,7 +36,7 @@ from arpo.tools.search import (
     open_index,
     web_search,
 )
-from arpo.trainer.checkpoint import model_settings
+from arpo.trainer.checkpoint import model_settings, save_untied
 from arpo.trainer.model import load_trainable
 from arpo.types import ArpoError, Task
 
@@ -269,13 +269,7 @@ def make_agent(config: Config, bench: Bench, model: Any, tokenizer: Any, threade
     """The agent that plays rollouts; its engine has a thread of its own (`threaded`) if some tool takes time."""
     if threaded is None:
         threaded = not all(tool.quick for tool in bench.tools.values())
-    engine = LocalEngine(
-        model,
-        tokenizer,
-        rows=config.rollout.concurrency,
-        kv_tokens=config.rollout.kv_tokens or None,
-        threaded=threaded,
-    )
+    engine = make_engine(config.rollout, model, tokenizer, partial(save_untied, model, tokenizer), threaded)
     fmt = call_format(config, bench.tools)
     traces, limit = read_examples(config.rollout.examples, fmt), config.tools.result_tokens
     return Agent(engine, tokenizer, bench.tools, fmt, limit, encode_examples(traces, tokenizer, fmt, limit))

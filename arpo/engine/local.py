@@ -24,7 +24,7 @@ from arpo.engine.base import Capabilities, OnToken
 from arpo.engine.kvpool import BLOCK, KVPool, token_bytes
 from arpo.engine.runner import Columns, check_supported, make_runner
 from arpo.engine.schedule import Batch, Request, Scheduler
-from arpo.engine.stops import StopFinder
+from arpo.engine.stops import StopFinder, eos_ids
 from arpo.types import ArpoError, Completion, SamplingParams
 
 PREFILL_TOKENS = {"cpu": 512, "cuda": 16384}
@@ -70,7 +70,7 @@ class LocalEngine:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="arpo-engine")
         self._driver: asyncio.Task[None] | None = None
         self._finders: dict[tuple[str, ...], tuple[StopFinder, frozenset[int]]] = {}
-        self._eos = frozenset(_eos_ids(model, tokenizer))
+        self._eos = frozenset(eos_ids(model, tokenizer))
         self.version = 0
         self.capabilities = Capabilities(context, model.config.vocab_size, True)
 
@@ -217,9 +217,3 @@ def default_kv_tokens(model: Any, rows: int) -> int:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
     longest = -(-int(model.config.max_position_embeddings) // BLOCK) * BLOCK
     return min(max(rows * longest, 2 * BLOCK), memory // token_bytes(model.config, parameter.dtype))
-
-
-def _eos_ids(model: Any, tokenizer: Any) -> set[int]:
-    declared = getattr(model.generation_config, "eos_token_id", None)
-    ids = declared if isinstance(declared, list) else [declared]
-    return {token for token in [*ids, tokenizer.eos_token_id] if token is not None}

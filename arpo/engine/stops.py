@@ -1,4 +1,4 @@
-"""Finding stop strings in sampled ids, without decoding every token."""
+"""Where a turn ends: stop strings in sampled ids, found without decoding every token, and eos tokens."""
 
 from __future__ import annotations
 
@@ -35,3 +35,10 @@ class StopFinder:
         )
         found = [(tail.find(stop), -len(stop), stop) for stop in self._stops if stop in tail]
         return min(found)[2] if found else None
+
+
+def eos_ids(model: Any, tokenizer: Any) -> set[int]:
+    """The tokens that end a turn: as the model declares them, and the tokenizer's."""
+    declared = getattr(model.generation_config, "eos_token_id", None)
+    ids = declared if isinstance(declared, list) else [declared]
+    return {token for token in [*ids, tokenizer.eos_token_id] if token is not None}

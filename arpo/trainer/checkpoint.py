@@ -13,10 +13,13 @@ to save: a resumed run goes on as if it had not stopped, to the last bit on a CP
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from arpo.trainer import lora
 from arpo.trainer.update import Trainer
@@ -38,6 +41,23 @@ def save_pretrained(model: object, tokenizer: object, directory: Path) -> None:
     """Write a plain Hugging Face directory."""
     model.save_pretrained(directory)  # type: ignore[attr-defined]
     tokenizer.save_pretrained(directory)  # type: ignore[attr-defined]
+
+
+def save_untied(model: Any, tokenizer: Any, directory: Path) -> None:
+    """Write a Hugging Face directory for vLLM to load: any adapter merged, and the output layer with weights of its own.
+
+    On a CPU, vLLM packs the output layer anew only if it finds weights for it, so a tied one would stay as it was.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    config = copy.deepcopy(model.config)
+    config.tie_word_embeddings = False
+    config.architectures = [type(model).__name__]
+    config.dtype = next(model.parameters()).dtype
+    config.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    state = {name: tensor.cpu().contiguous() for name, tensor in lora.plain_state(model).items()}
+    state["lm_head.weight"] = state["lm_head.weight"].clone()
+    save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def model_settings(directory: Path) -> dict[str, str | None]:

@@ -96,6 +96,21 @@ def load_adapter(model: Any, directory: Path) -> None:
         place.copy_(tensors[name])
 
 
+@torch.no_grad()
+def plain_state(model: Any) -> dict[str, Tensor]:
+    """All weights under the names that they have without an adapter; that of `add_adapter` is added to them."""
+    state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    if not has_adapter(model):
+        return state
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    plain = {name.replace(".base_layer.", "."): value for name, value in state.items() if ".lora_" not in name}
+    for name, module in model.named_modules():
+        if isinstance(module, BaseTunerLayer):
+            plain[f"{name}.weight"] = plain[f"{name}.weight"] + module.get_delta_weight("default")
+    return plain
+
+
 @contextmanager
 def adapters_off(model: Any) -> Iterator[None]:
     """Within, a model from `add_adapter` computes what it did without the adapter."""
