@@ -56,7 +56,8 @@ class Rollout(Section):
     concurrency: int = Field(default=128, ge=1, description="paths sampled at the same time, over all questions")
     engine: Literal["local", "vllm"] = Field(default="local", description="what samples: this process, or vLLM")
     servers: Names = Field(
-        default=(), description="addresses of vLLM servers that sample for engine vllm; none: one is started and ended here"
+        default=(),
+        description="addresses of vLLM servers that sample for engine vllm; none: one is started and ended here",
     )
     top_logprobs: int = Field(
         default=64, ge=1, description="likeliest tokens from which entropies are estimated; for engine vllm"

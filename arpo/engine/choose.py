@@ -13,9 +13,7 @@ from arpo.settings import Rollout
 from arpo.types import ArpoError
 
 
-def make_engine(
-    settings: Rollout, model: Any, tokenizer: Any, write: Callable[[Path], None], threaded: bool
-) -> Engine:
+def make_engine(settings: Rollout, model: Any, tokenizer: Any, write: Callable[[Path], None], threaded: bool) -> Engine:
     """The engine for a model; `write` writes its current weights for an engine that has a copy of its own."""
     kv_tokens = settings.kv_tokens or None
     if settings.engine == "local":
@@ -26,7 +24,14 @@ def make_engine(
     if settings.servers:
         from arpo.engine.vllm_server import ServerEngine
 
-        return ServerEngine(settings.servers, model, tokenizer, write, top_logprobs=settings.top_logprobs)
+        return ServerEngine(
+            settings.servers,
+            model,
+            tokenizer,
+            write,
+            top_logprobs=settings.top_logprobs,
+            temperature=settings.temperature,
+        )
     from arpo.engine.vllm import VllmEngine
 
     return VllmEngine(

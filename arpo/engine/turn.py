@@ -145,7 +145,7 @@ class Turn:
 
 
 def refuse_cuts(temperature: float, top_p: float, top_k: int) -> None:
-    """Raise where the log-probs that training needs cannot be had: vLLM gives them without temperature or after cuts."""
+    """Raise where vLLM cannot give the log-probs that training needs: it has them without temperature or after cuts."""
     if temperature != 1 and (top_p < 1 or top_k > 0):
         raise ArpoError(
             "rollout.temperature: with rollout.engine=vllm, a temperature other than 1 cannot go with rollout.top_p or "

@@ -191,7 +191,7 @@ def need_vllm() -> None:
     for name, value in ENVIRONMENT.items():  # read by vLLM when it is first imported, and by what it starts
         os.environ.setdefault(name, value)
     try:
-        import vllm  # noqa: F401
+        from vllm import AsyncEngineArgs  # noqa: F401
     except ImportError as error:
         raise ArpoError(
             f"rollout.engine: vLLM cannot be imported ({error}); it needs an environment of its own: pip install "

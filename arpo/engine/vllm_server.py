@@ -1,79 +1,79 @@
 """Sampling by vLLM servers that someone else started: the Engine protocol over their token-in, token-out endpoint.
 
-    VLLM_SERVER_DEV_MODE=1 vllm serve DIRECTORY --tokens-only --max-logprobs 64 --enable-prefix-caching
+    VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --tokens-only --max-logprobs 64
 
 Promises: ids, log-probs and ends of turns are as in `arpo.engine.vllm`. A server that is lost, busy or talks nonsense
 costs no path: the request is tried again, elsewhere first, and goes on after the tokens that were sampled already; when
 nothing helps for `patience` seconds, an ArpoError names the servers and what was wrong. A server samples only with the
 current weights: each has a label, which a restarted server has lost, and one without the right label loads them first.
-What comes back is bounded and taken as hostile.
 Does not cover: how many prefix tokens were re-used; servers that do not see the file system that weights are written to
-(TMPDIR says where that is); weights that others change while a turn is sampled.
+(TMPDIR says where that is).
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import secrets
+import shutil
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from arpo.engine.base import OnToken
-from arpo.engine.turn import BadToken, Sampled, Terms, Turn
+from arpo.engine.turn import BadToken, Terms, Turn, logprobs_mode
+from arpo.engine.vllm_wire import Needs, Unavailable, Wire
 from arpo.types import ArpoError, Completion, SamplingParams, derive_seed
 
 PATIENCE_SECONDS = 300.0
 PAUSE_SECONDS = 1.0
 LONGEST_PAUSE_SECONDS = 30.0
 SILENCE_SECONDS = 300.0  # after which a server that says nothing counts as lost
-RELOAD_SECONDS = 1800.0
-MAX_REPLY_BYTES = 1_000_000  # of replies that are not turns
 BLOCK = 64  # tokens by which it is remembered what a server has read
 MAX_BLOCKS = 100_000
-_TRY_AGAIN = (408, 409, 425, 429)
 _jitter = random.Random()
-
-
-class Unavailable(Exception):
-    """Worth another attempt, after `pause` seconds if the server says so."""
-
-    def __init__(self, cause: str, pause: float = 0.0) -> None:
-        super().__init__(cause)
-        self.pause = pause
 
 
 @dataclass(slots=True, eq=False)
 class Server:
     """One server: its requests under way, when it may be tried again, and what it has read of late."""
 
-    url: str
+    wire: Wire
     busy: int = 0
-    resting_until: float = 0.0
     failures: int = 0
-    restoring: asyncio.Future[None] | None = None
+    resting_until: float = 0.0
+    loading: asyncio.Future[None] | None = None
     read: set[int] = field(default_factory=set)
 
     def known(self, blocks: Sequence[int]) -> int:
         """How many of these blocks, from the first on, it has read."""
         return next((number for number, block in enumerate(blocks) if block not in self.read), len(blocks))
 
-    def rest(self, pause: float) -> None:
-        """It failed: leave it alone for a while that grows with each time."""
-        self.failures += 1
-        usual = _jitter.uniform(0.5, 1.0) * pause * 2 ** min(self.failures - 1, 16)
-        self.resting_until = time.monotonic() + min(LONGEST_PAUSE_SECONDS, usual)
+    def failed(self, pause: float, asked: float) -> None:
+        """Leave it alone for a while that grows with each time; what fails together counts as once."""
+        now = time.monotonic()
+        if now >= self.resting_until:
+            self.failures += 1
+            usual = _jitter.uniform(0.5, 1.0) * pause * 2 ** min(self.failures - 1, 16)
+            self.resting_until = now + max(asked, min(LONGEST_PAUSE_SECONDS, usual))
+
+    def served(self, blocks: Sequence[int]) -> None:
+        """It has read these."""
+        self.failures = 0
+        if len(self.read) > MAX_BLOCKS:
+            self.read.clear()
+        self.read.update(blocks)
 
 
 class ServerEngine:
-    """Engine over the servers at `urls`, which `write` writes the weights for."""
+    """Engine over the servers at `urls`, for which `write` writes the weights; `model` is only asked what it is.
+
+    `temperature` is that of the requests whose log-probs count.
+    """
 
     def __init__(
         self,
@@ -83,28 +83,22 @@ class ServerEngine:
         write: Callable[[Path], None],
         *,
         top_logprobs: int = 64,
+        temperature: float = 1.0,
         patience: float = PATIENCE_SECONDS,
         pause: float = PAUSE_SECONDS,
         silence: float = SILENCE_SECONDS,
     ) -> None:
-        try:
-            import httpx2
-        except ImportError:
-            raise ArpoError("rollout.servers: asking a server needs httpx2: pip install 'arpo[web]'") from None
-        self._tls = httpx2.create_ssl_context()
-        self._servers = [Server(_checked(url)) for url in dict.fromkeys(url.rstrip("/") for url in urls)]
+        self._servers = [Server(Wire(url, silence)) for url in dict.fromkeys(url.rstrip("/") for url in urls)]
         self._terms = Terms(model, tokenizer, top_logprobs)
         self.capabilities = self._terms.capabilities
-        self._write, self._patience, self._pause, self._silence = write, patience, pause, silence
+        tied = bool(model.config.tie_word_embeddings)
+        self._needs = Needs(self.capabilities.max_context, self._terms.top, logprobs_mode(temperature), tied)
+        self._write, self._patience, self._pause = write, patience, pause
         self._home = tempfile.TemporaryDirectory(prefix="arpo-vllm-")
-        self._nonce, self._updates, self._under_way = secrets.token_hex(8), 0, 0
-        self._retries = self._restored = 0
+        self._nonce, self._updates = secrets.token_hex(8), 0
+        self._under_way = self._retries = self._loads = 0
         self.version = 0
-
-    @property
-    def _label(self) -> str:
-        """Of the current weights: no server has it that did not get them from this engine."""
-        return f"arpo-{self._nonce}-{self._updates}"
+        write(self._directory(0))
 
     async def generate(
         self, prefix: Sequence[int], params: SamplingParams, *, on_token: OnToken | None = None
@@ -118,25 +112,24 @@ class ServerEngine:
         try:
             while True:
                 server = self._pick(blocks)
-                await asyncio.sleep(max(0.0, server.resting_until - time.monotonic()))
                 server.busy += 1
                 try:
+                    await asyncio.sleep(max(0.0, server.resting_until - time.monotonic()))
                     await self._bring_up_to_date(server)
                     await self._sample(server, turn)
-                    server.failures = 0
-                    server.read = (server.read if len(server.read) < MAX_BLOCKS else set()) | set(blocks)
+                    server.served(blocks)
                     return turn.completion(self.version)
                 except Unavailable as error:
-                    complaints[server.url] = str(error)
-                    server.rest(max(error.pause, self._pause))
+                    complaints[server.wire.url] = str(error)
+                    server.failed(self._pause, error.pause)
                     self._retries += 1
                 finally:
                     server.busy -= 1
                 if len(turn.tokens) > got:  # it goes on, if slowly
                     got, give_up = len(turn.tokens), time.monotonic() + self._patience
-                if time.monotonic() > give_up:
+                if time.monotonic() >= give_up:
                     said = "; ".join(f"{url} {cause}" for url, cause in complaints.items())
-                    raise ArpoError(f"rollout.servers: no vLLM server samples for {self._patience:g} seconds: {said}")
+                    raise ArpoError(f"rollout.servers: nothing was sampled for {self._patience:g} seconds: {said}")
         finally:
             self._under_way -= 1
 
@@ -144,14 +137,88 @@ class ServerEngine:
         """Write the weights as they are now. Each server loads them before it samples again."""
         if self._under_way:
             raise RuntimeError("weights may not change while requests are being sampled")
-        older = self._directory
+        await asyncio.to_thread(self._write, self._directory(self._updates + 1))
         self._updates += 1
-        await asyncio.to_thread(self._write, self._directory)
         self.version = version
-        await asyncio.to_thread(_remove, older)
+        for server in self._servers:
+            server.read.clear()
+        await asyncio.to_thread(shutil.rmtree, self._directory(self._updates - 1), ignore_errors=True)
 
     def stats(self) -> dict[str, float]:
         """Since the last call: failed attempts, loads of weights; mean and largest possible error of entropies."""
-        told = {"retries": self._retries, "restored": self._restored, **self._terms.tally.tell()}
-        self._retries = self._restored = 0
+        told = {"retries": self._retries, "loads": self._loads, **self._terms.tally.tell()}
+        self._retries = self._loads = 0
         return told
+
+    @property
+    def _label(self) -> str:
+        """Of the current weights: no server has it that did not get them from this engine."""
+        return f"arpo-{self._nonce}-{self._updates}"
+
+    def _directory(self, update: int) -> Path:
+        return Path(self._home.name) / str(update)
+
+    def _pick(self, blocks: Sequence[int]) -> Server:
+        """Of the servers that are not resting and hardly busier than others, the one that has read most of this."""
+        now = time.monotonic()
+        ready = [server for server in self._servers if server.resting_until <= now]
+        if not ready:
+            return min(self._servers, key=lambda server: server.resting_until)
+        least = min(server.busy for server in ready)
+        free = [server for server in ready if server.busy <= least + 1 + least // 4]
+        return max(free, key=lambda server: (server.known(blocks), -server.busy))
+
+    async def _bring_up_to_date(self, server: Server) -> None:
+        """See to it that the server has the current weights."""
+        while True:
+            if server.loading is not None:
+                await asyncio.wait([server.loading])
+            elif await server.wire.label() == self._label:
+                return
+            elif server.loading is None:
+                break
+        server.loading = asyncio.get_running_loop().create_future()
+        try:
+            await server.wire.check(self._needs)
+            await server.wire.load(self._directory(self._updates), self._label)
+            server.read.clear()
+            self._loads += 1
+        finally:
+            server.loading.set_result(None)
+            server.loading = None
+
+    async def _sample(self, server: Server, turn: Turn) -> None:
+        """Have the turn, or what is missing of it, sampled there."""
+        params, done, missing = turn.params, len(turn.tokens), turn.limit - len(turn.tokens)
+        request = {
+            "token_ids": [*turn.prefix, *turn.tokens],
+            "sampling_params": {
+                "max_tokens": missing,
+                "temperature": params.temperature,
+                "top_p": params.top_p,
+                "top_k": params.top_k,
+                "seed": derive_seed(params.seed, "goes on", done) if done else params.seed % 2**63,
+                "ignore_eos": True,
+                "stop_token_ids": sorted(self._terms.eos),
+                "detokenize": False,
+                "logprobs": self._terms.top,
+            },
+        }
+        try:
+            async with aclosing(server.wire.sample(request, missing, self._label)) as tokens:
+                async for one in tokens:
+                    turn.add(one)
+                    if turn.finish is not None:
+                        return
+        except BadToken as error:
+            raise Unavailable(f"sends {error}") from None
+        raise Unavailable("broke off in the middle of a turn")
+
+
+def _blocks(prefix: Sequence[int]) -> list[int]:
+    """A number for each whole block of a prefix, which depends on all before it."""
+    found, before = [], 0
+    for start in range(0, len(prefix) - BLOCK + 1, BLOCK):
+        before = hash((before, tuple(prefix[start : start + BLOCK])))
+        found.append(before)
+    return found

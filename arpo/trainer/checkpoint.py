@@ -44,7 +44,7 @@ def save_pretrained(model: object, tokenizer: object, directory: Path) -> None:
 
 
 def save_untied(model: Any, tokenizer: Any, directory: Path) -> None:
-    """Write a Hugging Face directory for vLLM to load: any adapter merged, and the output layer with weights of its own.
+    """Write a Hugging Face directory for vLLM: any adapter merged, and the output layer with weights of its own.
 
     On a CPU, vLLM packs the output layer anew only if it finds weights for it, so a tied one would stay as it was.
     """

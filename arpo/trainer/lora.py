@@ -102,11 +102,11 @@ def plain_state(model: Any) -> dict[str, Tensor]:
     state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     if not has_adapter(model):
         return state
-    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.tuners.lora import Linear
 
     plain = {name.replace(".base_layer.", "."): value for name, value in state.items() if ".lora_" not in name}
     for name, module in model.named_modules():
-        if isinstance(module, BaseTunerLayer):
+        if isinstance(module, Linear):
             plain[f"{name}.weight"] = plain[f"{name}.weight"] + module.get_delta_weight("default")
     return plain
 
