@@ -71,8 +71,8 @@ class VllmEngine:
             self._loop = asyncio.new_event_loop()
             thread = threading.Thread(target=self._loop.run_forever, name="arpo-vllm", daemon=True)
             thread.start()
-            self._llm = asyncio.run_coroutine_threadsafe(_start(first, arguments), self._loop).result()
-        self._finalizer = weakref.finalize(self, _shut_down, self._llm, self._loop, thread, self._home)
+            self._started = [asyncio.run_coroutine_threadsafe(_start(first, arguments), self._loop).result()]
+        self._finalizer = weakref.finalize(self, _shut_down, self._started, self._loop, thread, self._home)
 
     def close(self) -> None:
         """End vLLM's process. Happens by itself when the engine is no longer used, or at exit."""
@@ -130,6 +130,10 @@ class VllmEngine:
         told = {"read": self._read, "reused": self._reused, **self._terms.tally.tell()}
         self._read = self._reused = 0
         return told
+
+    @property
+    def _llm(self) -> Any:
+        return self._started[0]
 
     async def _there(self, work: Coroutine[Any, Any, None]) -> None:
         """Do this on vLLM's event loop."""
@@ -216,11 +220,15 @@ async def _start(directory: str, arguments: dict[str, Any]) -> Any:
 
 
 def _shut_down(
-    llm: Any, loop: asyncio.AbstractEventLoop, thread: threading.Thread, home: tempfile.TemporaryDirectory[str]
+    started: list[Any],
+    loop: asyncio.AbstractEventLoop,
+    thread: threading.Thread,
+    home: tempfile.TemporaryDirectory[str],
 ) -> None:
-    asyncio.run_coroutine_threadsafe(_end(llm), loop).result(END_SECONDS)
+    asyncio.run_coroutine_threadsafe(_end(started[0]), loop).result(END_SECONDS)
     loop.call_soon_threadsafe(loop.stop)
     thread.join(END_SECONDS)
+    started.clear()  # it must be gone before the modules are that it needs for that
     home.cleanup()
 
 
