@@ -22,6 +22,7 @@ from arpo.trainer.checkpoint import save_pretrained, save_untied
 from arpo.types import ArpoError, Completion, SamplingParams
 
 GREEDY = SamplingParams(max_tokens=60, temperature=0.0)
+LONG = SamplingParams(max_tokens=400, temperature=0.0)
 NEAR = 2e-4
 
 
@@ -48,11 +49,11 @@ def engine_for(ground: Any, which: slice = slice(None), **options: Any) -> Serve
     return ServerEngine(urls, model, tokenizer, partial(save_untied, model, tokenizer), **options)
 
 
-def local(ground: Any, *prefixes: list[int]) -> list[tuple[int, ...]]:
-    engine = LocalEngine(ground[0], ground[1], rows=8, kv_tokens=4096, threaded=False)
+def local(ground: Any, *prefixes: list[int], params: SamplingParams = GREEDY) -> list[tuple[int, ...]]:
+    engine = LocalEngine(ground[0], ground[1], rows=8, kv_tokens=8192, threaded=False)
 
     async def ask() -> list[Completion]:
-        return list(await asyncio.gather(*(engine.generate(prefix, GREEDY) for prefix in prefixes)))
+        return list(await asyncio.gather(*(engine.generate(prefix, params) for prefix in prefixes)))
 
     return [done.tokens for done in asyncio.run(ask())]
 
@@ -108,18 +109,18 @@ def test_a_killed_server_costs_no_turn_and_comes_back_with_the_current_weights(g
     engine = engine_for(ground, pause=0.1)
     change(ground[0], 3)
     asyncio.run(engine.update_weights(1))
-    expected = local(ground, *PREFIXES)
+    expected = local(ground, *PREFIXES, params=LONG)
     killed = threading.Event()
     seen: dict[int, list[int]] = {i: [] for i in range(len(PREFIXES))}
 
     def on_token(number: int, token: int, *_: Any) -> None:
         seen[number].append(token)
-        if min(map(len, seen.values())) >= 3 and not killed.is_set():  # all are under way, on both
+        if len(seen[number]) == 3 and not killed.is_set():  # long before the others are done
             killed.set()
             servers[0].kill()
 
     async def ask() -> list[Completion]:
-        turns = (engine.generate(p, GREEDY, on_token=partial(on_token, i)) for i, p in enumerate(PREFIXES))
+        turns = (engine.generate(p, LONG, on_token=partial(on_token, i)) for i, p in enumerate(PREFIXES))
         return list(await asyncio.gather(*turns))
 
     done = asyncio.run(ask())
@@ -132,10 +133,10 @@ def test_a_killed_server_costs_no_turn_and_comes_back_with_the_current_weights(g
     servers[0].start()
     servers[0].wait()
     back = engine_for(ground, slice(0, 1))  # the first engine may have left it for the time being
-    assert asyncio.run(back.generate(PREFIXES[0], GREEDY)).tokens == expected[0]
+    assert asyncio.run(back.generate(PREFIXES[0], LONG)).tokens == expected[0]
     engine._servers[1].resting_until = float("inf")
     engine._servers[0].resting_until = 0.0
-    assert asyncio.run(engine.generate(PREFIXES[1], GREEDY)).tokens == expected[1]
+    assert asyncio.run(engine.generate(PREFIXES[1], LONG)).tokens == expected[1]
     assert engine.stats()["loads"] == 1  # it had lost this engine's label
 
 
