@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -35,12 +36,11 @@ class Pair:
     def __init__(self, tokenizer: Any) -> None:
         self.model, self.tokenizer = make_model(tokenizer)
         write = partial(save_untied, self.model, self.tokenizer)
-        self.vllm = VllmEngine(self.model, self.tokenizer, write, rows=16, kv_tokens=8192)
-        self.local = LocalEngine(self.model, self.tokenizer, rows=16, kv_tokens=8192, threaded=False)
+        room = self.model.config.max_position_embeddings + 8192
+        self.vllm = VllmEngine(self.model, self.tokenizer, write, rows=16, kv_tokens=room)
+        self.local = LocalEngine(self.model, self.tokenizer, rows=16, kv_tokens=room, threaded=False)
 
     def prefixes(self, count: int, longest: int = 200, seed: int = 0) -> list[list[int]]:
-        import random
-
         rng, vocab = random.Random(seed), min(300, self.model.config.vocab_size)
         return [[rng.randrange(4, vocab) for _ in range(rng.randint(1, longest))] for _ in range(count)]
 
@@ -214,7 +214,7 @@ def test_another_temperature(tokenizer: Any) -> None:
     pair = Pair.__new__(Pair)
     pair.model, pair.tokenizer = make_model(tokenizer)
     write = partial(save_untied, pair.model, pair.tokenizer)
-    pair.vllm = VllmEngine(pair.model, pair.tokenizer, write, rows=4, kv_tokens=4096, temperature=0.7)
+    pair.vllm = VllmEngine(pair.model, pair.tokenizer, write, rows=4, temperature=0.7)
     try:
         for seed, prefix in enumerate(pair.prefixes(3, seed=6)):
             (done,) = run(pair.vllm, (prefix, SamplingParams(30, temperature=0.7, seed=seed)))

@@ -110,6 +110,12 @@ def test_a_killed_server_costs_no_turn_and_comes_back_with_the_current_weights(g
     change(ground[0], 3)
     asyncio.run(engine.update_weights(1))
     expected = local(ground, *PREFIXES, params=LONG)
+
+    async def warm_up() -> None:
+        await asyncio.gather(*(engine.generate(prefix, SamplingParams(1)) for prefix in PREFIXES))
+
+    asyncio.run(warm_up())
+    assert engine.stats()["loads"] == 2  # both are ready
     killed = threading.Event()
     seen: dict[int, list[int]] = {i: [] for i in range(len(PREFIXES))}
 
