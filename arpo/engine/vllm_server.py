@@ -91,8 +91,7 @@ class ServerEngine:
         self._servers = [Server(Wire(url, silence)) for url in dict.fromkeys(url.rstrip("/") for url in urls)]
         self._terms = Terms(model, tokenizer, top_logprobs)
         self.capabilities = self._terms.capabilities
-        tied = bool(model.config.tie_word_embeddings)
-        self._needs = Needs(self.capabilities.max_context, self._terms.top, logprobs_mode(temperature), tied)
+        self._needs = Needs(self.capabilities.max_context, self._terms.top, logprobs_mode(temperature))
         self._write, self._patience, self._pause = write, patience, pause
         self._home = tempfile.TemporaryDirectory(prefix="arpo-vllm-")
         self._nonce, self._updates = secrets.token_hex(8), 0

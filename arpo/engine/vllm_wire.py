@@ -48,7 +48,6 @@ class Needs:
     context: int
     top_logprobs: int
     logprobs_mode: str
-    tied: bool  # the model's output layer is its embedding
 
 
 class Wire:
@@ -79,10 +78,8 @@ class Wire:
         """Raise if the server was not started as is needed."""
         said = await self._ask("GET", "/server_info?config_format=json", None)
         try:
-            config = said["vllm_config"]
-            model, device = config["model_config"], config["device_config"]["device"]
+            model = said["vllm_config"]["model_config"]
             context, most, mode = (model[key] for key in ("max_model_len", "max_logprobs", "logprobs_mode"))
-            served = str(model["model"])
             wrong = {
                 f"--max-model-len {needs.context}": context < needs.context,
                 f"--max-logprobs {needs.top_logprobs}": 0 <= most < needs.top_logprobs,
@@ -93,11 +90,6 @@ class Wire:
         missing = [option for option, lacks in wrong.items() if lacks]
         if missing:
             raise ArpoError(f"rollout.servers: {self.url} must be started with {' '.join(missing)}")
-        if needs.tied and device == "cpu" and _tied(served):
-            raise ArpoError(
-                f"rollout.servers: {self.url} runs on a CPU, where vLLM cannot reload an output layer that is tied to "
-                "the embedding; let it serve a directory written by arpo.trainer.checkpoint.save_untied"
-            )
 
     async def load(self, directory: Path, label: str) -> None:
         """Have the server load the weights there, forget what it computed with others, and bear this label."""
@@ -214,12 +206,3 @@ def _sampled(token: Any, place: Any) -> Sampled:
         raise ValueError("a token twice")
     known[token] = float(place["logprob"])
     return Sampled(token, known[token], tuple(known.values()))
-
-
-def _tied(directory: str) -> bool:
-    """Whether the model there ties its output layer, as far as can be seen."""
-    try:
-        config = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
-        return config.get("tie_word_embeddings") is not False
-    except (OSError, ValueError, AttributeError):
-        return True
