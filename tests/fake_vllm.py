@@ -14,7 +14,7 @@ from typing import Any
 
 from models import VOCAB
 
-INFO = {"max_model_len": 320, "max_logprobs": 64, "logprobs_mode": "raw_logprobs", "model": "nowhere"}
+INFO = {"max_model_len": 320, "max_logprobs": 64, "logprobs_mode": "raw_logprobs"}
 Spoil = Callable[[int, dict[str, Any]], Any]
 """Gets the number of an event in its stream and the event; gives what is sent, or raises to break off."""
 
@@ -36,7 +36,6 @@ class FakeVllm:
     weights: int = 0
     label: str = "default"
     info: dict[str, Any] = field(default_factory=lambda: dict(INFO))
-    device: str = "cuda"
     status: dict[str, list[tuple[int, dict[str, str]]]] = field(default_factory=dict)  # by path, used up in turn
     spoil: list[Spoil] = field(default_factory=list)  # for each turn, used up
     hold: threading.Event | None = None  # turns wait for it after their first token
@@ -112,7 +111,7 @@ def fake_vllm() -> Iterator[FakeVllm]:
             elif path == "/weight_info":
                 return {"weight_version": served.label}
             elif path == "/server_info":
-                return {"vllm_config": {"model_config": served.info, "device_config": {"device": served.device}}}
+                return {"vllm_config": {"model_config": served.info}}
             return {}
 
         def turn(self, body: Any, spoil: Spoil | None) -> None:

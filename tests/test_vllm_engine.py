@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import json
 import math
 import threading
 from collections.abc import Iterator
@@ -496,23 +495,6 @@ def test_a_server_must_have_been_started_as_needed(one: Bed, info: dict[str, Any
     with pytest.raises(ArpoError, match=said):
         one.ask(PREFIX)
     assert not one.servers[0].turns()
-
-
-@pytest.mark.parametrize(
-    ("device", "tied", "works"), [("cpu", True, False), ("cpu", False, True), ("cuda", True, True)]
-)
-def test_a_tied_output_layer_on_a_cpu_is_refused(tmp_path: Path, device: str, tied: bool, works: bool) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"tie_word_embeddings": tied}))
-    bed = Bed(1)
-    with bed.stack:
-        bed.servers[0].info["model"] = str(tmp_path)
-        bed.servers[0].device = device
-        bed.engine = ServerEngine([bed.servers[0].url], make_model("smollm2"), Letters(), bed.write)
-        if works:
-            assert bed.ask(PREFIX)[0].tokens == bed.plain(PREFIX)
-        else:
-            with pytest.raises(ArpoError, match="save_untied"):
-                bed.ask(PREFIX)
 
 
 def test_weights_that_someone_else_changes_are_noticed(one: Bed) -> None:

@@ -174,7 +174,16 @@ def test_new_weights_are_used_and_nothing_of_the_old_ones(pair: Pair) -> None:
     assert [done.tokens for done in run(pair.vllm, *requests)] == [done.tokens for done in ours]
 
 
-def test_weights_may_not_change_under_a_turn_and_cancelling_frees(pair: Pair) -> None:
+def test_weights_may_not_change_under_a_turn_and_cancelling_frees(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[Any] = []
+    abort = pair.vllm._llm.abort
+
+    async def watched(*names: Any, **how: Any) -> None:
+        ended.append(names)
+        await abort(*names, **how)
+
+    monkeypatch.setattr(pair.vllm._llm, "abort", watched)
+
     async def try_it() -> None:
         began = asyncio.Event()
         long = SamplingParams(300, seed=1)
@@ -191,6 +200,7 @@ def test_weights_may_not_change_under_a_turn_and_cancelling_frees(pair: Pair) ->
             await asyncio.sleep(0.02)
         else:
             raise AssertionError("a cancelled turn goes on")
+        assert len(ended) == 1
         await pair.vllm.update_weights(9)
 
     asyncio.run(try_it())
