@@ -12,15 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fake_vllm import BreakOff, FakeVllm, Spoil, fake_vllm, next_token
 from hypothesis import example, given
 from hypothesis import strategies as st
-from models import CONTEXT, EOS, VOCAB, Letters, make_model
+from models import CONTEXT, EOS, VOCAB, Letters, logits_of, make_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from arpo.engine.choose import make_engine
 from arpo.engine.topk import entropy_bounds
 from arpo.engine.turn import BadToken, Sampled, Terms
 from arpo.settings import Rollout
+from arpo.trainer.checkpoint import save_untied
+from arpo.trainer.lora import add_adapter
+from arpo.trainer.tiny import build_model
 from arpo.types import ArpoError, Completion, SamplingParams
 
 pytest.importorskip("httpx2")
@@ -540,3 +546,24 @@ def test_an_error_of_the_callers_ends_the_turn(one: Bed) -> None:
     with pytest.raises(OSError, match="mine"):
         one.ask(PREFIX, on_token=fails)
     assert one.engine.stats()["retries"] == 0
+
+
+# The weights that vLLM loads.
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["plain", "with an adapter"])
+def test_the_directory_for_vllm_holds_the_weights_as_they_are(tokenizer: Any, tmp_path: Path, adapted: bool) -> None:
+    model = build_model(tokenizer, hidden=64, layers=1, max_context=64, seed=0).eval()
+    if adapted:
+        pytest.importorskip("peft")
+        add_adapter(model, 2, 4, ("q_proj", "up_proj"), seed=0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name or not adapted:
+                parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * 0.1)
+    save_untied(model, tokenizer, tmp_path / "model")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    assert not loaded.config.tie_word_embeddings
+    assert model.config.tie_word_embeddings  # it stays what it was
+    assert set(load_file(tmp_path / "model" / "model.safetensors")) == set(loaded.state_dict())
+    assert torch.allclose(logits_of(loaded, PREFIX), logits_of(model, PREFIX), atol=1e-5)
