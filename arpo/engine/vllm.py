@@ -214,6 +214,7 @@ async def _start(directory: str, arguments: dict[str, Any]) -> Any:
             skip_tokenizer_init=True,
             enable_prefix_caching=True,
             disable_log_stats=True,
+            use_tqdm_on_load=False,
             **arguments,
         )
     )
