@@ -31,11 +31,11 @@ from arpo.report import Results, show_results, write_results
 from arpo.rewards import RewardFn, Scorer, reward_from
 from arpo.rollout import Agent, rollout
 from arpo.samples import Key, Sample, SampleLog, open_samples, refuse_other, sample_of, written_tokens
+from arpo.session import open_session
 from arpo.settings import Branching, Config, Eval, Rewards, Rollout
 from arpo.setup import Bench, call_format, make_tools
 from arpo.summary import summarise
 from arpo.tools.call import Toolbox
-from arpo.train import open_session
 from arpo.types import ArpoError, RolloutTree, Task, derive_seed
 
 GIVE_UP = 20  # answers in a row that fail

@@ -26,10 +26,10 @@ from arpo.data.world import make_world
 from arpo.display import COLOURS, printable
 from arpo.render import ANSWER_STOP, encode_follow_up, encode_result
 from arpo.rollout import Agent
+from arpo.session import open_session
 from arpo.settings import Config, Rollout
 from arpo.setup import Bench, make_tools
 from arpo.tools.call import call_tool
-from arpo.train import open_session
 from arpo.types import ArpoError, Completion, End, Kind, SamplingParams, Task, ToolCall, ToolResult, derive_seed
 
 COMMANDS = {

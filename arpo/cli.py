@@ -169,7 +169,8 @@ def evaluate(
     if not Path(target).exists() and not target.endswith(".toml"):
         raise ArpoError(f"{target}: a model alone has no questions: give a run or a TOML file, or name --benchmarks")
     config = config_of(Path(target), given)
-    from arpo.train import open_session, test
+    from arpo.session import open_session
+    from arpo.train import test
 
     with closing(open_session(config)) as session:
         _show_evaluation(run_async(test(session)), session.bench.tools)
@@ -186,7 +187,8 @@ def rollout(
 ) -> None:
     """Grow the tree of one question and show it."""
     from arpo.rollout import rollout as grow
-    from arpo.train import need_test_questions, open_session
+    from arpo.session import open_session
+    from arpo.train import need_test_questions
 
     with closing(open_session(config_of(target, overrides or []))) as session:
         held_out = session.bench.test

@@ -136,7 +136,7 @@ def sample_data(
 ) -> None:
     """Let a model try its training questions, and keep the paths that got all right as traces."""
     from arpo.collect import sample_traces
-    from arpo.train import open_session
+    from arpo.session import open_session
 
     with closing(open_session(config_of(target, overrides or []))) as session:
         run_async(sample_traces(session, out, questions, per_question))

@@ -25,10 +25,10 @@ from arpo.display import console, progress_bar
 from arpo.lessons import check_segments, encode_trace, write_row
 from arpo.rewards import Scorer, numbers_equal
 from arpo.rollout import Agent, rollouts
+from arpo.session import Session
 from arpo.setup import open_sandbox
 from arpo.tools.call import Toolbox, call_tool
 from arpo.tools.python import build_python
-from arpo.train import Session
 from arpo.types import ArpoError, End, Leaf, Reward, RolloutTree, ToolCall, derive_seed
 
 AT_A_TIME = 256  # questions or programs under way

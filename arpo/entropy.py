@@ -19,8 +19,8 @@ from arpo.pilot_report import Subject, show_study, write_study
 from arpo.rewards import Scorer
 from arpo.rollout import rollouts
 from arpo.runlog import RunLog, open_run
+from arpo.session import Session, open_session
 from arpo.settings import Config
-from arpo.train import Session, open_session
 from arpo.types import ArpoError, Reward, RolloutTree, Task, derive_seed
 
 Runner = Callable[[Coroutine[Any, Any, Any]], Any]

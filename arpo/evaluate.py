@@ -62,6 +62,12 @@ def whole_paths(settings: Eval, rollout_settings: Rollout, paths: int) -> Rollou
     return rollout_settings.model_copy(update={"leaves": paths, "initial": paths, **how})
 
 
+def asked(tasks: Sequence[Task], settings: Eval, seed: int) -> tuple[Sequence[Task], list[int]]:
+    """The questions of an evaluation, and the seed of each one's tree."""
+    chosen = tasks[: settings.questions]
+    return chosen, [derive_seed(seed, "eval", number) for number in range(len(chosen))]
+
+
 async def evaluate(
     agent: Agent,
     tasks: Sequence[Task],
@@ -77,8 +83,7 @@ async def evaluate(
     Answers are scored in `workers` threads while other questions are still being asked.
     """
     how = whole_paths(settings, rollout_settings, settings.samples)
-    chosen = tasks[: settings.questions]
-    seeds = [derive_seed(seed, "eval", number) for number in range(len(chosen))]
+    chosen, seeds = asked(tasks, settings, seed)
     with Scorer(reward, workers) as scorer:
 
         def finished(tree: RolloutTree) -> None:

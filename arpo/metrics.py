@@ -43,6 +43,17 @@ def rollout_metrics(
     }
 
 
+def staleness(trees: Sequence[RolloutTree], step: int, ahead: int) -> dict[str, float]:
+    """By how many steps the weights that sampled are older than those that this step trains; an error if too many."""
+    ages: list[int] = []
+    for tree in trees:
+        versions = {node.policy_version for node in tree.nodes if node.kind is Kind.MODEL}
+        if len(versions) > 1 or not all(0 <= step - 1 - version <= ahead for version in versions):
+            raise RuntimeError(f"step {step}: the tree of {tree.task.id!r} was sampled by weights {sorted(versions)}")
+        ages += [step - 1 - version for version in versions]
+    return {"staleness": _mean(ages), "staleness_max": max(ages, default=0)}
+
+
 def tool_metrics(trees: Sequence[RolloutTree]) -> dict[str, float]:
     """Of every tool that ran: calls, those answered from the cache, failures by kind, how long the others took."""
     results: dict[str, list[ToolResult]] = {}

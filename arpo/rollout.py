@@ -87,9 +87,10 @@ async def rollouts(
     seeds: Sequence[int],
     done: Callable[[RolloutTree], None] = lambda tree: None,
     mixed: Mixed = _not_known,
+    slots: asyncio.Semaphore | None = None,
 ) -> list[RolloutTree]:
-    """The trees of many tasks, `settings.concurrency` paths at a time over all of them; `done` gets each one."""
-    slots = asyncio.Semaphore(settings.concurrency)
+    """The trees of many tasks, `settings.concurrency` paths (or `slots`) at a time over all; `done` gets each one."""
+    slots = slots or asyncio.Semaphore(settings.concurrency)
 
     async def one(task: Task, seed: int) -> RolloutTree:
         tree = await rollout(agent, task, settings, branching, seed, slots, mixed)

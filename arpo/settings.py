@@ -318,6 +318,23 @@ class Sft(Section):
     warmup: int = Field(default=20, ge=0, description="optimiser steps until the full learning rate")
 
 
+class Cluster(Section):
+    """Sampling on other machines: `arpo train` on a Ray cluster."""
+
+    address: Annotated[Text | None, NoneWord] = Field(
+        default=None,
+        description='a running Ray cluster: "auto" on one of its machines, or host:port of its head; none: this '
+        "process alone",
+    )
+    ahead: int = Field(
+        default=0, ge=0, le=64, description="steps that sampling may run ahead of training, with weights so much older"
+    )
+    trainers: int = Field(default=1, ge=1, description="processes that train together in shards, one GPU each if any")
+    actors: int = Field(
+        default=0, ge=0, description="processes that sample; 0: one per GPU, or per machine without, also on new ones"
+    )
+
+
 class Config(Section):
     """Everything a run is decided by."""
 
@@ -337,6 +354,7 @@ class Config(Section):
     train: Train = Train()
     eval: Eval = Eval()
     run: Run = Run()
+    cluster: Cluster = Cluster()
     coldstart: Coldstart = Coldstart()
     sft: Sft = Sft()
 

@@ -26,9 +26,9 @@ from arpo.display import SFT_HEADER, console, printable, progress_bar, sft_line
 from arpo.lessons import Lesson, encode_trace, need_traces, read_traces
 from arpo.render import make_format
 from arpo.runs import Keeper, open_directory
+from arpo.session import load_shown
 from arpo.settings import Config, Loss
 from arpo.setup import Bench, make_tools
-from arpo.train import load_shown
 from arpo.trainer.update import Trainer
 from arpo.types import derive_seed
 

@@ -7,27 +7,28 @@ last bit on a CPU with deterministic tools).
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from itertools import compress, repeat
-from typing import Any
+from dataclasses import dataclass, replace
+from itertools import repeat
+from typing import TypeVar
 
 from arpo.advantage import credit
 from arpo.data.order import batch_of, outcome
 from arpo.display import HEADER, console, progress_bar, step_line
-from arpo.evaluate import Evaluation, evaluate
+from arpo.evaluate import Evaluation
 from arpo.follower import order
 from arpo.guard import Guard
-from arpo.metrics import rollout_metrics, tool_metrics
-from arpo.rewards import RewardFn, Scorer, fault_metrics, overlong, reward_from, unjudged
-from arpo.rollout import Agent, rollouts
+from arpo.metrics import rollout_metrics, staleness, tool_metrics
+from arpo.rewards import fault_metrics, unjudged
 from arpo.runlog import RunLog
 from arpo.runs import Keeper, open_directory
+from arpo.session import Grower, Here, Scored, Session, kept, open_session, teaches, without_room
 from arpo.settings import Config
-from arpo.setup import Bench, find_model, fit_prompts, make_agent, make_bench, make_model
+from arpo.setup import Bench, find_model, make_bench, make_model
 from arpo.trainer.ranks import Ranks
 from arpo.trainer.sharded import ShardedTrainer
 from arpo.trainer.update import Trainer
@@ -44,24 +45,10 @@ MAY_CHANGE = (
     "rollout.kv_tokens:",
     "rollout.servers:",
     "sft.",
+    "cluster.",
 )
 SIGN = "reward"  # what every record of such a run has
-
-
-@dataclass(frozen=True, slots=True)
-class Session:
-    """What plays and what judges: questions, agent, reward; and, for a curriculum, the outcomes of the steps done."""
-
-    config: Config
-    bench: Bench
-    model: Any
-    agent: Agent
-    reward: RewardFn
-    outcomes: list[str] = field(default_factory=list)
-
-    def close(self) -> None:
-        """Let go of what the tools hold: servers, connections, stored answers."""
-        self.bench.tools.close()
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,40 +74,16 @@ class Run:
         return self.keeper.step
 
 
-def open_session(config: Config, bench: Bench | None = None, threaded: bool | None = None) -> Session:
-    """Load (or make) the model that the config names and all that goes with it; `threaded` as in `make_agent`."""
-    bench = bench or make_bench(config)
-    reward = reward_from(config.reward)
-    if config.reward.overlong:
-        reward = overlong(reward, config.reward.overlong, config.rollout.max_tokens)
-    model, tokenizer = load_shown(config, bench)
-    agent = make_agent(config, bench, model, tokenizer, threaded)
-    return Session(config, fit_prompts(bench, agent, config.data.max_prompt_tokens), model, agent, reward)
-
-
-def load_shown(config: Config, bench: Bench) -> tuple[Any, Any]:
-    """The model and its tokenizer; if the built-in model must be made first, that is shown."""
-    with progress_bar("cold start", config.coldstart.steps) as bar:
-        bar.update(bar.task_ids[0], visible=False)  # nothing to see unless the built-in model must be made
-
-        def show(step: int, steps: int, loss: float) -> None:
-            if step == 0:
-                console.print("Cold start: teaching the built-in model how to call its tools (once; it is kept).")
-            elif step % 50 == 0 and not console.is_terminal:  # no bar there
-                console.print(f"  step {step} of {steps}, loss {loss:.3f}")
-            note = f"loss {loss:.3f}" if step else "writing examples"
-            bar.update(bar.task_ids[0], completed=step, total=steps, note=note, visible=True)
-
-        return make_model(config, bench, show)
-
-
 @contextmanager
-def open_run(config: Config, resume: bool = False, ranks: Ranks | None = None) -> Iterator[Run]:
+def open_run(
+    config: Config, resume: bool = False, ranks: Ranks | None = None, grower: Grower | None = None
+) -> Iterator[Run]:
     """A new run in `run.dir`, or one that goes on there from its last checkpoint. Holds the directory until left.
 
-    With `ranks`, of which this is the first, the others train along.
+    With `ranks`, of which this is the first, the others train along. With a `grower`, that samples.
     """
     with ExitStack() as stack:
+        need_cluster(config, grower)
         bench = make_bench(config)
         stack.callback(bench.tools.close)
         if config.eval.every:
@@ -140,7 +103,8 @@ def open_run(config: Config, resume: bool = False, ranks: Ranks | None = None) -
         sessions: list[Session] = []
 
         def load(latest: Config) -> Trainer:
-            sessions.append(open_session(latest, bench))
+            opened = open_session(latest if grower is None else without_room(latest), bench)
+            sessions.append(replace(opened, config=latest, grower=grower or Here()))
             apart = config.loss.kl and not config.train.lora_rank  # from a model of its own, the one before training
             reference = make_model(config, bench, lambda *_: None)[0] if apart else None
             given = sessions[0].model, sessions[0].agent.tokenizer, config, reference
@@ -159,10 +123,10 @@ def open_run(config: Config, resume: bool = False, ranks: Ranks | None = None) -
 
 async def train(run: Run) -> int:
     """Train to the configured number of steps or the end of the budget; returns the last step done."""
-    config, step, engine = run.session.config, run.step, run.session.agent.engine
+    session, step = run.session, run.step
+    config, grower = session.config, session.grower
     guard = Guard(run.keeper, config.train.on_collapse)
     guard.heed()
-    await engine.update_weights(step)
     limit, spending = config.train.budget or math.inf, config.train.budget_of
     spent = sum(record[spending] for record in run.log.read_metrics()) if config.train.budget else 0
     if step >= config.train.steps:
@@ -171,46 +135,93 @@ async def train(run: Run) -> int:
     if spent >= limit:
         console.print(f"Nothing to do: the run has spent {spent:,} of {limit:,} {spending}.")
         return step
+    await grower.renew(session, step)
     console.print(HEADER)
     if step and config.eval.every and step % config.eval.every == 0:
         await _make_up_test(run, step)
-    learnt = 0.0
-    with progress_bar("training", config.train.steps) as bar:
-        while step < config.train.steps and spent < limit:
-            bar.update(bar.task_ids[0], completed=step)
-            started = time.monotonic()
-            with run.keeper.saving(step):
-                trees, rewards = await sample_step(run.session, step + 1)
-            seconds = {"rollout_seconds": time.monotonic() - started}
-            told = {f"engine_{name}": value for name, value in engine.stats().items()}
-            try:
-                metrics = {**learn_step(run, step + 1, trees, rewards), **seconds, **told}
-            except Diverged:
-                guard.diverged(step + 1)
-                raise
-            step += 1
-            await engine.update_weights(step)
-            with run.keeper.saving(step):
+    learnt, sampling = 0.0, Sampling(session)
+    try:
+        with progress_bar("training", config.train.steps) as bar:
+            while step < config.train.steps and spent < limit:
+                bar.update(bar.task_ids[0], completed=step)
+                started = time.monotonic()
+                with run.keeper.saving(step):
+                    trees, rewards = await sampling.of(step + 1)
+                seconds = {"rollout_seconds": time.monotonic() - started}
+                told = grower.told(session, step + 1)
                 try:
-                    if config.eval.every and step % config.eval.every == 0:
-                        metrics |= await _tested(run, step)
-                finally:  # a step that was learnt is logged, tested or not
-                    seen = {"outcomes": run.session.outcomes[-1]} if config.data.curriculum else {}
-                    run.keeper.record(step, guard.seen(step, {**metrics, **seen}))
-            console.print(step_line(step, metrics))
-            guard.heed()
-            learnt += metrics["optimiser_steps"]
-            spent += metrics[spending]
-            run.keeper.step_done(step, config.train.steps if spent < limit else step)
+                    if config.cluster.ahead:
+                        metrics = await in_thread(lambda: learn_step(run, step + 1, trees, rewards))  # noqa: B023
+                    else:
+                        metrics = learn_step(run, step + 1, trees, rewards)
+                except Diverged:
+                    guard.diverged(step + 1)
+                    raise
+                metrics |= {**seconds, **told}
+                step += 1
+                with run.keeper.saving(step):
+                    try:
+                        await grower.renew(session, step)
+                        if config.eval.every and step % config.eval.every == 0:
+                            metrics |= await _tested(run, step)
+                    finally:  # a step that was learnt is logged, tested or not
+                        seen = {"outcomes": session.outcomes[-1]} if config.data.curriculum else {}
+                        run.keeper.record(step, guard.seen(step, {**metrics, **seen}))
+                console.print(step_line(step, metrics))
+                guard.heed()
+                learnt += metrics["optimiser_steps"]
+                spent += metrics[spending]
+                run.keeper.step_done(step, config.train.steps if spent < limit else step)
+    finally:
+        await sampling.stop()
+    if wasted := grower.wasted():
+        run.keeper.amend(step, wasted)
     if not learnt:
         console.print("Nothing was learnt: for every question, all paths earned the same. `arpo rollout` shows why.")
     return step
 
 
+class Sampling:
+    """The steps that are being sampled: the one that is asked for, and `cluster.ahead` more behind it."""
+
+    def __init__(self, session: Session) -> None:
+        self._session, self._tasks = session, dict[int, asyncio.Task[Scored]]()
+
+    async def of(self, step: int) -> Scored:
+        """The trees of a step; the next ones are begun, too."""
+        config = self._session.config
+        if not config.cluster.ahead:
+            return await sample_step(self._session, step)
+        for number in range(step, min(step + config.cluster.ahead, config.train.steps) + 1):
+            if number not in self._tasks:
+                self._tasks[number] = asyncio.create_task(sample_step(self._session, number))
+        return await self._tasks.pop(step)
+
+    async def stop(self) -> None:
+        """Give up what is not needed any more."""
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+
+async def in_thread(work: Callable[[], T]) -> T:
+    """Do something that must not be left half done beside the event loop: who is cancelled meanwhile waits for it."""
+    doing, cancelled = asyncio.ensure_future(asyncio.to_thread(work)), False
+    while not doing.done():
+        try:
+            await asyncio.wait([doing])
+        except asyncio.CancelledError:
+            cancelled = True
+    task = asyncio.current_task()
+    if cancelled and task is not None:
+        task.cancel()  # again, when something can be left
+    return doing.result()
+
+
 async def _tested(run: Run, step: int) -> dict[str, float]:
     """The metrics of a test on the way."""
     result = await test(run.session)
-    await run.session.agent.engine.update_weights(step)  # what testing left in its memory must not matter
+    await run.session.grower.renew(run.session, step)  # what testing left in its memory must not matter
     return {"test_accuracy": result.accuracy, "test_format": result.format_rate}
 
 
@@ -220,7 +231,7 @@ async def _make_up_test(run: Run, step: int) -> None:
         run.keeper.amend(step, await _tested(run, step))
 
 
-async def sample_step(session: Session, step: int) -> tuple[list[RolloutTree], list[tuple[Reward, ...]]]:
+async def sample_step(session: Session, step: int) -> Scored:
     """The trees of one step's questions, with their rewards: a tree is scored while others grow. Changes nothing.
 
     With `train.resample`, the trees of questions that replace such as teach nothing come after these.
@@ -230,7 +241,7 @@ async def sample_step(session: Session, step: int) -> tuple[list[RolloutTree], l
     trees: list[RolloutTree] = []
     rewards: list[tuple[Reward, ...]] = []
     for turn in range(again + 1):
-        missing = count - sum(map(_teaches, repeat(config), trees, rewards))
+        missing = count - sum(map(teaches, repeat(config), trees, rewards))
         if not missing:
             break
         if turn:
@@ -240,14 +251,9 @@ async def sample_step(session: Session, step: int) -> tuple[list[RolloutTree], l
         else:
             tasks = batch_of(parts, count, step, config.seed, config.data.curriculum, session.outcomes)
         seeds = [derive_seed(config.seed, "rollout", step, len(trees) + number) for number in range(len(tasks))]
-        with Scorer(session.reward, config.reward.workers) as scorer:
-
-            async def mixed(tree: RolloutTree, scorer: Scorer = scorer) -> bool:
-                return _teaches(config, tree, (await scorer.rewards([tree]))[0])
-
-            grown = await rollouts(session.agent, tasks, config.rollout, config.branching, seeds, scorer.add, mixed)
-            rewards += await scorer.rewards(grown)
+        grown, earned = await session.grower.grow(session, tasks, seeds, step)
         trees += grown
+        rewards += earned
     return trees, rewards
 
 
@@ -256,7 +262,8 @@ def learn_step(
 ) -> dict[str, float]:
     """Credit and train on one step's trees; returns the step's metrics."""
     config, started = run.session.config, time.monotonic()
-    keep = [_kept(config, tree, group) for tree, group in zip(trees, rewards, strict=True)]
+    aged = staleness(trees, step, config.cluster.ahead) if config.cluster.address else {}
+    keep = [kept(config, tree, group) for tree, group in zip(trees, rewards, strict=True)]
     credits = credit(trees, rewards, config.advantage, keep)
     if config.data.curriculum:
         run.session.outcomes.append("".join(map(_outcome, trees, rewards)))
@@ -264,24 +271,15 @@ def learn_step(
         run.log.write_trees(step, trees, rewards, credits)
     taught = list(range(len(trees)))
     if config.train.resample:
-        taught = [number for number in taught if _teaches(config, trees[number], rewards[number])]
+        taught = [number for number in taught if teaches(config, trees[number], rewards[number])]
     learnt = run.trainer.update([trees[number] for number in taught], [credits[number] for number in taught])
     sampled = {
         **rollout_metrics(trees, rewards, config.branching.probe_tokens),
         **fault_metrics(rewards),
         **tool_metrics(trees),
+        **aged,
     }
     return {**sampled, **learnt, "train_seconds": time.monotonic() - started}
-
-
-def _kept(config: Config, tree: RolloutTree, rewards: Sequence[Reward]) -> list[bool]:
-    spoiled = [tree.infra_fault(leaf) or unjudged(reward) for leaf, reward in zip(tree.leaves, rewards, strict=True)]
-    return [not (config.train.drop_infra and bad) for bad in spoiled]
-
-
-def _teaches(config: Config, tree: RolloutTree, rewards: Sequence[Reward]) -> bool:
-    """Whether the paths of a question that count earned different rewards."""
-    return len({reward.total for reward in compress(rewards, _kept(config, tree, rewards))}) > 1
 
 
 def _outcome(tree: RolloutTree, rewards: Sequence[Reward]) -> str:
@@ -300,19 +298,27 @@ async def test(session: Session) -> Evaluation:
         def done() -> None:
             bar.advance(bar.task_ids[0])
 
-        return await evaluate(
-            session.agent,
-            session.bench.test,
-            config.eval,
-            config.rollout,
-            session.reward,
-            config.seed,
-            done,
-            config.reward.workers,
-        )
+        return await session.grower.test(session, done)
 
 
 def need_test_questions(bench: Bench) -> None:
     """Raise if there are none."""
     if not bench.test:
         raise ArpoError("data.test: there are no held-out questions; name a file of them")
+
+
+def need_cluster(config: Config, grower: Grower | None) -> None:
+    """Raise if the settings want a cluster that is not there, or more than it can do."""
+    cluster = config.cluster
+    if cluster.address is None:
+        wrong = [name for name, field in type(cluster).model_fields.items() if getattr(cluster, name) != field.default]
+        if wrong:
+            raise ArpoError(f"cluster.{wrong[0]}: needs a cluster; give cluster.address as well")
+    elif grower is None:
+        raise ArpoError("cluster.address: only `arpo train` works on a cluster; use cluster.address=none")
+    if cluster.ahead and config.loss.importance_cap is None:
+        raise ArpoError(
+            "cluster.ahead: trees that older weights sampled must be weighed; give loss.importance_cap=2 as well"
+        )
+    if cluster.ahead and config.data.curriculum:
+        raise ArpoError("cluster.ahead: use 0 with data.curriculum, which waits for the outcomes of every step")

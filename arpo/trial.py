@@ -23,8 +23,9 @@ from typing import Any
 from arpo.cli_base import run_async
 from arpo.config import load_config
 from arpo.runlog import is_run, write_atomically
+from arpo.session import Session, open_session
 from arpo.settings import Config
-from arpo.train import Session, open_run, open_session, test, train
+from arpo.train import open_run, test, train
 from arpo.types import ArpoError, Collapsed
 
 KS = (1, 3, 5)

@@ -43,8 +43,8 @@ ROWS = (
     ("evaluate", "samples", "imitate", "curves", "treepicture", "follower", "plan"),
     ("coldstart", "summary", "trackers"),
     ("setup", "report", "pilot_figure", "runs"),
-    ("guard", "export"),
-    ("train", "versus_report", "pilot_report"),
+    ("guard", "export", "session"),
+    ("train", "cluster", "versus_report", "pilot_report"),
     ("benchmark", "chat", "compare", "demo", "doctor", "pretrain", "sft", "collect", "entropy", "view"),
     ("cli_base",),
     ("cli_data", "cli_plan", "cli_study", "cli_view", "trial"),
@@ -52,7 +52,16 @@ ROWS = (
     ("__main__",),
 )
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
-FREE_INSIDE = ("engine", "tools", "rewards", "data", "trainer", "view", "plan")  # their modules may import each other
+FREE_INSIDE = (
+    "engine",
+    "tools",
+    "rewards",
+    "data",
+    "trainer",
+    "view",
+    "plan",
+    "cluster",
+)  # their modules may import each other
 HEAVY = ("torch", "transformers", "tokenizers", "safetensors")
 LIGHT = (
     "types",

@@ -295,7 +295,7 @@ def test_every_step_draws_anew(model_path: Path, tmp_path: Path, monkeypatch: py
         drawn.extend(given[4])
         return []
 
-    monkeypatch.setattr(arpo.train, "rollouts", record)
+    monkeypatch.setattr("arpo.session.rollouts", record)
     with open_run(config_for(model_path, tmp_path / "run")) as run:
         for step in (1, 2, 1):
             asyncio.run(sample_step(run.session, step))

@@ -1,0 +1,1 @@
+"""Training on a Ray cluster: sampling in other processes, on other machines."""
