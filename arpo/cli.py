@@ -79,7 +79,11 @@ def train(
     from arpo import train as training
 
     with ExitStack() as stack:
-        ranks = None
+        ranks = grower = None
+        if settings.cluster.address is not None:
+            from arpo.cluster.start import on_cluster
+
+            grower = stack.enter_context(on_cluster(settings))
         if launch.ranks() > 1:
             from arpo.follower import follow
             from arpo.trainer.model import pick_device
@@ -88,7 +92,7 @@ def train(
             ranks = stack.enter_context(join_ranks(pick_device(settings.model.device)))
             if not ranks.leads:
                 return follow(ranks)
-        with training.open_run(settings, resume, ranks) as run:
+        with training.open_run(settings, resume, ranks, grower) as run:
             _run_to_the_end(training.train(run), run.log.directory)
 
 

@@ -77,20 +77,22 @@ async def evaluate(
     seed: int,
     done: Callable[[], None] = lambda: None,
     workers: int = 8,
+    seeds: Sequence[int] | None = None,
 ) -> Evaluation:
     """Ask the first `settings.questions` tasks, `settings.samples` times each; `done` is called after each.
 
-    Answers are scored in `workers` threads while other questions are still being asked.
+    A question's seed is drawn from `seed` and its number, unless `seeds` are given. Answers are scored in `workers`
+    threads while other questions are still being asked.
     """
     how = whole_paths(settings, rollout_settings, settings.samples)
-    chosen, seeds = asked(tasks, settings, seed)
+    chosen, drawn = asked(tasks, settings, seed)
     with Scorer(reward, workers) as scorer:
 
         def finished(tree: RolloutTree) -> None:
             scorer.add(tree)
             done()
 
-        trees = await rollouts(agent, chosen, how, Branching(policy="never"), seeds, finished)
+        trees = await rollouts(agent, chosen, how, Branching(policy="never"), seeds or drawn, finished)
         return Evaluation(tuple(trees), tuple(await scorer.rewards(trees)))
 
 

@@ -1,0 +1,34 @@
+"""From the section `cluster` of a run's settings to what grows its trees and trains along."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+from arpo import launch
+from arpo.cluster.pool import Pool
+from arpo.cluster.ray_crew import ray_crew, start_trainers
+from arpo.settings import Config
+from arpo.train import need_cluster
+from arpo.types import ArpoError
+
+
+@contextmanager
+def on_cluster(config: Config) -> Iterator[Pool]:
+    """Connect to the cluster, and start what trains along: inside, this process is rank 0 of `cluster.trainers`."""
+    settings = config.cluster
+    if settings.address is None:
+        raise ValueError("no cluster is named")
+    if launch.ranks() > 1:
+        raise ArpoError("cluster.address: leave out torchrun, and give cluster.trainers instead")
+    with ray_crew(settings.address) as crew, closing(Pool(crew, config, settings.address)) as pool:
+        need_cluster(config, pool)
+        before = dict(os.environ)
+        os.environ.update(start_trainers(crew, settings.trainers, config.model.device))
+        try:
+            yield pool
+        finally:
+            for name in os.environ.keys() - before.keys():
+                del os.environ[name]
+            os.environ.update(before)
