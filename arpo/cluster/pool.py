@@ -107,6 +107,7 @@ class Pool:
         self._board.newest(step)
         if first:
             self._since = time.monotonic()
+            self._look()
             self._do(self._drive())
         self._wake.set()
 
@@ -220,7 +221,8 @@ class Pool:
                     self._do(self._update(action.actor, action.version))
             self._wake.clear()
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), LOOK)
+                async with asyncio.timeout(LOOK):
+                    await self._wake.wait()
 
     def _look(self) -> None:
         """Start actors where some are missing; give up after a long time without any."""

@@ -24,11 +24,12 @@ def on_cluster(config: Config) -> Iterator[Pool]:
         raise ArpoError("cluster.address: leave out torchrun, and give cluster.trainers instead")
     with ray_crew(settings.address) as crew, closing(Pool(crew, config, settings.address)) as pool:
         need_cluster(config, pool)
-        before = dict(os.environ)
-        os.environ.update(start_trainers(crew, settings.trainers, config.model.device))
+        given = start_trainers(crew, settings.trainers, config.model.device)
+        before = {name: os.environ.get(name) for name in given}
+        os.environ.update(given)
         try:
             yield pool
         finally:
-            for name in os.environ.keys() - before.keys():
-                del os.environ[name]
-            os.environ.update(before)
+            for name, value in before.items():
+                os.environ.pop(name)
+                os.environ.update({} if value is None else {name: value})

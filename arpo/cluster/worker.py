@@ -44,7 +44,7 @@ class Worker:
                 os.chdir(directory)
             torch.set_num_threads(max(1, cpus))
             config = config_from_resolved(json.loads(settings))
-            self._session = open_session(config)
+            self._session = await asyncio.to_thread(open_session, config)
             self._slots = asyncio.Semaphore(config.rollout.concurrency)
             return os.getpid()
 

@@ -1,0 +1,32 @@
+"""A reward for runs on a cluster, loaded from a copy of this file: what is being scored can be seen, and held up.
+
+Beside the copy: `busy-PID` while that process scores, with its parent's pid in it; a file `hold` keeps all of them
+waiting; the question in a file `deadly` kills whoever scores it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from statistics import fmean
+
+from arpo.types import Kind, Leaf, Reward, RolloutTree, Task
+
+HERE = Path(__file__).parent
+
+
+def even_share(task: Task, tree: RolloutTree, leaf: Leaf) -> Reward:
+    """The share of even token ids on the path: any model can earn it."""
+    pid = os.getpid()
+    (HERE / f"busy-{pid}").write_text(str(os.getppid()))
+    for _ in range(1200):
+        if not (HERE / "hold").exists():
+            break
+        time.sleep(0.05)
+    (HERE / f"busy-{pid}").unlink(missing_ok=True)
+    if (HERE / "deadly").exists() and (HERE / "deadly").read_text() == task.id:
+        os.kill(pid, 9)
+    tokens = [t for i in tree.path(leaf.node) if tree.nodes[i].kind is Kind.MODEL for t in tree.nodes[i].tokens]
+    share = fmean(token % 2 == 0 for token in tokens)
+    return Reward(share, {"correct": share, "format": 1.0})
