@@ -134,7 +134,7 @@ def reason(error: Exception) -> str:
     """The line of Ray's message that says most."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     telling = [line for line in lines if "died" in line or "exit" in line.lower() or "lost" in line.lower()]
-    return (telling or lines or [type(error).__name__])[-1][:200]
+    return (telling or lines or [type(error).__name__])[-1].partition(". ")[0][:200]
 
 
 class _Seat:
