@@ -27,7 +27,7 @@ from arpo.runlog import RunLog
 from arpo.runlog import open_run as read_run
 from arpo.settings import Config
 from arpo.setup import make_bench
-from arpo.train import open_run, train
+from arpo.train import learn_step, open_run, train
 from arpo.trainer.model import load_model
 from arpo.trainer.update import Trainer
 from arpo.types import ArpoError, Kind
@@ -267,8 +267,17 @@ def test_a_run_goes_on_when_an_actor_and_then_a_node_are_killed_and_a_node_joins
 
 @pytest.mark.parametrize("ahead", [1, 2])
 def test_no_tree_is_older_than_allowed_and_some_are_as_old(
-    cluster: Any, model_path: Path, tmp_path: Path, toys: Path, ahead: int
+    cluster: Any, model_path: Path, tmp_path: Path, toys: Path, ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def slowly(*given: Any) -> Any:
+        """Learn when sampling has come as far as it may: nobody has been busy for a while."""
+        quiet = 0
+        while quiet < 10:
+            quiet = 0 if busy(toys, set(), set()) else quiet + 1
+            time.sleep(0.05)
+        return learn_step(*given)
+
+    monkeypatch.setattr("arpo.train.learn_step", slowly)
     more = ("train.steps=6", f"cluster.ahead={ahead}", "loss.importance_cap=2", "cluster.actors=2")
     budget = ("train.budget=90", "train.budget_of=paths")  # four steps of 24
     config = config_for(model_path, tmp_path / "run", toys, *more, *budget, f"cluster.address={cluster.address}")
@@ -301,9 +310,10 @@ def test_two_trainers_learn_what_one_process_does(cluster: Any, model_path: Path
         trainer.update([one.tree for one in scored], [one.credits for one in scored])
     begun = load_file(model_path / "model.safetensors")
     ended = load_file(tmp_path / "run" / "checkpoints" / "step_000002" / "model" / "model.safetensors")
-    moved = max(float((ended[name] - begun[name]).abs().max()) for name in ended)
-    apart = max(float((ended[name] - p.detach()).abs().max()) for name, p in model.named_parameters() if name in ended)
-    assert moved > 1e-3 and apart < 0.02 * moved
+    mine = dict(model.named_parameters())
+    moved = sum(float((ended[name] - begun[name]).abs().sum()) for name in ended)
+    apart = sum(float((ended[name] - mine[name].detach()).abs().sum()) for name in ended)
+    assert moved > 100 and apart < 1e-3 * moved  # where a gradient is nearly 0, its rounding moves a weight
 
 
 def flat(config: Config) -> list[tuple[str, str]]:

@@ -25,6 +25,8 @@ from arpo.cluster.worker import DONE, MISTAKE, Reply, Worker
 from arpo.display import console
 from arpo.types import ArpoError
 
+GRACE = 10.0  # seconds that a trainer has to end by itself
+
 
 @contextmanager
 def ray_crew(address: str) -> Iterator[RayCrew]:
@@ -44,9 +46,11 @@ def ray_crew(address: str) -> Iterator[RayCrew]:
         raise ArpoError(
             f"cluster.address: there is no Ray cluster at {address!r} ({first}); `ray start --head` starts one"
         ) from error
+    crew = RayCrew()
     try:
-        yield RayCrew()
+        yield crew
     finally:
+        crew.end()
         ray.shutdown()
 
 
@@ -67,7 +71,8 @@ class RayCrew:
 
     def __init__(self) -> None:
         self.seats: Counter[str] = Counter()  # trainers, by machine
-        self.keep: list[Any] = []  # what ends when nobody holds it any more
+        self.held: list[Any] = []  # actors beside those that sample
+        self.watchers: list[threading.Thread] = []
 
     def machines(self) -> list[Machine]:
         """Those that are alive; without the GPUs that trainers hold."""
@@ -87,6 +92,15 @@ class RayCrew:
     def start(self, place: Place, slots: int) -> RayHand:
         """A new actor there."""
         return RayHand(_started(Worker, place, max_concurrency=slots + 4))
+
+    def end(self) -> None:
+        """End trainers that did not end by themselves; nobody may still ask Ray for anything when it is left."""
+        for watcher in self.watchers:
+            watcher.join(GRACE)
+        for actor in self.held:
+            RayHand(actor).kill()
+        for watcher in self.watchers:
+            watcher.join()
 
     def put(self, data: bytes) -> Any:
         """Into the object store, once for all."""
@@ -175,7 +189,7 @@ def start_trainers(crew: RayCrew, count: int, device: str) -> dict[str, str]:
     if gpus and any(machine.id == own and machine.gpus for machine in machines):
         seat = _started(_Seat, Place(own, 0, 1))
         mine["LOCAL_RANK"] = str(ray.get(seat.number.remote()))
-        crew.keep.append(seat)
+        crew.held.append(seat)
         crew.seats[own] += 1
     if count == 1:
         return mine
@@ -191,8 +205,9 @@ def start_trainers(crew: RayCrew, count: int, device: str) -> dict[str, str]:
         crew.seats[chosen.id] += 1
         trainer = _started(_Trainer, Place(chosen.id, 0, gpus))
         told = trainer.follow.remote({**world, "RANK": str(rank), "LOCAL_RANK": "0"}, device)
-        crew.keep += [trainer, told]
-        threading.Thread(target=_tell, args=(rank, chosen.address, told), daemon=True).start()
+        crew.held.append(trainer)
+        crew.watchers.append(threading.Thread(target=_tell, args=(rank, chosen.address, told), daemon=True))
+        crew.watchers[-1].start()
     return {"RANK": "0", "LOCAL_RANK": "0", **world, **mine}
 
 
@@ -202,7 +217,7 @@ def _tell(rank: int, address: str, told: Any) -> None:
 
     try:
         how, text = ray.get(told)
-    except Exception as error:  # it died, or the whole cluster is left
+    except ray.exceptions.RayError as error:
         how, text = MISTAKE, reason(error)
-    if how != DONE and ray.is_initialized():
+    if how != DONE:
         console.print(f"cluster: rank {rank} on {address} ended: {text}")
