@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,8 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import cluster_toys
 import pytest
+from cluster_runs import BASE, SMALL, ages, assert_all_there, tokens_of, toys_in
 from safetensors.torch import load_file
 
 from arpo import cli
@@ -30,15 +29,10 @@ from arpo.setup import make_bench
 from arpo.train import learn_step, open_run, train
 from arpo.trainer.model import load_model
 from arpo.trainer.update import Trainer
-from arpo.types import ArpoError, Kind
+from arpo.types import ArpoError
 
 pytest.importorskip("ray")
 BOUND = 120.0  # seconds; only what hangs reaches it
-SMALL = [
-    "model.device=cpu", "world.entities=60", "world.train_questions=40", "world.test_questions=4", "eval.questions=3",
-    'tools.enabled=["search"]', "reward.bonus=0", "rollout.leaves=4", "rollout.concurrency=4", "rollout.max_tokens=80",
-    "rollout.max_calls=2", "train.prompts=6", "train.lr=1e-3", "branching.rule=stochastic", "run.checkpoint_every=1",
-]  # fmt: skip
 NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
 
 
@@ -61,22 +55,14 @@ def cluster() -> Iterator[Any]:
         made.shutdown()
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built-in model before its cold start: it knows how calls look."""
-    return Path(cli.__file__).parent / "models" / "base"
-
-
 @pytest.fixture
 def toys(tmp_path: Path) -> Path:
     """A folder with the reward, and what it leaves there."""
-    (tmp_path / "toys").mkdir()
-    shutil.copy(cluster_toys.__file__, tmp_path / "toys" / "toys.py")
-    return tmp_path / "toys"
+    return toys_in(tmp_path)
 
 
-def config_for(model: Path, directory: Path, toys: Path, *more: str) -> Config:
-    named = [f"model.path={model}", f"run.dir={directory}", f"reward.function={toys / 'toys.py'}:even_share"]
+def config_for(directory: Path, toys: Path, *more: str) -> Config:
+    named = [f"model.path={BASE}", f"run.dir={directory}", f"reward.function={toys / 'toys.py'}:even_share"]
     return load_config(None, [*named, *SMALL, *more])
 
 
@@ -92,44 +78,12 @@ def run_there(config: Config, resume: bool = False) -> RunLog:
     return read_run(Path(config.run.dir))
 
 
-def tokens_of(log: RunLog, step: int) -> list[Any]:
-    """Of each tree, the tokens of its paths, in no order: which path ends first depends on what else is sampled."""
-    return [
-        sorted([scored.tree.nodes[i].tokens for i in scored.tree.path(leaf.node)] for leaf in scored.tree.leaves)
-        for scored in log.read_trees(step)
-    ]
-
-
-def ages(log: RunLog) -> list[int]:
-    """By how much the weights that sampled each tree were older than those that it trained; all of it by one."""
-    found = []
-    for step in log.tree_steps():
-        for scored in log.read_trees(step):
-            [version] = {n.policy_version for n in scored.tree.nodes if n.kind is Kind.MODEL}
-            found.append(step - 1 - version)
-    return found
-
-
-def assert_all_there(log: RunLog, config: Config) -> None:
-    """Every question of every step once, and metrics that add up to the saved trees."""
-    parts = make_bench(config).parts
-    rows = log.read_metrics()
-    assert [row["step"] for row in rows] == log.tree_steps() == list(range(1, config.train.steps + 1))
-    for row in rows:
-        trees = [scored.tree for scored in log.read_trees(row["step"])]
-        wanted = batch_of(parts, config.train.prompts, row["step"], config.seed)
-        assert [tree.task.id for tree in trees] == [task.id for task in wanted]
-        assert row["paths"] == sum(len(tree.leaves) for tree in trees) == 4 * config.train.prompts
-        assert row["tool_calls"] == sum(n.kind is Kind.TOOL for tree in trees for n in tree.nodes)
-    assert sum(row["tool_calls"] for row in rows) > 10
-
-
 def test_a_run_is_the_same_but_for_the_address(
-    cluster: Any, model_path: Path, tmp_path: Path, toys: Path, capsys: pytest.CaptureFixture[str]
+    cluster: Any, tmp_path: Path, toys: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     more = ("train.steps=2", "eval.every=2")
-    alone = config_for(model_path, tmp_path / "alone", toys, *more)
-    config = config_for(model_path, tmp_path / "there", toys, *more, f"cluster.address={cluster.address}")
+    alone = config_for(tmp_path / "alone", toys, *more)
+    config = config_for(tmp_path / "there", toys, *more, f"cluster.address={cluster.address}")
     changed = {line.partition(":")[0] for line in differences(alone.resolved(), config.resolved())}
     assert changed == {"run.dir", "cluster.address"}
     here, there = run_here(alone), run_there(config)
@@ -207,10 +161,10 @@ class Beside(threading.Thread):
 
 
 def test_a_run_goes_on_when_an_actor_and_then_a_node_are_killed_and_a_node_joins(
-    cluster: Any, model_path: Path, tmp_path: Path, toys: Path, capsys: pytest.CaptureFixture[str]
+    cluster: Any, tmp_path: Path, toys: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     more = ("train.steps=5", f"cluster.address={cluster.address}")
-    config = config_for(model_path, tmp_path / "run", toys, *more)
+    config = config_for(tmp_path / "run", toys, *more)
     hold = toys / "hold"
     doomed = next(node for node in cluster.list_all_nodes() if node is not cluster.head_node)
 
@@ -260,27 +214,24 @@ def test_a_run_goes_on_when_an_actor_and_then_a_node_are_killed_and_a_node_joins
     shown = capsys.readouterr().out
     assert shown.count("is lost") >= 2 and shown.count("joined:") == 1
     # Whoever grew a tree in the end, it is that of its question, its seed and the weights.
-    undisturbed = config_for(model_path, tmp_path / "alone", toys, "train.steps=1")
+    undisturbed = config_for(tmp_path / "alone", toys, "train.steps=1")
     differ = [a != b for a, b in zip(tokens_of(run_here(undisturbed), 1), tokens_of(log, 1), strict=True)]
     assert sum(differ) <= 1
 
 
 @pytest.mark.parametrize("ahead", [1, 2])
 def test_no_tree_is_older_than_allowed_and_some_are_as_old(
-    cluster: Any, model_path: Path, tmp_path: Path, toys: Path, ahead: int, monkeypatch: pytest.MonkeyPatch
+    cluster: Any, tmp_path: Path, toys: Path, ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def slowly(*given: Any) -> Any:
-        """Learn when sampling has come as far as it may: nobody has been busy for a while."""
-        quiet = 0
-        while quiet < 10:
-            quiet = 0 if busy(toys, set(), set()) else quiet + 1
-            time.sleep(0.05)
-        return learn_step(*given)
+    def slowly(run: Any, step: int, *given: Any) -> Any:
+        """Learn when sampling has come as far as it may."""
+        wait_for(lambda: (toys / "scored").stat().st_size >= 24 * min(step + ahead, 6))
+        return learn_step(run, step, *given)
 
     monkeypatch.setattr("arpo.train.learn_step", slowly)
     more = ("train.steps=6", f"cluster.ahead={ahead}", "loss.importance_cap=2", "cluster.actors=2")
     budget = ("train.budget=90", "train.budget_of=paths")  # four steps of 24
-    config = config_for(model_path, tmp_path / "run", toys, *more, *budget, f"cluster.address={cluster.address}")
+    config = config_for(tmp_path / "run", toys, *more, *budget, f"cluster.address={cluster.address}")
     log = run_there(config)
     rows = log.read_metrics()
     assert_all_there(log, config.model_copy(update={"train": config.train.model_copy(update={"steps": 4})}))
@@ -290,12 +241,12 @@ def test_no_tree_is_older_than_allowed_and_some_are_as_old(
     assert [row["staleness"] for row in rows] == pytest.approx(
         [sum(found[i : i + 6]) / 6 for i in range(0, len(found), 6)]
     )
-    assert rows[-1]["cluster_wasted_trees"] <= 6 * ahead and "cluster_wasted_trees" not in rows[0]
+    assert 6 * ahead - 2 <= rows[-1]["cluster_wasted_trees"] <= 6 * ahead and "cluster_wasted_trees" not in rows[0]
 
 
-def test_two_trainers_learn_what_one_process_does(cluster: Any, model_path: Path, tmp_path: Path, toys: Path) -> None:
+def test_two_trainers_learn_what_one_process_does(cluster: Any, tmp_path: Path, toys: Path) -> None:
     more = ("train.steps=2", "cluster.trainers=2", "cluster.actors=1")
-    config = config_for(model_path, tmp_path / "run", toys, *more, f"cluster.address={cluster.address}")
+    config = config_for(tmp_path / "run", toys, *more, f"cluster.address={cluster.address}")
     (tmp_path / "config.toml").write_text("")
     overrides = [f"{key}={value}" for key, value in flat(config)]
     cli.train(tmp_path / "config.toml", overrides)
@@ -308,7 +259,7 @@ def test_two_trainers_learn_what_one_process_does(cluster: Any, model_path: Path
     for step in (1, 2):
         scored = log.read_trees(step)
         trainer.update([one.tree for one in scored], [one.credits for one in scored])
-    begun = load_file(model_path / "model.safetensors")
+    begun = load_file(BASE / "model.safetensors")
     ended = load_file(tmp_path / "run" / "checkpoints" / "step_000002" / "model" / "model.safetensors")
     mine = dict(model.named_parameters())
     moved = sum(float((ended[name] - begun[name]).abs().sum()) for name in ended)
@@ -328,20 +279,18 @@ def flat(config: Config) -> list[tuple[str, str]]:
     return [(key, value if isinstance(value, str) else json.dumps(value)) for key, value in found]
 
 
-def test_a_question_that_kills_its_actors_is_named(cluster: Any, model_path: Path, tmp_path: Path, toys: Path) -> None:
+def test_a_question_that_kills_its_actors_is_named(cluster: Any, tmp_path: Path, toys: Path) -> None:
     more = ("train.steps=1", "train.prompts=2", "cluster.actors=2", f"cluster.address={cluster.address}")
-    config = config_for(model_path, tmp_path / "run", toys, *more)
+    config = config_for(tmp_path / "run", toys, *more)
     deadly = batch_of(make_bench(config).parts, 2, 1, config.seed)[1].id
     (toys / "deadly").write_text(deadly)
     with pytest.raises(ArpoError, match=f"3 actors died while they grew the tree of question '{deadly}'"):
         run_there(config)
 
 
-def test_a_mistake_on_another_machine_is_told_as_one(
-    cluster: Any, model_path: Path, tmp_path: Path, toys: Path
-) -> None:
+def test_a_mistake_on_another_machine_is_told_as_one(cluster: Any, tmp_path: Path, toys: Path) -> None:
     more = ("train.steps=1", "cluster.actors=1", f"cluster.address={cluster.address}")
-    config = config_for(model_path, tmp_path / "run", toys, *more)
+    config = config_for(tmp_path / "run", toys, *more)
     with on_cluster(config) as pool, open_run(config, False, None, pool) as run:
         (toys / "toys.py").unlink()
         with pytest.raises(ArpoError, match=r"toys\.py.*\(on the machine "):

@@ -86,8 +86,7 @@ def test_what_a_lost_actor_was_growing_goes_first() -> None:
     assert board.lost("a") == [0, 1] and board.redone == 2
     assert board.lost("a") == [] and board.redone == 2
     assert not board.finished("a", 0)
-    ready_later = Board.joined
-    ready_later(board, "b", 2)
+    board.joined("b", 2)
     assert doings(board) == [Update("b", 0)]
     board.updated("b", 0)
     assert doings(board) == [Give("b", 0), Give("b", 1)]
@@ -99,12 +98,12 @@ def test_a_tree_that_was_lost_often_is_grown_alone_before_it_is_blamed() -> None
     for job in range(3):
         board.add(job, 1, 0)
     for death in range(LOSSES - 1):
-        ready_actor = f"a{death}"
-        board.joined(ready_actor, 2)
-        assert doings(board) == [Update(ready_actor, 0)]
-        board.updated(ready_actor, 0)
-        assert doings(board) == [Give(ready_actor, 0), Give(ready_actor, 1)]
-        board.lost(ready_actor)
+        name = f"a{death}"
+        board.joined(name, 2)
+        assert doings(board) == [Update(name, 0)]
+        board.updated(name, 0)
+        assert doings(board) == [Give(name, 0), Give(name, 1)]
+        board.lost(name)
     board.joined("b", 2)
     doings(board)
     board.updated("b", 0)
@@ -209,4 +208,4 @@ def test_a_number_of_actors_is_spread_evenly() -> None:
     assert places(machines((4, 0), (6, 0)), ["m1", "m1"], 3, "auto") == [Place("m0", 2, 0)]
     assert places(machines((1, 0)), [], 3, "auto") == [Place("m0", 1, 0)]  # no more than there are CPUs
     assert places(machines((8, 4), (8, 4)), [], 3, "cuda") == [Place("m0", 1, 1), Place("m1", 1, 1), Place("m0", 1, 1)]
-    assert places(machines((4, 0), (6, 0)), ["gone"] * 0 + ["m0", "m1"], 2, "auto") == []
+    assert places(machines((4, 0), (6, 0)), ["m0", "m1"], 2, "auto") == []

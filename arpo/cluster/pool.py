@@ -214,6 +214,7 @@ class Pool:
         while True:
             if time.monotonic() - self._looked >= LOOK:
                 self._look()
+            self._tick()
             while (action := self._board.next()) is not None:
                 if isinstance(action, Give):
                     self._do(self._grow(action.actor, action.job))

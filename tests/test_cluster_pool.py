@@ -1,0 +1,442 @@
+"""The pool without Ray: crews that are functions, and whole runs whose actors live in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import clock
+import pytest
+import torch
+from cluster_runs import BASE, SMALL, ages, assert_all_there, tokens_of, toys_in
+from plain import plain_loss
+from trees import model as model_node
+from trees import prompt, searched, tree
+
+import arpo.train
+from arpo.advantage import credit
+from arpo.cluster.pool import LONELY, STARTS, Lost, Pool
+from arpo.cluster.queue import Machine, Place
+from arpo.cluster.worker import (
+    BUG,
+    DONE,
+    MISTAKE,
+    Worker,
+    order_from_bytes,
+    order_to_bytes,
+    pack_scored,
+    put_weights,
+    weights_of,
+)
+from arpo.config import load_config
+from arpo.metrics import staleness
+from arpo.runlog import open_run as read_run
+from arpo.settings import Advantage, Config, Loss
+from arpo.train import open_run, sample_step, train
+from arpo.trainer.checkpoint import save_pretrained
+from arpo.trainer.lora import add_adapter
+from arpo.trainer.tiny import build_model
+from arpo.trainer.tree import accumulate
+from arpo.trainer.update import Trainer
+from arpo.types import ArpoError, Kind, Reward, Task
+
+
+class Actor:
+    """A hand that is a function of what it is asked, in simulated time; it dies when it is told to."""
+
+    def __init__(self, answer: Callable[..., Any], gone: Callable[[Any], None]) -> None:
+        self.answer, self.dead, self._gone = answer, asyncio.Event(), gone
+        self.asked: list[str] = []
+
+    async def call(self, method: str, *given: Any) -> Any:
+        self.asked.append(method)
+        death, work = asyncio.ensure_future(self.dead.wait()), asyncio.ensure_future(self.answer(method, *given))
+        await asyncio.wait([death, work], return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            return work.result()
+        work.cancel()
+        raise Lost("killed")
+
+    def kill(self) -> None:
+        self.dead.set()
+        self._gone(self)
+
+
+class Scripted:
+    """A crew of such hands."""
+
+    def __init__(self, answer: Callable[..., Any], machines: int = 2) -> None:
+        self.answer, self.there = answer, [Machine(f"m{i}", f"10.0.0.{i}", 1, 0) for i in range(machines)]
+        self.hands: list[Actor] = []
+        self.started: list[Place] = []
+        self.ended: list[Actor] = []
+
+    def machines(self) -> list[Machine]:
+        return list(self.there)
+
+    def start(self, place: Place, slots: int) -> Actor:
+        self.started.append(place)
+        self.hands.append(Actor(self.answer, self.ended.append))
+        return self.hands[-1]
+
+    def put(self, data: bytes) -> bytes:
+        return data
+
+
+SESSION: Any = SimpleNamespace(model=torch.nn.Linear(1, 1))
+TASKS = [Task(f"q{i}", f"Question {i}?", ("x",)) for i in range(6)]
+
+
+async def answers(method: str, *given: Any) -> Any:
+    """0.9 seconds for a tree, half a second for weights, two for opening."""
+    if method == "grow":
+        task, seed, _ = order_from_bytes(given[0])
+        await asyncio.sleep(0.9)
+        found = searched()
+        done = replace(found, task=task)
+        return DONE, (pack_scored(([done], [(Reward(float(seed), {"correct": 1.0, "format": 1.0}),)])), {"read": 5.0})
+    await asyncio.sleep({"open": 2.0, "update": 0.5}[method])
+    return DONE, 17 if method == "open" else None
+
+
+def pool_of(crew: Any, *more: str) -> Pool:
+    given = ["cluster.address=made-up", "rollout.leaves=4", "rollout.concurrency=4", *more]
+    return Pool(crew, load_config(None, given), "made up")
+
+
+async def grown(pool: Pool, step: int = 1, tasks: Sequence[Task] = TASKS) -> list[str]:
+    trees, rewards = await pool.grow(SESSION, tasks, range(len(tasks)), step)
+    assert [group[0].total for group in rewards] == list(range(len(tasks)))
+    return [tree.task.id for tree in trees]
+
+
+def test_trees_come_back_in_order_and_time_is_accounted_for(capsys: pytest.CaptureFixture[str]) -> None:
+    async def main() -> None:
+        crew = Scripted(answers)
+        pool = pool_of(crew)
+        await pool.renew(SESSION, 0)
+        assert await grown(pool) == [task.id for task in TASKS]
+        told = pool.told(SESSION, 1)
+        assert told == {
+            "cluster_actors": 2,
+            "cluster_redone": 0,
+            "cluster_busy": pytest.approx(2.7 / 3.2),
+            "engine_read": 30.0,
+        }
+        await pool.renew(SESSION, 1)
+        assert await grown(pool, 2) == [task.id for task in TASKS]
+        assert [hand.asked.count("update") for hand in crew.hands] == [2, 2]
+        await pool.renew(SESSION, 1)  # nothing new
+        await asyncio.sleep(5)
+        assert [hand.asked.count("update") for hand in crew.hands] == [2, 2]
+        pool.close()
+        assert len(crew.ended) == 2
+
+    clock.run(main())
+    assert "10.0.0.1  1 CPUs  0 GPUs  1 sampling" in capsys.readouterr().out
+
+
+def test_what_dies_is_done_again_and_new_machines_get_actors(capsys: pytest.CaptureFixture[str]) -> None:
+    async def main() -> None:
+        crew = Scripted(answers)
+        pool = pool_of(crew)
+        await pool.renew(SESSION, 0)
+        many = [Task(f"q{i}", "?", ("x",)) for i in range(16)]
+        work = asyncio.ensure_future(grown(pool, 1, many))
+        await asyncio.sleep(3.0)  # both grow their first tree
+        crew.hands[0].kill()
+        await asyncio.sleep(0.1)
+        assert [place.machine for place in crew.started] == ["m0", "m1", "m0"]  # at once a new one
+        crew.there.append(Machine("m2", "10.0.0.2", 1, 0))
+        crew.there.pop(1)  # and its actor does not know yet
+        assert await work == [task.id for task in many]
+        assert [place.machine for place in crew.started] == ["m0", "m1", "m0", "m2"]
+        assert crew.hands[3].asked.count("grow") >= 1
+        told = pool.told(SESSION, 1)
+        assert told["cluster_redone"] == 2 and told["cluster_actors"] == 2
+
+    clock.run(main())
+    shown = capsys.readouterr().out
+    assert "an actor on 10.0.0.0 is lost (killed); 1 trees are grown again" in shown
+    assert "an actor on 10.0.0.1 is lost (its machine is gone); 1 trees are grown again" in shown
+    assert "cluster: joined: 10.0.0.2" in shown
+
+
+def test_a_question_that_kills_is_named_and_does_not_go_on_for_ever() -> None:
+    async def main() -> None:
+        async def deadly(method: str, *given: Any) -> Any:
+            if method == "grow" and order_from_bytes(given[0])[0].id == "q3":
+                await asyncio.sleep(0.1)
+                raise Lost("out of memory")
+            return await answers(method, *given)
+
+        pool = pool_of(Scripted(deadly), "rollout.concurrency=8")
+        await pool.renew(SESSION, 0)
+        with pytest.raises(ArpoError, match=r"3 actors died while they grew the tree of question 'q3'.*out of memory"):
+            await grown(pool)
+        with pytest.raises(ArpoError, match="q3"):  # and whoever asks later is told, too
+            await grown(pool, 2)
+
+    clock.run(main())
+
+
+@pytest.mark.parametrize(("how", "kind"), [(MISTAKE, ArpoError), (BUG, RuntimeError)])
+@pytest.mark.parametrize("method", ["open", "update", "grow"])
+def test_mistakes_and_bugs_in_an_actor_reach_the_user(how: str, kind: type[Exception], method: str) -> None:
+    async def main() -> None:
+        async def wrong(asked: str, *given: Any) -> Any:
+            return (how, "no such file") if asked == method else await answers(asked, *given)
+
+        pool = pool_of(Scripted(wrong))
+        await pool.renew(SESSION, 0)
+        with pytest.raises(kind, match="no such file"):
+            await grown(pool)
+
+    clock.run(main())
+
+
+def test_a_machine_where_no_actor_starts_is_left_out_and_nobody_for_long_is_an_error() -> None:
+    async def main() -> None:
+        async def never(method: str, *given: Any) -> Any:
+            await asyncio.sleep(1)
+            raise Lost("it crashed at once")
+
+        crew = Scripted(never, machines=1)
+        pool = pool_of(crew)
+        await pool.renew(SESSION, 0)
+        began = asyncio.get_running_loop().time()
+        with pytest.raises(ArpoError, match=r"for 5 minutes nobody could sample.*it crashed at once.*--resume"):
+            await grown(pool)
+        assert LONELY <= asyncio.get_running_loop().time() - began < LONELY + 20
+        assert len(crew.started) == STARTS
+
+    clock.run(main())
+
+
+def test_no_machine_for_anybody_is_an_error_too() -> None:
+    async def main() -> None:
+        pool = pool_of(Scripted(answers, machines=0))
+        await pool.renew(SESSION, 0)
+        with pytest.raises(ArpoError, match="no machine has a free CPU or GPU"):
+            await grown(pool)
+
+    clock.run(main())
+
+
+def test_who_stops_waiting_leaves_nothing_behind() -> None:
+    async def main() -> None:
+        crew = Scripted(answers, machines=1)
+        pool = pool_of(crew)
+        await pool.renew(SESSION, 0)
+        work = asyncio.ensure_future(grown(pool))
+        await asyncio.sleep(3.0)
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+        assert await grown(pool, 1, TASKS[:1]) == ["q0"]
+        assert crew.hands[0].asked.count("grow") == 2  # the one under way, and this
+
+    clock.run(main())
+
+
+def test_a_test_waits_for_the_newest_weights_and_comes_before_later_steps() -> None:
+    async def main() -> None:
+        crew = Scripted(answers, machines=1)
+        pool = pool_of(crew, "cluster.ahead=2", "rollout.concurrency=8", "eval.questions=2")
+        await pool.renew(SESSION, 0)
+        ahead = [asyncio.ensure_future(grown(pool, step)) for step in (2, 3)]
+        await asyncio.sleep(3.0)
+        await pool.renew(SESSION, 1)
+        seen: list[int] = []
+        session = SimpleNamespace(model=SESSION.model, bench=SimpleNamespace(test=TASKS[:4]))
+        result = await pool.test(session, lambda: seen.append(1))  # type: ignore[arg-type]
+        assert [tree.task.id for tree in result.trees] == ["q0", "q1"] and len(seen) == 2
+        assert crew.hands[0].asked == ["open", "update", "grow", "grow", "update", "grow", "grow"]
+        await asyncio.gather(*ahead)
+        pool.told(SESSION, 2)
+        assert pool.wasted() == {"cluster_wasted_trees": 6, "cluster_wasted_calls": 6}
+
+    clock.run(main())
+
+
+# --- whole runs with actors in this process
+
+
+class Near:
+    """A crew whose actors are `Worker`s in this process."""
+
+    def __init__(self, count: int = 2) -> None:
+        self.count, self.opening = count, asyncio.Lock()  # models are loaded one at a time within a process
+
+    def machines(self) -> list[Machine]:
+        return [Machine(f"m{i}", f"10.0.0.{i}", 1, 0) for i in range(self.count)]
+
+    def start(self, place: Place, slots: int) -> Any:
+        worker = Worker()
+
+        async def call(method: str, *given: Any) -> Any:
+            async with self.opening if method == "open" else contextlib.nullcontext():
+                return await getattr(worker, method)(*given)
+
+        return SimpleNamespace(call=call, kill=lambda: None)
+
+    def put(self, data: bytes) -> bytes:
+        return data
+
+
+def config_for(directory: Path, *more: str) -> Config:
+    toys = toys_in(directory.parent / f"{directory.name}-toys")
+    named = [f"model.path={BASE}", f"run.dir={directory}", f"reward.function={toys / 'toys.py'}:even_share"]
+    return load_config(None, [*named, *SMALL, "cluster.address=made-up", *more])
+
+
+def run_near(config: Config, resume: bool = False) -> Any:
+    pool = Pool(Near(), config, "made up")
+    with open_run(config, resume, None, pool) as run:
+        asyncio.run(train(run))
+    return read_run(Path(config.run.dir))
+
+
+def test_a_run_that_samples_ahead_is_resumed_and_skips_nothing(tmp_path: Path) -> None:
+    ahead = ("cluster.ahead=1", "loss.importance_cap=2", "train.steps=4", "train.budget_of=paths")
+    log = run_near(config_for(tmp_path / "run", *ahead, "train.budget=30"))
+    assert len(log.read_metrics()) == 2 and log.read_metrics()[1]["cluster_wasted_trees"] <= 6
+    config = config_for(tmp_path / "run", *ahead)
+    log = run_near(config, resume=True)
+    assert_all_there(log, config)
+    assert set(ages(log)) <= {0, 1}
+
+
+def test_ctrl_c_while_it_learns_ends_after_the_step_which_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_for(
+        tmp_path / "run", "cluster.ahead=1", "loss.importance_cap=2", "train.steps=4", "run.checkpoint_every=9"
+    )
+    learn, learning, go = arpo.train.learn_step, threading.Event(), threading.Event()
+
+    def slowly(*given: Any) -> Any:
+        learning.set()
+        assert go.wait(60)
+        return learn(*given)
+
+    monkeypatch.setattr(arpo.train, "learn_step", slowly)
+
+    async def main(run: Any) -> None:
+        work = asyncio.ensure_future(train(run))
+        await asyncio.to_thread(learning.wait, 60)
+        work.cancel()
+        await asyncio.sleep(0)
+        assert not work.done()
+        go.set()
+        await work
+
+    with open_run(config, False, None, Pool(Near(1), config, "made up")) as run, pytest.raises(asyncio.CancelledError):
+        asyncio.run(main(run))
+    log = read_run(tmp_path / "run")
+    assert [row["step"] for row in log.read_metrics()] == [1]
+    assert (log.latest_checkpoint() or (0,))[0] == 1
+
+
+def test_actors_near_and_this_process_grow_the_same(tmp_path: Path) -> None:
+    there = run_near(config_for(tmp_path / "there", "train.steps=1"))
+    with open_run(config_for(tmp_path / "here", "train.steps=1", "cluster.address=none")) as run:
+        asyncio.run(train(run))
+    differ = [a != b for a, b in zip(tokens_of(there, 1), tokens_of(read_run(tmp_path / "here"), 1), strict=True)]
+    assert sum(differ) <= 1
+
+
+# --- weights, staleness, settings
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_weights_reach_another_copy_of_the_model(tokenizer: Any, rank: int) -> None:
+    def made() -> Any:
+        model = build_model(tokenizer, 32, 1, 128, seed=0)
+        return add_adapter(model, rank, 8, ("q_proj",), 3) if rank else model
+
+    one, other = made(), made()
+    with torch.no_grad():
+        for parameter in one.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter))
+    put_weights(other, weights_of(one))
+    names = dict(one.named_parameters())
+    assert all(torch.equal(p, names[name]) for name, p in other.named_parameters())
+    if rank:
+        assert len(weights_of(one)) < 10_000  # the adapter alone
+        with pytest.raises(ValueError, match="other weights are trained"):
+            put_weights(build_model(tokenizer, 32, 1, 128, seed=0), weights_of(one))
+
+
+def test_staleness_is_counted_and_never_too_much() -> None:
+    def of(*versions: int) -> Any:
+        nodes = [replace(model_node(0, [3]), policy_version=version) for version in versions]
+        return tree([prompt(), *nodes], range(1, len(nodes) + 1))
+
+    assert staleness([of(4), of(3), of(2, 2)], 5, 2) == {"staleness": 1.0, "staleness_max": 2}
+    for bad, ahead in ((of(3), 0), (of(1), 2), (of(5), 2), (of(3, 4), 2)):
+        with pytest.raises(RuntimeError, match="step 5"):
+            staleness([of(4), bad], 5, ahead)
+
+
+def test_stale_trees_are_weighed_by_the_policy_that_sampled_them(tokenizer: Any, tmp_path: Path) -> None:
+    """Gradients of an update on trees of older weights, against one path at a time: old is what the weights are now."""
+    save_pretrained(build_model(tokenizer, 32, 1, 256, seed=1), tokenizer, tmp_path / "model")
+    given = [f"model.path={tmp_path / 'model'}", "model.device=cpu", "rollout.leaves=4", "rollout.max_tokens=20"]
+    small = ["world.entities=60", "world.train_questions=12", "train.prompts=3", "branching.policy=never"]
+    config = load_config(None, [*given, *small, f"run.dir={tmp_path / 'run'}", "loss.importance_cap=1.3"])
+    with open_run(config) as run:
+        trees, _ = asyncio.run(sample_step(run.session, 1))
+    rewards = [[Reward(float(i % 3), {}) for i in range(len(one.leaves))] for one in trees]
+    credits = credit(trees, rewards, Advantage())
+
+    def now() -> Any:
+        """The weights some steps later."""
+        model = build_model(tokenizer, 32, 1, 256, seed=1).eval()
+        torch.manual_seed(5)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.02 * torch.randn_like(parameter))
+        return model
+
+    seen: dict[float | None, list[torch.Tensor]] = {}
+    for cap in (1.3, None):
+        loss, model, plain = Loss(importance_cap=cap), now(), now()
+        trainer = Trainer(model, tokenizer, config.model_copy(update={"loss": loss}))
+        batch = trainer._batch(trees, credits)
+        accumulate(model, batch, loss, 1.0, 10_000, None, None, None)
+        plain_loss(plain, trees, credits, loss, 1.0, 20).backward()
+        for name, parameter in model.named_parameters():
+            other = dict(plain.named_parameters())[name]
+            if parameter.grad is not None and other.grad is not None:
+                torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-3, atol=1e-5)
+        seen[cap] = [p.grad for p in model.parameters() if p.grad is not None]
+    assert any((a - b).abs().max() > 1e-3 for a, b in zip(seen[1.3], seen[None], strict=True))
+    assert all(n.policy_version == 0 for one in trees for n in one.nodes if n.kind is Kind.MODEL)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["cluster.address=auto"], "only `arpo train`"),
+        (["cluster.ahead=1"], "cluster.ahead: needs a cluster"),
+        (["cluster.trainers=2"], "cluster.trainers: needs a cluster"),
+        (["cluster.address=x", "cluster.ahead=1"], "loss.importance_cap=2"),
+        (["cluster.address=x", "cluster.ahead=1", "loss.importance_cap=2", "data.curriculum=2"], "data.curriculum"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(given: list[str], message: str) -> None:
+    pool: Any = None if len(given) == 1 else object()
+    with pytest.raises(ArpoError, match=message):
+        arpo.train.need_cluster(load_config(None, given), pool)
+
+
+def test_a_question_survives_its_way() -> None:
+    task = Task("1", "Wer? Ä\u2028", ("a", "b"), kind="k", meta={"level": [1, {"x": None}]})
+    assert order_from_bytes(order_to_bytes(task, 2**63, True)) == (task, 2**63, True)
