@@ -1,7 +1,7 @@
 """A reward for runs on a cluster, loaded from a copy of this file: what is being scored can be seen, and held up.
 
 Beside the copy: `busy-PID` while that process scores, with its parent's pid in it; `scored`, a byte for each
-path; a file `hold` keeps all of them waiting; the question in a file `deadly` kills whoever scores it.
+path; a file `hold` keeps all of them waiting.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ def even_share(task: Task, tree: RolloutTree, leaf: Leaf) -> Reward:
     (HERE / f"busy-{pid}").unlink(missing_ok=True)
     with open(HERE / "scored", "ab") as file:
         file.write(b".")
-    if (HERE / "deadly").exists() and (HERE / "deadly").read_text() == task.id:
-        os.kill(pid, 9)
     tokens = [t for i in tree.path(leaf.node) if tree.nodes[i].kind is Kind.MODEL for t in tree.nodes[i].tokens]
     share = fmean(token % 2 == 0 for token in tokens)
     return Reward(share, {"correct": share, "format": 1.0})
