@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SEED ?= 0
 
-.PHONY: demo test check format clean bench-sandbox bench-search bench-engine bench-gpu bench-tree bench-math bench-view bench-plan test-kernels test-mcp-npm test-browser test-vllm
+.PHONY: demo test check format clean bench-sandbox bench-search bench-engine bench-gpu bench-tree bench-math bench-view bench-plan bench-cluster test-kernels test-mcp-npm test-browser test-vllm
 
 demo: .venv/installed  ## watch a small agent learn, a few minutes
 	$(BIN)/arpo demo --seed $(SEED)
@@ -31,6 +31,9 @@ bench-math: .venv/installed-dev  ## ten thousand hostile maths answers; JSON on 
 
 bench-view: .venv/installed  ## the viewer's answers for a run of 2,000 steps; JSON on the last line
 	$(BIN)/python benchmarks/bench_view.py
+
+bench-cluster: .venv/installed-dev  ## one and two sampling nodes with a slow tool, and a killed actor
+	$(BIN)/python benchmarks/bench_cluster.py
 
 bench-plan: .venv/installed  ## what `arpo plan` predicts against a few steps on this CPU; JSON on the last line
 	$(BIN)/python benchmarks/bench_plan.py

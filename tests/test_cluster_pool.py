@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +26,8 @@ import arpo.train
 from arpo.advantage import credit
 from arpo.cluster.pool import LONELY, STARTS, Lost, Pool
 from arpo.cluster.queue import Machine, Place
+from arpo.cluster.ray_crew import ray_crew
+from arpo.cluster.start import on_cluster
 from arpo.cluster.worker import (
     BUG,
     DONE,
@@ -457,6 +461,25 @@ def test_settings_that_do_not_go_together_are_refused(given: list[str], message:
     pool: Any = None if len(given) == 1 else object()
     with pytest.raises(ArpoError, match=message):
         arpo.train.need_cluster(load_config(None, given), pool)
+
+
+def test_without_ray_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ArpoError, match=r"pip install 'arpo\[cluster\]'"), ray_crew("auto"):
+        pass
+
+
+def test_only_one_module_knows_ray() -> None:
+    package = Path(arpo.train.__file__).parent
+    files = [file for file in package.rglob("*.py") if re.search(r"^\s*(import|from) ray\b", file.read_text(), re.M)]
+    assert [file.name for file in files] == ["ray_crew.py"]
+
+
+def test_torchrun_and_a_cluster_do_not_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    config = load_config(None, ["cluster.address=127.0.0.1:1"])
+    with pytest.raises(ArpoError, match=r"cluster\.trainers instead"), on_cluster(config):
+        pass
 
 
 def test_a_question_survives_its_way() -> None:

@@ -84,6 +84,7 @@ class Pool:
         self._board, self._jobs, self._count = Board(), dict[int, _Job](), 0
         self._hands: dict[str, tuple[Hand, Machine]] = {}
         self._machines: dict[str, Machine] = {}
+        self.pids: dict[str, int] = {}  # of the actors that are ready, each on its own machine
         self._failed: Counter[str] = Counter()  # starts in a row, by machine
         self._reason = "no machine has a free CPU or GPU for one"
         self._error: BaseException | None = None
@@ -266,6 +267,7 @@ class Pool:
         self._failed[place.machine] = 0
         self._tick()
         self._board.joined(name, self._slots)
+        self.pids[name] = pid
         self._since = time.monotonic()
 
     def _lost(self, name: str, why: str) -> None:
@@ -273,6 +275,7 @@ class Pool:
         if hand is None or machine is None:
             return
         hand.kill()
+        self.pids.pop(name, None)
         self._tick()
         if not self._board.actors.keys() - {name}:
             self._since = time.monotonic()

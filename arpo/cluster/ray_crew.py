@@ -154,11 +154,11 @@ def reason(error: Exception) -> str:
 class _Seat:
     """Holds a GPU for the process that leads, which Ray does not know."""
 
-    def number(self) -> int:
+    def gpu(self) -> str:
         """Which GPU of its machine."""
         import ray
 
-        return int(ray.get_gpu_ids()[0])
+        return str(ray.get_gpu_ids()[0])
 
 
 class _Trainer:
@@ -188,7 +188,7 @@ def start_trainers(crew: RayCrew, count: int, device: str) -> dict[str, str]:
     mine = {}
     if gpus and any(machine.id == own and machine.gpus for machine in machines):
         seat = _started(_Seat, Place(own, 0, 1))
-        mine["LOCAL_RANK"] = str(ray.get(seat.number.remote()))
+        mine["CUDA_VISIBLE_DEVICES"] = ray.get(seat.gpu.remote())
         crew.held.append(seat)
         crew.seats[own] += 1
     if count == 1:
