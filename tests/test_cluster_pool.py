@@ -154,7 +154,7 @@ def test_what_dies_is_done_again_and_new_machines_get_actors(capsys: pytest.Capt
         await pool.renew(SESSION, 0)
         many = [Task(f"q{i}", "?", ("x",)) for i in range(16)]
         work = asyncio.ensure_future(grown(pool, 1, many))
-        await asyncio.sleep(3.0)  # both grow their first tree
+        await asyncio.sleep(3.3)  # both grow their first tree, and it is not yet time to look for machines
         crew.hands[0].kill()
         await asyncio.sleep(0.1)
         assert [place.machine for place in crew.started] == ["m0", "m1", "m0"]  # at once a new one
@@ -265,6 +265,23 @@ def test_a_test_waits_for_the_newest_weights_and_comes_before_later_steps() -> N
         await asyncio.gather(*ahead)
         pool.told(SESSION, 2)
         assert pool.wasted() == {"cluster_wasted_trees": 6, "cluster_wasted_calls": 6}
+
+    clock.run(main())
+
+
+def test_a_busy_actor_that_is_too_old_finishes_and_is_renewed_before_it_gets_more() -> None:
+    async def main() -> None:
+        for step, order in ((2, ["grow", "grow", "update"]), (3, ["grow", "update", "grow"])):
+            crew = Scripted(answers, machines=1)
+            pool = pool_of(crew, "cluster.ahead=1", "rollout.concurrency=8")
+            await pool.renew(SESSION, 0)
+            first = asyncio.ensure_future(grown(pool, 1, TASKS[:1]))
+            await asyncio.sleep(2.7)
+            await pool.renew(SESSION, 1)
+            await grown(pool, step, TASKS[:1])
+            await first
+            await asyncio.sleep(1)
+            assert crew.hands[0].asked[2:] == order
 
     clock.run(main())
 

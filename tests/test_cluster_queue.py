@@ -115,14 +115,23 @@ def test_a_tree_that_was_lost_often_is_grown_alone_before_it_is_blamed() -> None
     assert caught.value.job == 1
 
 
-def test_a_tree_that_is_not_wanted_is_not_given_out() -> None:
+def test_a_tree_to_be_grown_alone_waits_for_an_idle_actor() -> None:
     board = Board()
     board.newest(0)
-    ready(board, "a")
-    for job in range(3):
-        board.add(job, 1, 0)
-    board.drop(1)
-    assert doings(board) == [Give("a", 0), Give("a", 2)]
+    board.add(1, 2, 0)
+    for name in ("a", "b"):
+        board.joined(name, 1)
+        assert board.next() == Update(name, 0)
+        board.updated(name, 0)
+        assert board.next() == Give(name, 1)
+        board.lost(name)
+    board.add(0, 1, 0)
+    board.joined("c", 2)
+    assert board.next() == Update("c", 0)
+    board.updated("c", 0)
+    assert doings(board) == [Give("c", 0)]
+    board.finished("c", 0)
+    assert doings(board) == [Give("c", 1)]
 
 
 @settings(max_examples=200)

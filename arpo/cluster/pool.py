@@ -103,7 +103,7 @@ class Pool:
         if step == self._board.version:
             return
         first = self._weights is None
-        self._weights = await asyncio.to_thread(lambda: self._crew.put(weights_of(session.model)))
+        self._weights = self._crew.put(weights_of(session.model))
         self._tick()
         self._board.newest(step)
         if first:
@@ -171,8 +171,7 @@ class Pool:
             return await asyncio.gather(*mine.values())
         finally:
             for number in mine:
-                del self._jobs[number]
-                self._board.drop(number)
+                del self._jobs[number]  # whoever is to grow one that is not there has it done at once
 
     async def _grow(self, name: str, number: int) -> None:
         job = self._jobs.get(number)

@@ -79,11 +79,6 @@ class Board:
             raise ValueError(f"tree {job} needs version {need}, but the newest is {self.version}")
         heapq.heappush(self._waiting, (step, job, need))
 
-    def drop(self, job: int) -> None:
-        """A tree that is not wanted any more; one that is being grown still takes its place."""
-        self._waiting = [entry for entry in self._waiting if entry[1] != job]
-        heapq.heapify(self._waiting)
-
     def newest(self, version: int) -> None:
         """There are new weights."""
         if version < self.version:
