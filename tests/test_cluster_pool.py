@@ -154,7 +154,7 @@ def test_what_dies_is_done_again_and_new_machines_get_actors(capsys: pytest.Capt
         await pool.renew(SESSION, 0)
         many = [Task(f"q{i}", "?", ("x",)) for i in range(16)]
         work = asyncio.ensure_future(grown(pool, 1, many))
-        await asyncio.sleep(3.3)  # both grow their first tree, and it is not yet time to look for machines
+        await asyncio.sleep(2.8)  # both grow their first tree, and it is not yet time to look for machines
         crew.hands[0].kill()
         await asyncio.sleep(0.1)
         assert [place.machine for place in crew.started] == ["m0", "m1", "m0"]  # at once a new one
