@@ -189,7 +189,7 @@ def test_a_run_goes_on_when_an_actor_and_then_a_node_are_killed_and_a_node_joins
     def join() -> None:
         start = ["start", f"--address={cluster.address}", "--num-cpus=1", f"--object-store-memory={80 * 2**20}"]
         ray = Path(sys.executable).parent / "ray"
-        subprocess.run([ray, *start], check=True, capture_output=True, timeout=BOUND)
+        joined.append(subprocess.Popen([ray, *start, "--block"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
         new.extend(wait_for(lambda: busy(toys, set(), known)))
 
     def disturb() -> None:
@@ -197,6 +197,7 @@ def test_a_run_goes_on_when_an_actor_and_then_a_node_are_killed_and_a_node_joins
             mid_step(rows, hit)
 
     known, new = {raylet(node) for node in cluster.list_all_nodes()}, list[int]()
+    joined: list[subprocess.Popen[bytes]] = []
     beside = Beside(disturb)
     try:
         log = run_there(config)
@@ -204,6 +205,8 @@ def test_a_run_goes_on_when_an_actor_and_then_a_node_are_killed_and_a_node_joins
     finally:
         for parent in new:
             os.kill(parent, signal.SIGKILL)
+        for process in joined:
+            process.wait(BOUND)  # it ends all that is left of its node
         cluster.remove_node(doomed, allow_graceful=False)
     assert_all_there(log, config)
     assert set(ages(log)) == {0}
