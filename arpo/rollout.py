@@ -306,7 +306,7 @@ class _Grower:
         self._add_turn(path, completion, time.monotonic() - started)
         if completion.finish == "stop":
             return End.ANSWER if completion.stop == "</answer>" else None
-        return {"eos": End.EOS, "length": End.LENGTH, "time": End.TIME}[completion.finish]
+        return {"eos": End.EOS, "length": End.LENGTH, "time": End.TIME, "lost": End.LOST}[completion.finish]
 
     async def _sample(self, path: _Path, params: SamplingParams, turn: _Turn, on_token: Any) -> Completion:
         """One turn from the engine, or what there is of it when the path's time is up."""
@@ -319,7 +319,7 @@ class _Grower:
                 tuple(turn.tokens),
                 tuple(turn.logprobs),
                 tuple(turn.entropies),
-                "time",
+                "lost" if self.agent.engine.down else "time",
                 policy_version=self.agent.engine.version,
             )
 

@@ -37,6 +37,7 @@ from arpo.tools.search import (
     web_search,
 )
 from arpo.trainer.checkpoint import model_settings, save_untied
+from arpo.trainer.lora import has_adapter
 from arpo.trainer.model import load_trainable
 from arpo.types import ArpoError, Task
 
@@ -269,6 +270,11 @@ def make_agent(config: Config, bench: Bench, model: Any, tokenizer: Any, threade
     """The agent that plays rollouts; its engine has a thread of its own (`threaded`) if some tool takes time."""
     if threaded is None:
         threaded = not all(tool.quick for tool in bench.tools.values())
+    if config.rollout.engine == "vllm" and has_adapter(model) and config.model.dtype != "float32":
+        raise ArpoError(
+            "rollout.engine: vLLM gets an adapter merged into the model, and in 16 bits most of what was trained would "
+            "be rounded away; use rollout.engine=local, model.dtype=float32, or train.lora_rank=0"
+        )
     engine = make_engine(config.rollout, model, tokenizer, partial(save_untied, model, tokenizer), threaded)
     fmt = call_format(config, bench.tools)
     traces, limit = read_examples(config.rollout.examples, fmt), config.tools.result_tokens

@@ -52,6 +52,7 @@ class End(StrEnum):
     CALLS = "calls"  # it asked for one more tool call than the limit allows
     LENGTH = "length"  # the token limit of the path
     TIME = "time"  # the wall-clock limit of the path
+    LOST = "lost"  # the same, when nothing could sample it any more
 
 
 class Fault(StrEnum):
@@ -270,7 +271,9 @@ class RolloutTree:
         return sum(node.decision is not None and node.decision.branches > 0 for node in self.nodes)
 
     def infra_fault(self, leaf: Leaf) -> bool:
-        """Whether a broken tool (not the model) spoiled this path."""
+        """Whether a broken tool or engine (not the model) spoiled this path."""
+        if leaf.end is End.LOST:
+            return True
         results = (self.nodes[i].result for i in self.path(leaf.node))
         return any(result is not None and result.fault is Fault.INFRA for result in results)
 

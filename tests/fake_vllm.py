@@ -14,13 +14,19 @@ from typing import Any
 
 from models import VOCAB
 
-INFO = {"max_model_len": 320, "max_logprobs": 64, "logprobs_mode": "raw_logprobs"}
+INFO = {"max_model_len": 320, "max_logprobs": 64, "logprobs_mode": "raw_logprobs", "dtype": "torch.float32"}
 Spoil = Callable[[int, dict[str, Any]], Any]
 """Gets the number of an event in its stream and the event; gives what is sent, or raises to break off."""
 
 
 class BreakOff(Exception):
     """The connection is lost."""
+
+
+def _set() -> threading.Event:
+    event = threading.Event()
+    event.set()
+    return event
 
 
 def next_token(ids: list[int], weights: int) -> int:
@@ -39,6 +45,7 @@ class FakeVllm:
     status: dict[str, list[tuple[int, dict[str, str]]]] = field(default_factory=dict)  # by path, used up in turn
     spoil: list[Spoil] = field(default_factory=list)  # for each turn, used up
     hold: threading.Event | None = None  # turns wait for it after their first token
+    loading: threading.Event = field(default_factory=_set)  # loads of weights wait for it
     began: threading.Event = field(default_factory=threading.Event)
     gone: threading.Event = field(default_factory=threading.Event)  # someone hung up
     asked: list[tuple[str, Any]] = field(default_factory=list)
@@ -104,6 +111,7 @@ def fake_vllm() -> Iterator[FakeVllm]:
 
         def other(self, path: str, body: Any) -> Any:
             if path == "/collective_rpc":
+                served.loading.wait()
                 assert body["method"] == "reload_weights"
                 served.weights = int((Path(body["kwargs"]["weights_path"]) / "weights").read_text())
             elif path == "/update_weight_version":

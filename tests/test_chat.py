@@ -438,6 +438,8 @@ class Stuck:
         on_token(7, 0.0, 0.0)
         await asyncio.Event().wait()
 
+    down = False
+
     async def update_weights(self, version: int) -> None: ...
 
 

@@ -333,6 +333,17 @@ def test_time_limit_keeps_what_was_sampled(tokenizer: Any) -> None:
     assert tree.tool_calls == 2
 
 
+@pytest.mark.parametrize(("down", "end"), [(True, End.LOST), (False, End.TIME)])
+def test_a_path_whose_time_ends_while_nothing_can_sample_is_not_the_models_fault(
+    tokenizer: Any, down: bool, end: End
+) -> None:
+    who = agent(tokenizer, turns(SEARCH, ANSWER), delay=0.15)
+    who.engine.down = down  # type: ignore[misc]
+    tree = grow(who, Rollout(leaves=1, initial=1, max_seconds=0.2))
+    assert [leaf.end for leaf in tree.leaves] == [end]
+    assert [tree.infra_fault(leaf) for leaf in tree.leaves] == [down]
+
+
 def test_time_spent_waiting_for_a_slot_does_not_count(tokenizer: Any) -> None:
     how = Rollout(leaves=6, initial=6, max_seconds=0.25, concurrency=1)
     tree = grow(agent(tokenizer, turns(ANSWER), delay=0.1), how)  # 0.6 s one after another

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import math
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -20,10 +21,15 @@ from models import CONTEXT, EOS, VOCAB, Letters, logits_of, make_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from arpo.config import load_config
+from arpo.data.world import make_world
 from arpo.engine.choose import make_engine
 from arpo.engine.topk import entropy_bounds
 from arpo.engine.turn import BadToken, Sampled, Terms
+from arpo.engine.vllm import _no_ranks
 from arpo.settings import Rollout
+from arpo.setup import Bench, make_agent
+from arpo.tools.call import Toolbox
 from arpo.trainer.checkpoint import save_untied
 from arpo.trainer.lora import add_adapter
 from arpo.trainer.tiny import build_model
@@ -182,6 +188,31 @@ def test_settings_that_do_not_go_together() -> None:
         choose(engine="vllm", temperature=0.7, top_k=5, servers=("http://localhost:1",))
     assert choose().capabilities.exact_entropy
     assert not choose(engine="vllm", top_p=0.9, servers=("http://localhost:1",)).capabilities.exact_entropy
+
+
+def test_an_adapter_that_merging_would_round_away_is_refused() -> None:
+    settings = [
+        "rollout.engine=vllm",
+        "train.lora_rank=2",
+        "model.dtype=bfloat16",
+        'tools.enabled=["search"]',
+        "reward.bonus=0",
+    ]
+    config = load_config(None, settings)
+    model = add_adapter(make_model("llama"), 2, 4, ("q_proj",), 0)
+    tools = Bench((), (), Toolbox([]), make_world(config.world))
+    with pytest.raises(ArpoError, match="rounded away"):
+        make_agent(config, tools, model, Letters())
+
+
+def test_vllm_does_not_see_that_there_are_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for name, value in ranks.items():
+        monkeypatch.setenv(name, value)
+    before = dict(os.environ)
+    with _no_ranks():
+        assert not ranks.keys() & os.environ.keys() and "PATH" in os.environ
+    assert dict(os.environ) == before
 
 
 def test_without_vllm_it_is_said_how_to_get_it() -> None:
@@ -442,12 +473,109 @@ def test_when_nothing_helps_the_servers_are_named() -> None:
     assert f"{bed.servers[1].url} broke off" in said
 
 
-def test_servers_that_are_not_there() -> None:
-    bed = Bed(1, patience=0.2)
+def test_servers_that_are_not_there_are_told_at_once() -> None:
+    bed = Bed(2, patience=1000.0, pause=1000.0)
     with bed.stack:
         pass
-    with pytest.raises(ArpoError, match="cannot be reached"):
+    with pytest.raises(ArpoError, match=r"nobody answers: .*cannot be reached.*; .*cannot be reached.*start it as"):
         bed.ask(PREFIX)
+    assert bed.engine.down
+
+
+def test_servers_that_are_lost_later_are_waited_for() -> None:
+    bed = Bed(1, patience=0.3)
+    with bed.stack:
+        bed.ask(PREFIX)
+        assert not bed.engine.down
+    with pytest.raises(ArpoError, match=r"nothing was sampled for 0\.3 seconds: .*cannot be reached"):
+        bed.ask(PREFIX)
+    assert bed.engine.down
+
+
+def test_an_outage_ends_a_run_before_its_paths() -> None:
+    engine = choose(engine="vllm", servers=("http://localhost:1",), max_seconds=10.0)
+    assert isinstance(engine, ServerEngine) and engine._patience == 5.0
+
+
+def test_a_path_whose_time_ends_in_an_outage_is_not_to_blame(one: Bed) -> None:
+    one.ask(PREFIX)
+    one.servers[0].status = {"/inference/v1/generate": [(503, {})] * 1000}
+
+    async def cut() -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await one.engine.generate(PREFIX, PARAMS)
+        assert one.engine.down
+
+    asyncio.run(cut())
+    one.servers[0].status = {}
+    one.ask(PREFIX)
+    assert not one.engine.down
+
+
+def test_a_load_that_takes_longer_than_a_path_may_is_done_once(one: Bed) -> None:
+    one.servers[0].loading.clear()
+
+    async def cut_three_times() -> Completion:
+        for _ in range(3):
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.1):
+                    await one.engine.generate(PREFIX, PARAMS)
+        assert one.engine.down
+        one.servers[0].loading.set()
+        return await one.engine.generate(PREFIX, PARAMS)
+
+    assert asyncio.run(cut_three_times()).tokens == one.plain(PREFIX)
+    assert one.servers[0].count("/collective_rpc") == 1
+
+
+def test_servers_load_new_weights_before_anyone_asks(two: Bed) -> None:
+    async def update() -> None:
+        two.weights = 7
+        await two.engine.update_weights(1)
+
+    asyncio.run(update())
+    assert [server.weights for server in two.servers] == [7, 7]
+    two.servers[0].status = {"/collective_rpc": [(500, {})]}
+    two.weights = 8
+    asyncio.run(two.engine.update_weights(2))  # one of them cannot: it loads them when it is asked
+    assert sorted(server.weights for server in two.servers) == [7, 8]
+    assert [done.tokens for done in two.ask(PREFIX, [9], [8])] == [two.plain(x) for x in (PREFIX, [9], [8])]
+    assert [server.weights for server in two.servers] == [8, 8]
+
+
+def test_a_server_that_only_says_that_it_is_there_counts_as_lost() -> None:
+    bed = Bed(2, silence=0.3)
+    with bed.stack:
+        bed.servers[0].hold = threading.Event()  # it goes on sending, but no token
+        bed.servers[1].hold = threading.Event()
+        bed.servers[1].hold.set()
+        seen: list[int] = []
+        done = bed.ask(PREFIX, [9, 8], on_token=lambda token, *_: seen.append(token))
+        assert [one.tokens for one in done] == [bed.plain(PREFIX), bed.plain([9, 8])]
+        assert bed.engine.stats()["retries"] >= 1 and len(seen) == 24
+        bed.servers[0].hold.set()
+
+
+def test_a_server_that_recovers_is_trusted_again(one: Bed) -> None:
+    one.servers[0].status = {"/inference/v1/generate": [(500, {})] * 3}
+    one.ask(PREFIX)
+    assert one.engine._servers[0].failures == 0
+
+
+def test_escapes_of_a_server_do_not_reach_the_terminal() -> None:
+    bed = Bed(1, patience=0.2)
+    with bed.stack:
+
+        def escape(number: int, event: Any) -> Any:
+            event["choices"][0]["token_ids"] = ["\x1b]0;x\x07"]
+            event["choices"][0]["logprobs"]["content"][0]["token_id"] = "\x1b]0;x\x07"
+            return event
+
+        bed.servers[0].spoil = [escape] * 100_000
+        with pytest.raises(ArpoError) as caught:
+            bed.ask(PREFIX)
+    assert "sends token" in str(caught.value) and str(caught.value).isprintable()
 
 
 def test_a_silent_server_counts_as_lost() -> None:
@@ -494,6 +622,7 @@ def test_what_will_not_pass_by_itself_is_told_at_once(one: Bed, path: str, statu
         ({"max_model_len": CONTEXT - 1}, f"--max-model-len {CONTEXT}"),
         ({"max_logprobs": 3}, "--max-logprobs 4"),
         ({"logprobs_mode": "processed_logprobs"}, "--logprobs-mode raw_logprobs"),
+        ({"dtype": "torch.bfloat16"}, "--dtype float32"),
     ],
 )
 def test_a_server_must_have_been_started_as_needed(one: Bed, info: dict[str, Any], said: str) -> None:
@@ -532,8 +661,12 @@ def test_a_cancelled_turn_hangs_up(one: Bed) -> None:
 def test_a_turn_that_meets_its_stop_string_hangs_up(one: Bed) -> None:
     tokens = one.plain(PREFIX)
     stop = Letters.alphabet[tokens[2]] + Letters.alphabet[tokens[3]]
-    one.servers[0].hold = threading.Event()
-    threading.Timer(0.1, one.servers[0].hold.set).start()
+
+    def slowly(number: int, event: Any) -> Any:
+        threading.Event().wait(0.01)  # or all is sent before anyone can hang up
+        return event
+
+    one.servers[0].spoil = [slowly]
     (done,) = one.ask(PREFIX, params=SamplingParams(300, stop=(stop,)))
     assert (done.tokens, done.finish, done.stop) == (tokens[:4], "stop", stop)
     assert one.servers[0].gone.wait(30)

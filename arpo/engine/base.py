@@ -39,6 +39,11 @@ class Engine(Protocol):
         """Of the weights in use."""
         ...
 
+    @property
+    def down(self) -> bool:
+        """Whether it cannot sample now, through nobody's fault who asks: a path whose time ends so is not to blame."""
+        ...
+
     async def generate(
         self, prefix: Sequence[int], params: SamplingParams, *, on_token: OnToken | None = None
     ) -> Completion:

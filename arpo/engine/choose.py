@@ -22,7 +22,7 @@ def make_engine(settings: Rollout, model: Any, tokenizer: Any, write: Callable[[
         return LocalEngine(model, tokenizer, rows=settings.concurrency, kv_tokens=kv_tokens, threaded=threaded)
     refuse_cuts(settings.temperature, settings.top_p, settings.top_k)
     if settings.servers:
-        from arpo.engine.vllm_server import ServerEngine
+        from arpo.engine.vllm_server import PATIENCE_SECONDS, ServerEngine
 
         return ServerEngine(
             settings.servers,
@@ -31,6 +31,7 @@ def make_engine(settings: Rollout, model: Any, tokenizer: Any, write: Callable[[
             write,
             top_logprobs=settings.top_logprobs,
             temperature=settings.temperature,
+            patience=min(PATIENCE_SECONDS, settings.max_seconds / 2),  # an outage ends the run, not path after path
         )
     from arpo.engine.vllm import VllmEngine
 

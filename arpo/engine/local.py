@@ -41,6 +41,8 @@ class LocalEngine:
     event loop, it may be left out: on small models a step on the spot is a third faster.
     """
 
+    down = False
+
     def __init__(
         self,
         model: Any,

@@ -20,6 +20,8 @@ Script = Callable[[str, int], str | tuple[str, Sequence[float]]]
 class ScriptedEngine:
     """Plays a script through the Engine protocol. `delay` seconds pass before each turn."""
 
+    down = False
+
     def __init__(self, tokenizer: Any, script: Script, *, max_context: int = 4096, delay: float = 0.0) -> None:
         self._tokenizer, self._script, self._delay = tokenizer, script, delay
         self.capabilities = Capabilities(max_context, len(tokenizer), exact_entropy=True)

@@ -129,9 +129,9 @@ class Turn:
         token, logprob, top = sampled
         vocab = self.terms.capabilities.vocab_size
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab:
-            raise BadToken(f"token {str(token)[:40]} of a vocabulary of {vocab}")
+            raise BadToken(f"token {repr(token)[:40]} of a vocabulary of {vocab}")
         if not _is_logprob(logprob) or logprob < NO_NUMBER:
-            raise BadToken(f"log-prob {str(logprob)[:40]}")
+            raise BadToken(f"log-prob {repr(logprob)[:40]}")
         if not top or len(top) > vocab or not all(map(_is_logprob, top)):
             raise BadToken("log-probs of the likeliest tokens that cannot be")
         ordered = sorted(top, reverse=True)

@@ -16,8 +16,8 @@ import os
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ Write = Callable[[Path], None]
 BLOCK = {"cpu": 32, "cuda": 16}
 """Tokens whose keys and values are shared or not: the fewest that vLLM's kernels like."""
 ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 END_SECONDS = 60.0
 RESETS = 500
 RESET_PAUSE_SECONDS = 0.02
@@ -44,6 +45,8 @@ class VllmEngine:
 
     `temperature` is that of the requests whose log-probs count; the other options are as for the local engine.
     """
+
+    down = False
 
     def __init__(
         self,
@@ -71,7 +74,13 @@ class VllmEngine:
             self._loop = asyncio.new_event_loop()
             thread = threading.Thread(target=self._loop.run_forever, name="arpo-vllm", daemon=True)
             thread.start()
-            self._started = [asyncio.run_coroutine_threadsafe(_start(first, arguments), self._loop).result()]
+            with _no_ranks():
+                started = asyncio.run_coroutine_threadsafe(_start(first, arguments), self._loop)
+                try:
+                    self._started = [started.result()]
+                except Exception as error:
+                    self._loop.call_soon_threadsafe(self._loop.stop)
+                    raise ArpoError(f"rollout.engine: vLLM did not start ({error}); its own output says why") from error
         self._finalizer = weakref.finalize(self, _shut_down, self._started, self._loop, thread, self._home)
 
     def close(self) -> None:
@@ -187,6 +196,8 @@ class VllmEngine:
             "block_size": BLOCK[device],
             "kv_cache_memory_bytes": tokens * token_bytes(model.config, parameter.dtype),
             "enforce_eager": device == "cpu",
+            # What is free must be more than this share, though the room for keys and values is given above.
+            **({"gpu_memory_utilization": 0.01} if device == "cuda" else {}),
         }
 
 
@@ -201,6 +212,16 @@ def need_vllm() -> None:
             f"rollout.engine: vLLM cannot be imported ({error}); it needs an environment of its own: pip install "
             "vllm==0.32.0 there (on a CPU see docs/vllm.md), or use rollout.engine=local"
         ) from None
+
+
+@contextmanager
+def _no_ranks() -> Iterator[None]:
+    """Hide from what is started here that this process is one of several (`torchrun`): vLLM would look for them."""
+    hidden = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith(RANKS)}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
 
 
 async def _start(directory: str, arguments: dict[str, Any]) -> Any:

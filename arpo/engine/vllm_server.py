@@ -6,6 +6,7 @@ Promises: ids, log-probs and ends of turns are as in `arpo.engine.vllm`. A serve
 costs no path: the request is tried again, elsewhere first, and goes on after the tokens that were sampled already; when
 nothing helps for `patience` seconds, an ArpoError names the servers and what was wrong. A server samples only with the
 current weights: each has a label, which a restarted server has lost, and one without the right label loads them first.
+If no server answers from the beginning, that is said at once.
 Does not cover: how many prefix tokens were re-used; servers that do not see the file system that weights are written to
 (TMPDIR says where that is).
 """
@@ -19,14 +20,14 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from arpo.engine.base import OnToken
 from arpo.engine.turn import BadToken, Terms, Turn, logprobs_mode
-from arpo.engine.vllm_wire import Needs, Unavailable, Wire
+from arpo.engine.vllm_wire import HOW, Needs, Unavailable, Unreachable, Wire
 from arpo.types import ArpoError, Completion, SamplingParams, derive_seed
 
 PATIENCE_SECONDS = 300.0
@@ -46,7 +47,8 @@ class Server:
     busy: int = 0
     failures: int = 0
     resting_until: float = 0.0
-    loading: asyncio.Future[None] | None = None
+    loading: asyncio.Task[None] | None = None
+    met: bool = False  # it has answered once
     read: set[int] = field(default_factory=set)
 
     def known(self, blocks: Sequence[int]) -> int:
@@ -63,7 +65,6 @@ class Server:
 
     def served(self, blocks: Sequence[int]) -> None:
         """It has read these."""
-        self.failures = 0
         if len(self.read) > MAX_BLOCKS:
             self.read.clear()
         self.read.update(blocks)
@@ -91,13 +92,19 @@ class ServerEngine:
         self._servers = [Server(Wire(url, silence)) for url in dict.fromkeys(url.rstrip("/") for url in urls)]
         self._terms = Terms(model, tokenizer, top_logprobs)
         self.capabilities = self._terms.capabilities
-        self._needs = Needs(self.capabilities.max_context, self._terms.top, logprobs_mode(temperature))
+        dtype = str(model.dtype).removeprefix("torch.")
+        self._needs = Needs(self.capabilities.max_context, self._terms.top, logprobs_mode(temperature), dtype)
         self._write, self._patience, self._pause = write, patience, pause
         self._home = tempfile.TemporaryDirectory(prefix="arpo-vllm-")
         self._nonce, self._updates = secrets.token_hex(8), 0
         self._under_way = self._retries = self._loads = 0
         self.version = 0
         write(self._directory(0))
+
+    @property
+    def down(self) -> bool:
+        """Whether every server has failed and not sampled since, or is loading weights."""
+        return all(server.failures or server.loading is not None for server in self._servers)
 
     async def generate(
         self, prefix: Sequence[int], params: SamplingParams, *, on_token: OnToken | None = None
@@ -114,7 +121,9 @@ class ServerEngine:
                 server.busy += 1
                 try:
                     await asyncio.sleep(max(0.0, server.resting_until - time.monotonic()))
+                    began = time.monotonic()
                     await self._bring_up_to_date(server)
+                    give_up += time.monotonic() - began  # a load may take long
                     await self._sample(server, turn)
                     server.served(blocks)
                     return turn.completion(self.version)
@@ -122,13 +131,15 @@ class ServerEngine:
                     complaints[server.wire.url] = str(error)
                     server.failed(self._pause, error.pause)
                     self._retries += 1
+                    if isinstance(error, Unreachable) and len(complaints) == len(self._servers) and not self._met:
+                        raise ArpoError(f"rollout.servers: nobody answers: {_said(complaints)}; {HOW}") from None
                 finally:
                     server.busy -= 1
                 if len(turn.tokens) > got:  # it goes on, if slowly
                     got, give_up = len(turn.tokens), time.monotonic() + self._patience
                 if time.monotonic() >= give_up:
-                    said = "; ".join(f"{url} {cause}" for url, cause in complaints.items())
-                    raise ArpoError(f"rollout.servers: nothing was sampled for {self._patience:g} seconds: {said}")
+                    what = f"nothing was sampled for {self._patience:g} seconds"
+                    raise ArpoError(f"rollout.servers: {what}: {_said(complaints)}")
         finally:
             self._under_way -= 1
 
@@ -139,8 +150,7 @@ class ServerEngine:
         await asyncio.to_thread(self._write, self._directory(self._updates + 1))
         self._updates += 1
         self.version = version
-        for server in self._servers:
-            server.read.clear()
+        await asyncio.gather(*map(self._load_now, self._servers))
         await asyncio.to_thread(shutil.rmtree, self._directory(self._updates - 1), ignore_errors=True)
 
     def stats(self) -> dict[str, float]:
@@ -167,23 +177,35 @@ class ServerEngine:
         free = [server for server in ready if server.busy <= least + 1 + least // 4]
         return max(free, key=lambda server: (server.known(blocks), -server.busy))
 
+    @property
+    def _met(self) -> bool:
+        return any(server.met for server in self._servers)
+
+    async def _load_now(self, server: Server) -> None:
+        """Have a server load new weights while nobody waits for it; if it cannot, whoever needs it tries again."""
+        with suppress(Unavailable):
+            await self._bring_up_to_date(server)
+
     async def _bring_up_to_date(self, server: Server) -> None:
         """See to it that the server has the current weights."""
-        while True:
-            if server.loading is not None:
-                await asyncio.wait([server.loading])
-            elif await server.wire.label() == self._label:
-                return
-            elif server.loading is None:
-                break
-        server.loading = asyncio.get_running_loop().create_future()
+        while server.loading is not None or await self._label_of(server) != self._label:
+            if server.loading is None:
+                server.loading = asyncio.create_task(self._load(server))
+                server.loading.add_done_callback(lambda done: done.cancelled() or done.exception())  # it was seen
+            await asyncio.shield(server.loading)  # it goes on if whoever waits gives up
+
+    async def _label_of(self, server: Server) -> str | None:
+        label = await server.wire.label()
+        server.met = True
+        return label
+
+    async def _load(self, server: Server) -> None:
         try:
             await server.wire.check(self._needs)
             await server.wire.load(self._directory(self._updates), self._label)
             server.read.clear()
             self._loads += 1
         finally:
-            server.loading.set_result(None)
             server.loading = None
 
     async def _sample(self, server: Server, turn: Turn) -> None:
@@ -205,13 +227,20 @@ class ServerEngine:
         }
         try:
             async with aclosing(server.wire.sample(request, missing, self._label)) as tokens:
-                async for one in tokens:
-                    turn.add(one)
-                    if turn.finish is not None:
-                        return
+                while turn.finish is None:
+                    async with asyncio.timeout(server.wire.silence):
+                        turn.add(await anext(tokens))
+                    server.failures = 0
+        except TimeoutError:
+            raise Unavailable(f"sampled nothing for {server.wire.silence:g} seconds") from None
+        except StopAsyncIteration:
+            raise Unavailable("broke off in the middle of a turn") from None
         except BadToken as error:
             raise Unavailable(f"sends {error}") from None
-        raise Unavailable("broke off in the middle of a turn")
+
+
+def _said(complaints: dict[str, str]) -> str:
+    return "; ".join(f"{url} {cause}" for url, cause in complaints.items())
 
 
 def _blocks(prefix: Sequence[int]) -> list[int]:

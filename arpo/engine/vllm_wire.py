@@ -41,6 +41,10 @@ class Unavailable(Exception):
         self.pause = pause
 
 
+class Unreachable(Unavailable):
+    """Nobody answers at all."""
+
+
 @dataclass(frozen=True, slots=True)
 class Needs:
     """What a server must have been started with."""
@@ -48,6 +52,7 @@ class Needs:
     context: int
     top_logprobs: int
     logprobs_mode: str
+    dtype: str
 
 
 class Wire:
@@ -66,7 +71,7 @@ class Wire:
         if not valid:
             shown = url.rpartition("@")[2]
             raise ArpoError(f"rollout.servers: got {shown!r}, expected an address like http://localhost:8000")
-        self.url, self._silence = url, silence
+        self.url, self.silence = url, silence
         self._tls: ssl.SSLContext = httpx2.create_ssl_context()
 
     async def label(self) -> str | None:
@@ -80,10 +85,12 @@ class Wire:
         try:
             model = said["vllm_config"]["model_config"]
             context, most, mode = (model[key] for key in ("max_model_len", "max_logprobs", "logprobs_mode"))
+            dtype = str(model["dtype"]).removeprefix("torch.")
             wrong = {
                 f"--max-model-len {needs.context}": context < needs.context,
                 f"--max-logprobs {needs.top_logprobs}": 0 <= most < needs.top_logprobs,
                 f"--logprobs-mode {needs.logprobs_mode}": mode != needs.logprobs_mode,
+                f"--dtype {needs.dtype}": dtype != needs.dtype,
             }
         except (LookupError, TypeError):
             raise Unavailable("does not say how it was started") from None
@@ -139,21 +146,22 @@ class Wire:
         """A reply with status 200, to be read within so many seconds, or without ever being silent for too long."""
         import httpx2
 
-        silence = httpx2.Timeout(self._silence if seconds is None else seconds)
+        limit = self.silence if seconds is None else seconds
         try:
             async with (
                 asyncio.timeout(seconds),
-                httpx2.AsyncClient(verify=self._tls, trust_env=False, timeout=silence) as client,
+                httpx2.AsyncClient(verify=self._tls, trust_env=False, timeout=httpx2.Timeout(limit)) as client,
                 client.stream(method, f"{self.url}{path}", json=body) as reply,
             ):
                 await self._check_status(reply, path)
                 yield reply
-        except TimeoutError:
-            raise Unavailable(f"did not answer within {seconds:g} seconds") from None
-        except httpx2.TimeoutException:
-            raise Unavailable(f"was silent for {self._silence:g} seconds") from None
+        except httpx2.ConnectTimeout:
+            raise Unreachable(f"cannot be reached within {limit:g} seconds") from None
+        except (TimeoutError, httpx2.TimeoutException):
+            raise Unavailable(f"did not answer within {limit:g} seconds") from None
         except (httpx2.HTTPError, httpx2.InvalidURL, httpx2.StreamError, OSError) as error:
-            raise Unavailable(f"cannot be reached ({type(error).__name__})") from None
+            lost = Unreachable if isinstance(error, httpx2.ConnectError) else Unavailable
+            raise lost(f"cannot be reached ({type(error).__name__})") from None
 
     async def _check_status(self, reply: Any, path: str) -> None:
         status = reply.status_code
