@@ -147,5 +147,6 @@ def teaches(config: Config, tree: RolloutTree, rewards: Sequence[Reward]) -> boo
 
 def without_room(config: Config) -> Config:
     """The same settings with an engine that takes no memory, since it samples nothing."""
-    rollout = config.rollout.model_copy(update={"kv_tokens": 2 * BLOCK, "concurrency": 1})
+    small = {"engine": "local", "servers": (), "kv_tokens": 2 * BLOCK, "concurrency": 1}
+    rollout = config.rollout.model_copy(update=small)
     return config.model_copy(update={"rollout": rollout})

@@ -24,7 +24,7 @@ from trees import prompt, searched, tree
 
 import arpo.train
 from arpo.advantage import credit
-from arpo.cluster.pool import LONELY, STARTS, Lost, Pool
+from arpo.cluster.pool import LONELY, STARTS, Lost, Pool, together
 from arpo.cluster.queue import Machine, Place
 from arpo.cluster.ray_crew import ray_crew
 from arpo.cluster.start import on_cluster
@@ -42,6 +42,7 @@ from arpo.cluster.worker import (
 from arpo.config import load_config
 from arpo.metrics import staleness
 from arpo.runlog import open_run as read_run
+from arpo.session import without_room
 from arpo.settings import Advantage, Config, Loss
 from arpo.train import open_run, sample_step, train
 from arpo.trainer.checkpoint import save_pretrained
@@ -502,3 +503,17 @@ def test_torchrun_and_a_cluster_do_not_go_together(monkeypatch: pytest.MonkeyPat
 def test_a_question_survives_its_way() -> None:
     task = Task("1", "Wer? Ä\u2028", ("a", "b"), kind="k", meta={"level": [1, {"x": None}]})
     assert order_from_bytes(order_to_bytes(task, 2**63, True)) == (task, 2**63, True)
+
+
+def test_whoever_only_leads_needs_neither_vllm_nor_room() -> None:
+    config = load_config(
+        None, ["rollout.engine=vllm", 'rollout.servers=["http://localhost:1"]', "rollout.kv_tokens=10000"]
+    )
+    here = without_room(config).rollout
+    assert (here.engine, here.servers, here.concurrency) == ("local", (), 1) and here.kv_tokens < 100
+    assert without_room(config).model_copy(update={"rollout": config.rollout}) == config
+
+
+def test_what_several_engines_tell_is_put_together_as_it_is_meant() -> None:
+    told = {"read": [3, 4], "entropy_error": [0.1, 0.3], "entropy_error_max": [0.5, 0.2]}
+    assert together(told) == pytest.approx({"read": 7, "entropy_error": 0.2, "entropy_error_max": 0.5})

@@ -15,9 +15,10 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, Protocol
 
 from arpo.cluster.queue import LOSSES, Board, Deadly, Give, Machine, Place, places
@@ -94,7 +95,7 @@ class Pool:
         self._looked, self._since, self._last = -LOOK, time.monotonic(), time.monotonic()
         self._busy = self._there = 0.0  # actors' seconds: growing trees, and all
         self._redone = 0
-        self._engine: Counter[str] = Counter()
+        self._engine: dict[str, list[float]] = {}
         self._grown: Counter[int] = Counter()  # by step, of what was not told yet
         self._calls: Counter[int] = Counter()
 
@@ -131,8 +132,8 @@ class Pool:
             del self._grown[done], self._calls[done]
         redone, self._redone = self._board.redone - self._redone, self._board.redone
         busy = self._busy / self._there if self._there else 0.0
-        engine, self._busy, self._there = dict(self._engine), 0.0, 0.0
-        self._engine.clear()
+        engine, self._busy, self._there = together(self._engine), 0.0, 0.0
+        self._engine = {}
         seen = {"cluster_actors": len(self._board.actors), "cluster_redone": redone, "cluster_busy": busy}
         return {**{f"engine_{name}": value for name, value in engine.items()}, **seen}
 
@@ -180,7 +181,8 @@ class Pool:
         if not self._board.finished(name, number) or reply is None:
             return
         frame, engine = reply
-        self._engine.update(engine)
+        for name, value in engine.items():
+            self._engine.setdefault(name, []).append(value)
         scored = unpack_scored(frame)
         if job is not None and job.step is not None:
             self._grown[job.step] += 1
@@ -319,3 +321,9 @@ class Pool:
         self._busy += (now - self._last) * sum(load > 0 for load in loads)
         self._there += (now - self._last) * len(loads)
         self._last = now
+
+
+def together(told: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """What several engines tell, as one would: counts are added, of errors the mean and of maxima the largest taken."""
+    ways = {name: max if name.endswith("_max") else fmean if name.endswith("_error") else sum for name in told}
+    return {name: float(ways[name](values)) for name, values in told.items()}
