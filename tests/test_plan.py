@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 
 from arpo.config import load_config
 from arpo.plan.cost import (
+    SHARING_PAYS,
     Decoder,
     Memory,
     _sum_of_larger,
+    busiest,
     forward_passes,
     sync,
     trained_weights,
@@ -26,6 +28,7 @@ from arpo.plan.cost import (
 from arpo.plan.hardware import GPUS, Hardware, find_hardware, measure
 from arpo.plan.load import ASSUMED, assume, guess_load, load_of_run
 from arpo.plan.shape import SHAPES, SIZES, Shape, find_shape
+from arpo.trainer.update import SHARING_PAYS as TRAINER_SHARING_PAYS
 from arpo.types import ArpoError
 
 TOY = Shape("toy", layers=2, width=4, heads=2, kv_heads=1, head=2, inner=8, vocabulary=10, tied=True)
@@ -196,26 +199,39 @@ def test_the_sum_of_the_larger_line_is_that_of_a_loop(
 
 def test_an_update_by_hand() -> None:
     config = load_config(None, [*BF16, "train.micro_tokens=10"])
-    spent = update(config, TOY, SLOW, 1, 40, 5)
+    spent = update(config, TOY, SLOW, 1, 40, 5, 4)
     assert spent.arithmetic == pytest.approx(3 * 40 * 816 / 1e4)
     assert spent.memory == pytest.approx(3 * 40 * 2.08)
     assert spent.launching == 0 and spent.network == 0
     assert spent.optimiser == pytest.approx(32 * 328 / 1000)
     assert spent.seconds == pytest.approx(9.792 + 249.6 + 10.496)
     fast = replace(SLOW, bandwidth=1e9, flops=1e9)
-    assert update(config, TOY, fast, 1, 40, 5).seconds == pytest.approx(4 * 3 * 2 * 1.0, rel=1e-3)  # four groups
+    assert update(config, TOY, fast, 1, 40, 5, 4).seconds == pytest.approx(4 * 3 * 2 * 1.0, rel=1e-3)  # four groups
     twice = load_config(None, [*BF16, "train.micro_tokens=10", "train.minibatches=2", "train.prompts=2"])
-    assert update(twice, TOY, fast, 1, 40, 5).seconds == pytest.approx(2 * 2 * 4 * 2 * 1.0, rel=1e-3)
-    assert update(config, TOY, SLOW, 1, 0, 5).seconds == 0
+    assert update(twice, TOY, fast, 1, 40, 5, 4).seconds == pytest.approx(2 * 2 * 4 * 2 * 1.0, rel=1e-3)
+    assert update(config, TOY, SLOW, 1, 0, 5, 0).seconds == 0
 
 
 def test_more_gpus_share_the_tokens_and_collect_weights() -> None:
     config = load_config(None, [*BF16, "train.micro_tokens=10", "train.minibatches=2", "train.prompts=2"])
-    one, eight = (update(config, TOY, SLOW, gpus, 80, 5) for gpus in (1, 8))
+    one, eight = (update(config, TOY, SLOW, gpus, 80, 5, 16) for gpus in (1, 8))
     assert eight.arithmetic == one.arithmetic / 8 and eight.memory == one.memory / 8
     assert eight.optimiser == one.optimiser / 8
     # 2 groups of 4 passes collect 656 bytes each, over the network: 20 bytes a second
     assert eight.network == pytest.approx(2 * 4 * 656 / 20 - eight.arithmetic - eight.memory)
+
+
+def test_no_tree_is_divided() -> None:
+    config = load_config(None, [*BF16, "train.minibatches=8", "train.prompts=128"])
+    shares = {gpus: busiest(config, gpus, 128) for gpus in (1, 5, 8, 16, 64)}
+    assert shares == {1: 1.0, 5: 4 / 16, 8: 2 / 16, 16: 1 / 16, 64: 1 / 16}
+    assert busiest(config, 64, 128 * 0.3) == 1 / 5  # 38.4 trees teach something, 4.8 of them in an update
+    assert [busiest(config, gpus, 1) for gpus in (1, 64)] == [1.0, 1.0]
+    few, many = (update(config, TOY, SLOW, gpus, 80, 5, 128) for gpus in (16, 64))
+    assert (many.arithmetic, many.memory) == (few.arithmetic, few.memory)
+    assert many.optimiser == few.optimiser / 4  # which is sharded
+    assert many.arithmetic == pytest.approx(4 * 80 / 16 * 816 / 1e4)
+    assert SHARING_PAYS == TRAINER_SHARING_PAYS
 
 
 @pytest.mark.parametrize(

@@ -53,8 +53,22 @@ def test_a_step_is_what_its_parts_say() -> None:
     sampled = simulate(replace(given.load, concurrency=32), Decoder(given.shape, given.hardware))
     assert one.paths == 32 and one.sampled == sampled and one.sync == 0
     context = sampled.total / sampled.paths / 2
-    assert one.update == update(given.config, given.shape, given.hardware, 1, sampled.unique, context)
+    assert one.update == update(given.config, given.shape, given.hardware, 1, sampled.unique, context, 8)
     assert one.step == sampled.seconds + one.update.seconds
+
+
+def test_more_gpus_than_trees_do_not_train_faster() -> None:
+    given = setup("0.5B", 12)  # 8 questions
+    few, many = (Planner(given).option(Split(4, training, 1, False)) for training in (8, 12))
+    assert few is not None and many is not None
+    assert many.update.arithmetic == few.update.arithmetic
+    half = replace(given, load=replace(given.load, trained_share=0.5))  # 4 trees, half of the tokens
+    fewer = Planner(half).option(Split(4, 8, 1, False))
+    assert fewer is not None and fewer.update.arithmetic == pytest.approx(few.update.arithmetic)
+    apart = replace(given.load, initial=4, branch_rate=0.0, prompt_tokens=1.0)  # next to nothing is shared
+    alone = [Planner(replace(given, load=apart)).option(Split(4, training, 1, False)) for training in (8, 12)]
+    assert alone[0] is not None and alone[1] is not None
+    assert alone[1].update.arithmetic == pytest.approx(alone[0].update.arithmetic * 3 / 4)  # 32 paths: 4 or 3 on each
 
 
 def test_only_separate_halves_overlap() -> None:

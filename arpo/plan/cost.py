@@ -25,6 +25,7 @@ LOGITS_BYTES = 8.0  # per logit: 16 bits, and what its gradient and the log-soft
 CHUNK = 16384  # prompt tokens read in a step
 ADAM_BYTES = 32.0  # per trained weight: what an AdamW step reads and writes
 STATE_BYTES = 16.0  # per trained weight: float32 master, gradient and two moments
+SHARING_PAYS = 0.95  # unique over total tokens; above, the trainer takes every path as a tree of its own
 USABLE = 0.92  # of a GPU's memory; the rest is for the runtime and fragmentation
 
 
@@ -141,10 +142,24 @@ def forward_passes(config: Config) -> float:
     return 1 + backward + config.train.checkpointing + (config.train.minibatches > 1) + (config.loss.kl > 0)
 
 
-def update(config: Config, shape: Shape, hardware: Hardware, gpus: int, tokens: float, context: float) -> Update:
-    """One update on `tokens` unique tokens that see `context` others on average; weights are sharded over all GPUs."""
+def busiest(config: Config, gpus: int, trees: float) -> float:
+    """The share of a step's tokens on the GPU with most trees: they are dealt out in each minibatch, none is divided.
+
+    `trees` are those of a step that teach something, taken as equally large.
+    """
+    dealt = max(1, round(trees / config.train.minibatches))
+    return math.ceil(dealt / gpus) / dealt
+
+
+def update(
+    config: Config, shape: Shape, hardware: Hardware, gpus: int, tokens: float, context: float, trees: float
+) -> Update:
+    """One update on `tokens` unique tokens of so many trees, which see `context` others on average.
+
+    Weights are sharded over all GPUs.
+    """
     train, number_bytes, passes = config.train, number_size(config), forward_passes(config)
-    share = tokens / gpus
+    share = tokens * busiest(config, gpus, trees)
     arithmetic = passes * share * shape.forward_flops(context) / hardware.arithmetic(number_bytes)
     decoder = Decoder(shape, hardware, number_bytes)
     memory = passes * decoder.small(share)

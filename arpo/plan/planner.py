@@ -11,7 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from arpo.plan.cost import USABLE, Decoder, Memory, Update, number_size, sync, training_memory, update
+from arpo.plan.cost import (
+    SHARING_PAYS,
+    USABLE,
+    Decoder,
+    Memory,
+    Update,
+    number_size,
+    sync,
+    training_memory,
+    update,
+)
 from arpo.plan.hardware import Hardware
 from arpo.plan.load import Load
 from arpo.plan.shape import Shape
@@ -107,7 +117,9 @@ class Planner:
         sampling = sampled.seconds if several == 1 else self._sampled(split, paths, several).seconds / several
         tokens = sampled.unique * setup.load.trained_share
         context = sampled.total / max(1, sampled.paths) / 2
-        spent = update(setup.config, setup.shape, setup.hardware, split.training, tokens, context)
+        shared = sampled.unique <= SHARING_PAYS * sampled.total
+        trees = (setup.load.questions if shared else sampled.paths) * setup.load.trained_share
+        spent = update(setup.config, setup.shape, setup.hardware, split.training, tokens, context, trees)
         moved = sync(setup.config, setup.shape, setup.hardware, setup.gpus)
         step = moved + (max(sampling, spent.seconds) if overlap else sampling + spent.seconds)
         memory = self._sampling_memory(split, paths)
