@@ -62,6 +62,7 @@ def test_a_shape_counts_its_weights() -> None:
     untied = replace(TOY, tied=False)
     assert (untied.matrix_weights, untied.parameters) == (328, 368)
     assert TOY.kv_numbers == 8
+    assert [replace(TOY, kv_heads=6).kv_on_each(ways) for ways in (1, 2, 4, 6, 8)] == [48, 24, 16, 8, 8]
     assert TOY.forward_flops(5) == 2 * 328 + 4 * 2 * 2 * 2 * 5 == 816
     assert TOY.adapter(3) == 2 * 3 * (8 + 8 + 6 + 6 + 12 + 12 + 12) == 384
 
@@ -165,7 +166,9 @@ def test_numbers_of_four_bytes_take_twice_the_memory_and_other_arithmetic() -> N
 
 def test_a_replica_of_two_gpus_halves_the_work_and_pays_for_joining() -> None:
     one, two = Decoder(TOY, SLOW), Decoder(TOY, SLOW, ways=2)
-    assert two.weight_seconds == one.weight_seconds / 2 and two.kv_seconds == one.kv_seconds / 2
+    assert two.weight_seconds == one.weight_seconds / 2 and two.kv_seconds == one.kv_seconds  # of a single head
+    heads = replace(TOY, kv_heads=2)
+    assert Decoder(heads, SLOW, ways=2).kv_seconds == Decoder(heads, SLOW).kv_seconds / 2
     assert two.arithmetic(3, 7) == one.arithmetic(3, 7) / 2
     joining = 2 * (0.0625 + 4 * 2 * 4 * 2 / 2 / 50)
     assert two.overhead(2) == pytest.approx(1.5 + 2.08 + joining)

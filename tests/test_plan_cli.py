@@ -118,6 +118,18 @@ def test_keys_and_values_limit_the_open_paths() -> None:
     assert Planner(replace(given, config=few)).best().paths == int(10_000 / given.load.path_tokens)
 
 
+def test_heads_of_keys_and_values_are_not_divided() -> None:
+    given = setup("3B", 8, 0, "h100", "train.prompts=128", "rollout.leaves=64", "rollout.concurrency=9999")
+    assert given.shape.kv_heads == 2
+    limit, token = USABLE * 80e9 / given.load.path_tokens, 36864 * given.load.path_tokens
+    found = {ways: Planner(given).option(Split(8, 8, ways, True)) for ways in (2, 8)}
+    for ways, option in found.items():
+        assert option is not None
+        held, share = option.sampling_memory, min(ways, 2)
+        assert held.keys == pytest.approx(option.paths * token / share)
+        assert option.paths == int((limit - (held.total - held.keys) / given.load.path_tokens) / 36864 * share)
+
+
 def test_what_does_not_fit_says_what_would() -> None:
     with pytest.raises(ArpoError, match=r"Qwen3-14B does not fit on 2 x h100 .80 GB.*it would with --gpus 8"):
         Planner(setup("14B", 2)).best()

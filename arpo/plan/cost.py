@@ -46,7 +46,7 @@ class Decoder:
     @property
     def kv_seconds(self) -> float:
         """To read the keys and values of one token."""
-        return self.shape.kv_numbers * self.number_bytes / self.ways / self.hardware.reading
+        return self.shape.kv_on_each(self.ways) * self.number_bytes / self.hardware.reading
 
     def arithmetic(self, tokens: float, seen: float) -> float:
         """To compute so many tokens that see `seen` tokens in all."""

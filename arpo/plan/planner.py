@@ -138,7 +138,7 @@ class Planner:
         """Paths for whose keys and values a replica has room, no more than settings allow or there are."""
         load, config = self.setup.load, self.setup.config
         room = USABLE * self.setup.hardware.memory - self._sampling_memory(split, 0).total
-        tokens = room * split.ways / (self.setup.shape.kv_numbers * number_size(config))
+        tokens = room / (self.setup.shape.kv_on_each(split.ways) * number_size(config))
         tokens = min(tokens, config.rollout.kv_tokens or tokens)
         there = -(-load.questions // max(1, split.replicas)) * load.leaves * max(1, self.setup.staleness)
         return max(0, min(int(tokens / load.path_tokens), load.concurrency, there))
@@ -148,7 +148,7 @@ class Planner:
         size = number_size(setup.config)
         held = training_memory(setup.config, setup.shape, split.sampling) if split.shared else Memory()
         copy = 0.0 if split.shared and setup.gpus == 1 else setup.shape.parameters * size / split.ways
-        keys = paths * setup.load.path_tokens * setup.shape.kv_numbers * size / split.ways
+        keys = paths * setup.load.path_tokens * setup.shape.kv_on_each(split.ways) * size
         return replace(held, weights=held.weights + copy, keys=keys)
 
     def _too_large(self) -> str:

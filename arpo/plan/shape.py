@@ -9,6 +9,7 @@ below 0.1 %, are left out. Mixtures of experts are not covered and refused.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -51,6 +52,10 @@ class Shape:
     def kv_numbers(self) -> int:
         """Numbers kept for each token: keys and values of all layers."""
         return 2 * self.layers * self.kv_heads * self.head
+
+    def kv_on_each(self, ways: int) -> int:
+        """How many of these are on each of so many GPUs that share the model: a head is never divided."""
+        return self.kv_numbers // self.kv_heads * math.ceil(self.kv_heads / ways)
 
     def forward_flops(self, context: float) -> float:
         """FLOPs to compute one token that sees `context` others."""
