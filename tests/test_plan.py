@@ -325,8 +325,12 @@ def test_values_can_be_given_and_nonsense_is_refused() -> None:
     for text, message in [
         ("call=2", "expected NAME=NUMBER with a name of concurrency"), ("calls", "expected NAME"),
         ("calls=x", "expected a number"), ("calls=4", "max_calls is 3"), ("tool_p50=99", "tool_p95"),
-        ("branch_rate=2", "from 0 to 1"), ("turn_tokens=0", "more than 0"), ("spread=-1", "negative"),
-        ("shared_prompt=999", "prompt_tokens"),
+        ("branch_rate=2", "from 0 to 1"), ("turn_tokens=0", "more than 0"), ("result_tokens=-1", "negative"),
+        ("shared_prompt=999", "prompt_tokens"), ("spread=-1", "from 0 to 5"), ("spread=50", "from 0 to 5"),
+        ("concurrency=0", "concurrency: must be at least 1"), ("concurrency=0.9", "at least 1"),
+        ("tool_limit=-5", "tool_limit: must be more than 0"), ("turn_tokens=1e300", "at most 1e.12"),
+        *((f"{name}={value}", f"{name}: got {value}, expected a number of at most 1e.12")
+          for name in ASSUMED for value in ("inf", "-inf", "nan")),
     ]:  # fmt: skip
         with pytest.raises(ArpoError, match=message):
             assume(load, [text])

@@ -19,6 +19,8 @@ from arpo.types import ArpoError, Kind
 
 SPREAD = 0.5  # of the logarithm of a turn's length, where nothing is known
 P95 = 1.6449  # standard deviations from the median to the 95th percentile
+LARGEST_SPREAD = 5.0  # with it, one turn in twenty is some thousand times as long as half of them
+LARGEST = 1e12  # that may be assumed; with much larger ones, sums overflow
 WEB = ("serper", "tavily", "brave")
 
 
@@ -50,15 +52,19 @@ class Load:
 
     def __post_init__(self) -> None:
         """Numbers that no step can have are refused."""
-        for name in ("turn_tokens", "tool_p50", "tool_p95"):
+        if self.concurrency < 1:
+            raise ArpoError("concurrency: must be at least 1")
+        for name in ("turn_tokens", "tool_p50", "tool_p95", "tool_limit"):
             if not getattr(self, name) > 0:
                 raise ArpoError(f"{name}: must be more than 0")
-        for name in ("prompt_tokens", "shared_prompt", "spread", "result_tokens", "calls"):
+        for name in ("prompt_tokens", "shared_prompt", "result_tokens", "calls"):
             if not getattr(self, name) >= 0:
                 raise ArpoError(f"{name}: must not be negative")
         for name in ("branch_rate", "trained_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ArpoError(f"{name}: must be from 0 to 1")
+        if not 0 <= self.spread <= LARGEST_SPREAD:
+            raise ArpoError(f"spread: must be from 0 to {LARGEST_SPREAD:g}")
         if self.calls > self.max_calls:
             raise ArpoError(f"calls: {self.calls:g} on a path, but rollout.max_calls is {self.max_calls}")
         if self.tool_p95 < self.tool_p50:
@@ -221,6 +227,8 @@ def assume(load: Load, given: Sequence[str]) -> Load:
             number = float(value)
         except ValueError:
             raise ArpoError(f"--assume: {name}: got {value!r}, expected a number") from None
+        if not abs(number) <= LARGEST:
+            raise ArpoError(f"--assume: {name}: got {value}, expected a number of at most {LARGEST:g}")
         kind = type(getattr(load, name))
         changed: dict[str, Any] = {name: kind(number)}
         load = replace(load, **changed)
