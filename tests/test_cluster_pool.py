@@ -494,7 +494,8 @@ def test_only_one_module_knows_ray() -> None:
 
 
 def test_torchrun_and_a_cluster_do_not_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
     config = load_config(None, ["cluster.address=127.0.0.1:1"])
     with pytest.raises(ArpoError, match=r"cluster\.trainers instead"), on_cluster(config):
         pass

@@ -29,7 +29,7 @@ from safetensors.torch import load_file
 from test_tree_training import Forest, gradients, random_forest, rich_forest, shared_model
 from transformers import AutoModelForCausalLM
 
-from arpo import cli
+from arpo import cli, launch
 from arpo.batch import Part, cut, tree_batch
 from arpo.config import load_config
 from arpo.export import export_model
@@ -480,8 +480,15 @@ def test_an_exported_adapter_is_merged(given: list[str], tmp_path: Path) -> None
         assert torch.allclose(tensor, base[name] + change, atol=1e-5)
 
 
+def as_torchrun(monkeypatch: pytest.MonkeyPatch, rank: int, count: int) -> None:
+    """Tell this process that it is one of several."""
+    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1"}
+    for name, value in told.items():
+        monkeypatch.setenv(name, str(value))
+
+
 def test_only_train_runs_on_several_ranks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    as_torchrun(monkeypatch, 0, 2)
     monkeypatch.setattr("sys.argv", ["arpo", "sft", "x.toml"])
     with pytest.raises(SystemExit) as ended:
         cli.main()
@@ -489,10 +496,34 @@ def test_only_train_runs_on_several_ranks(monkeypatch: pytest.MonkeyPatch, capsy
     assert "only `arpo train`" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "foreign",
+    [{"WORLD_SIZE": "4"}, {"WORLD_SIZE": "many"}, {"WORLD_SIZE": ""}, {"RANK": "3"}, {"LOCAL_RANK": "x"},
+     {"WORLD_SIZE": "4", "RANK": "3"}, {"WORLD_SIZE": "4", "MASTER_ADDR": "a"}, {"RANK": "1", "MASTER_ADDR": "a"},
+     {"WORLD_SIZE": "4", "RANK": "one", "MASTER_ADDR": "a"}, {"WORLD_SIZE": "-4", "RANK": "0", "MASTER_ADDR": "a"}],
+)  # fmt: skip
+def test_variables_of_other_programs_make_no_ranks(
+    foreign: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in foreign.items():
+        monkeypatch.setenv(name, value)
+    assert (launch.ranks(), launch.rank(), launch.device_number()) == (1, 0, 0)
+    monkeypatch.setattr("sys.argv", ["arpo", "plan", "no.toml"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert "no.toml" in capsys.readouterr().err
+
+
+def test_what_torchrun_tells_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    as_torchrun(monkeypatch, 2, 3)
+    assert (launch.ranks(), launch.rank(), launch.device_number()) == (3, 2, 2)
+
+
 def test_more_ranks_than_gpus_are_refused_before_anything_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    for name in ("RANK", "LOCAL_RANK"):
-        monkeypatch.setenv(name, "2")
+    as_torchrun(monkeypatch, 2, 3)
     expected = pytest.raises(ArpoError, match="rank 2 has no GPU: this machine has 2; use --nproc-per-node 2")
     with expected, join_ranks(torch.device("cuda")):
         pass
