@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import resource
 import signal
 import socket
 import sys
@@ -155,6 +156,19 @@ def slow_to_save(*given: str) -> None:
         write(*arguments)
 
     sharded_module.write_shards = slowly
+    command_line(*given)
+
+
+def no_room_on_rank_1(*given: str) -> None:
+    """The same, where rank 1 cannot write files of more than 4,096 bytes."""
+    write = sharded_module.write_shards
+
+    def limited(*arguments: Any) -> None:
+        if launch.rank() == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+        write(*arguments)
+
+    sharded_module.write_shards = limited
     command_line(*given)
 
 

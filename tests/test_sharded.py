@@ -16,6 +16,7 @@ import time
 from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
+from traceback import StackSummary
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from hypothesis import strategies as st
 from rank_jobs import Case
 from safetensors.torch import load_file
 from test_tree_training import Forest, gradients, random_forest, rich_forest, shared_model
+from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoModelForCausalLM
 
 from arpo import cli, launch
@@ -38,7 +40,7 @@ from arpo.settings import Loss
 from arpo.train import open_run, train
 from arpo.trainer.balance import balance, costs, matched, take
 from arpo.trainer.checkpoint import load_checkpoint, save_pretrained
-from arpo.trainer.ranks import join_ranks
+from arpo.trainer.ranks import is_loss, join_ranks
 from arpo.trainer.sharded import trees_from_bytes, trees_to_bytes
 from arpo.trainer.shards import read_shards
 from arpo.trainer.tiny import build_model
@@ -412,6 +414,26 @@ def test_a_killed_leader_ends_the_others(given: list[str], tmp_path: Path) -> No
     os.kill(ranks[0].pid or 0, signal.SIGKILL)
     assert rank_jobs.finish(ranks) == [-signal.SIGKILL, 2]
     assert "rank 1" in (tmp_path / "rank_1.txt").read_text()
+
+
+def test_a_full_disk_on_one_rank_is_told_on_all(given: list[str], tmp_path: Path) -> None:
+    """Also where the directory's name has words that errors of lost connections have."""
+    command = ["train", str(tmp_path / "empty.toml"), *given, f"run.dir={tmp_path / 'gloo'}", "train.steps=500"]
+    ranks = rank_jobs.start(2, tmp_path, rank_jobs.no_room_on_rank_1, *command)
+    assert rank_jobs.finish(ranks) == [2, 2]
+    for rank in range(2):
+        said = (tmp_path / f"rank_{rank}.txt").read_text()
+        assert "cannot be written (rank 1: " in said and "File too large" in said and "Traceback" not in said, said
+    assert read_run(tmp_path / "gloo").checkpoint_steps() == []
+
+
+def test_a_rank_that_is_lost_while_saving_is_told_as_that() -> None:
+    def error(seen: BaseException) -> CheckpointException:
+        return CheckpointException("save", {1: (seen, StackSummary())})
+
+    assert is_loss(error(RuntimeError("Connection closed by peer"))) and is_loss(RuntimeError("gloo"))
+    assert not is_loss(error(OSError("/gloo/timeout: Connection timed out")))
+    assert not is_loss(error(RuntimeError("no room"))) and not is_loss(CheckpointException("save", {}))
 
 
 def test_a_busy_leader_says_so(tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ def told_plainly() -> Iterator[None]:
     try:
         yield
     except (RuntimeError, CheckpointException) as error:
-        if not _is_loss(error):
+        if not is_loss(error):
             raise
         first = str(error).strip().partition("\n")[0][:200]
         raise ArpoError(
@@ -148,7 +148,10 @@ def told_plainly() -> Iterator[None]:
         ) from error
 
 
-def _is_loss(error: BaseException) -> bool:
-    if isinstance(error, torch.OutOfMemoryError):
+def is_loss(error: BaseException) -> bool:
+    """Whether this is what a rank sees when another one is gone; of a checkpoint's error, what the ranks saw counts."""
+    if isinstance(error, CheckpointException):
+        return any(is_loss(seen) for seen, _ in error.failures.values())
+    if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, RuntimeError):
         return False
     return isinstance(error, dist.DistError) or any(sign in str(error).lower() for sign in _SIGNS)

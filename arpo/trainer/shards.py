@@ -11,7 +11,8 @@ Does not cover: ranks that do not see the same directory.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from arpo.trainer.ranks import is_loss
 from arpo.types import ArpoError
 
 SHARDS = "optimiser"  # the folder in a checkpoint
@@ -31,8 +33,7 @@ SHARDS = "optimiser"  # the folder in a checkpoint
 def write_shards(tensors: Mapping[str, Tensor], directory: Path, group: Any) -> None:
     """Write what all ranks of the group hold of these tensors into `directory`/optimiser."""
     writer = HuggingFaceStorageWriter(str(directory / SHARDS), save_distributed=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with _told_plainly(directory / SHARDS, "written"):
         save(dict(tensors), storage_writer=writer, process_group=group)
 
 
@@ -55,10 +56,19 @@ def shard_sizes(folder: Path) -> dict[str, torch.Size]:
 def read_into(tensors: Mapping[str, Tensor], folder: Path, group: Any) -> None:
     """Fill these tensors, or this rank's shards of them, from a folder of safetensors, in shards or not."""
     reader = HuggingFaceStorageReader(str(folder))
+    with _told_plainly(folder, "read"):
+        load(dict(tensors), storage_reader=reader, process_group=group, no_dist=group is None)
+
+
+@contextmanager
+def _told_plainly(folder: Path, done: str) -> Iterator[None]:
+    """No warnings of the library; what went wrong on some rank is told on all, unless it is that one is lost."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            load(dict(tensors), storage_reader=reader, process_group=group, no_dist=group is None)
+            yield
     except CheckpointException as error:
-        failures = [str(failure[0]) for failure in error.failures.values()]
-        raise ArpoError(f"{folder} cannot be read: {failures[0] if failures else error}") from error
+        if is_loss(error):
+            raise
+        seen = [f"rank {rank}: {failure}" for rank, (failure, _) in error.failures.items()]
+        raise ArpoError(f"{folder} cannot be {done} ({seen[0] if seen else error})") from error
