@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from models import make_model
 from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
 
 from arpo import launch
 from arpo.config import load_config
@@ -106,6 +107,39 @@ def learn_together(cases: Sequence[tuple[Case, Path]]) -> None:
         for case, out in cases:
             told = learn(case, out, ranks)
             (out / f"metrics_{ranks.rank}.json").write_text(json.dumps(told))
+
+
+def divide(case: Case) -> None:
+    """A trainer is made; no more than one layer, or what is around them, is ever whole in float32."""
+    divided, whole = sharded_module.fully_shard, []
+
+    def watched(module: Any, **given: Any) -> Any:
+        whole.append([n for n, p in current.named_parameters() if p.dtype == torch.float32 and not _is_shard(p)])
+        return divided(module, **given)
+
+    def begun(model: Any, mesh: Any) -> Any:
+        nonlocal current
+        current = model
+        return sharding(model, mesh)
+
+    current: Any = None
+    sharding = sharded_module.shard
+    sharded_module.fully_shard, sharded_module.shard = watched, begun
+    with join_ranks(CPU) as ranks:
+        trainer: Any = case.trainer(ranks)
+    layers = len(trainer.model.get_decoder().layers)
+    trained, reference = whole[: layers + 1], whole[layers + 1 :]
+    assert len(trained) == len(reference) == layers + 1 > 2
+    for number, names in enumerate(trained[:-1]):
+        assert names and all(f"layers.{number}." in name for name in names), names
+    assert trained[-1] and not any("layers." in name for name in trained[-1])
+    assert reference == [[]] * (layers + 1)
+    assert {p.dtype for p in trainer._policy.parameters()} == {torch.float32}
+    assert {(p.dtype, p.requires_grad) for p in trainer._reference.parameters()} == {(torch.bfloat16, False)}
+
+
+def _is_shard(parameter: Any) -> bool:
+    return isinstance(parameter, DTensor)
 
 
 def busy_leader(folder: Path) -> None:

@@ -221,6 +221,9 @@ CASES = {
     "one tree": Case("qwen2", (*TRAIN, "train.minibatches=1"), steps(7, 8, trees=1)),
     "adapter": Case("qwen3", (*TRAIN, "train.lora_rank=2", "loss.kl=0.1", "train.micro_tokens=20"), steps(9, 10)),
     "bfloat16": Case("llama", (*TRAIN, "train.micro_tokens=20"), steps(11, 12), "bfloat16"),
+    "bfloat16, kl": Case(
+        "llama", (*TRAIN, "loss.kl=0.1", "train.checkpointing=true", "train.micro_tokens=20"), steps(13, 14), "bfloat16"
+    ),
 }  # fmt: skip
 
 
@@ -296,6 +299,10 @@ def assert_moved_alike(case: Case, a: Path, b: Path) -> None:
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "plain" / "weights.safetensors")
+
+
+def test_a_model_is_made_float32_layer_by_layer_and_a_reference_never(tmp_path: Path) -> None:
+    run_job(2, tmp_path, rank_jobs.divide, CASES["bfloat16, kl"])
 
 
 # --- checkpoints

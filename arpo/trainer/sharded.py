@@ -52,7 +52,8 @@ class ShardedTrainer(Trainer):
             raise ValueError("a KL term needs the model before training")
         policy = shard(copy.deepcopy(model) if ranks.leads else model, mesh)
         self.model, self.tokenizer, self._config = model, tokenizer, config
-        self._policy, self._reference = policy, None if reference is None else shard(reference, mesh)
+        self._policy = policy
+        self._reference = None if reference is None else shard(reference.requires_grad_(False), mesh)
         self.optimiser = Optimiser(policy, config.train.lr, config.train.weight_decay)
 
     def update(self, trees: Sequence[RolloutTree], credits: Sequence[Sequence[Credit]]) -> dict[str, float]:
@@ -107,19 +108,21 @@ class ShardedTrainer(Trainer):
 
 
 def shard(model: Any, mesh: DeviceMesh) -> Any:
-    """The model in shards, in place: layer by layer, and what lies around the layers as one."""
+    """The model in shards, in place: layer by layer, and what lies around the layers as one.
+
+    What is trained becomes float32, each layer just before it is divided: never more than that of it is whole.
+    """
     kind: torch.dtype = model.dtype
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()
     policy = MixedPrecisionPolicy(
         param_dtype=None if kind == torch.float32 else kind, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     decoder = model.get_decoder()
     for layer in decoder.layers:
+        _to_float32(layer)
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     # Around the layers are the embeddings and the output layer, which may be one. They stay gathered until the
     # optimiser's step: the head is called again and again, in forward and backward passes.
+    _to_float32(model)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     model.set_reshard_after_backward(False, recurse=False)
     for module in model.modules():
@@ -129,6 +132,12 @@ def shard(model: Any, mesh: DeviceMesh) -> Any:
     setattr(model, ENTRY, MethodType(lambda _, **given: decoder(**given), model))
     register_fsdp_forward_method(model, ENTRY)
     return model
+
+
+def _to_float32(module: Any) -> None:
+    for parameter in module.parameters():
+        if parameter.requires_grad and parameter.dtype != torch.float32:
+            parameter.data = parameter.data.float()
 
 
 def trees_to_bytes(trees: Sequence[RolloutTree], credits: Sequence[Sequence[Credit]]) -> bytes:
