@@ -1,7 +1,8 @@
 """The model of a run's checkpoint as a plain Hugging Face directory, for any other program to load.
 
 Promises: the weights are those that the engine samples from at that step, to the bit; where an adapter was trained,
-they are its base with the adapter added. The directory appears complete or not at all.
+they are its base with the adapter added. A new directory appears complete or not at all; an empty one gets its files
+when all are written, config.json last. Who may read them is what the umask says.
 Does not cover: other file formats; the float32 weights that a bfloat16 model was rounded from.
 """
 
@@ -30,12 +31,16 @@ def export_model(run: Path, directory: Path, step: int | None = None) -> int:
         raise ArpoError(f"{run} has no checkpoint yet")
     if step is not None and step not in steps:
         raise ArpoError(f"{run} has no checkpoint of step {step}; it has {', '.join(map(str, steps))}")
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+    directory, there = directory.resolve(), directory.is_dir()
+    if directory.is_relative_to(run.resolve()):
+        raise ArpoError(f"{directory}: is inside of the run; choose a directory outside of it")
+    if directory.exists() and (not there or any(directory.iterdir())):
         raise ArpoError(f"{directory}: is not empty; choose a new directory")
     step = steps[-1] if step is None else step
     model = log.checkpoint_path(step) / "model"
     directory.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=directory.name + ".") as unfinished:
+    place = directory if there else directory.parent
+    with tempfile.TemporaryDirectory(dir=place, prefix=directory.name + ".") as unfinished:
         whole = Path(unfinished) / "model"
         if (model / lora.CONFIG).is_file():
             config = config_from_resolved(log.config())
@@ -43,7 +48,19 @@ def export_model(run: Path, directory: Path, step: int | None = None) -> int:
             save_pretrained(*load_model(base.model_copy(update={"adapter": str(model)})), whole)
         else:
             shutil.copytree(model, whole)
-        if directory.is_dir():
-            directory.rmdir()
-        whole.rename(directory)
+        _make_readable(whole)
+        if there:
+            for file in sorted(whole.iterdir(), key=lambda file: file.name == "config.json"):
+                file.rename(directory / file.name)
+        else:
+            whole.rename(directory)
     return step
+
+
+def _make_readable(directory: Path) -> None:
+    """Give all files the mode of a new file: safetensors are written for their owner alone."""
+    new = directory.parent / "new"
+    new.touch()
+    for file in directory.rglob("*"):
+        if file.is_file():
+            file.chmod(new.stat().st_mode)

@@ -491,6 +491,40 @@ def test_ctrl_c_saves_and_export_writes_what_was_saved(given: list[str], tmp_pat
         export_model(run, tmp_path / "other", 1)
 
 
+def test_a_model_is_exported_wherever_there_is_room(
+    given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    alone([*given, "train.steps=2"], run)
+    for name in ("here", "linked"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "linked")
+    (tmp_path / "dangling").symlink_to(tmp_path / "new")
+    monkeypatch.chdir(tmp_path / "here")
+    before = os.umask(0o027)
+    try:
+        for place in (Path(), tmp_path / "link", tmp_path / "dangling"):
+            export_model(run, place)
+    finally:
+        os.umask(before)
+    saved = read_run(run).checkpoint_path(2) / "model"
+    names = sorted(file.name for file in saved.iterdir())
+    assert "model.safetensors" in names and "config.json" in names
+    for place in ("here", "linked", "new"):
+        files = sorted((tmp_path / place).iterdir())
+        assert [file.name for file in files] == names
+        assert {file.stat().st_mode & 0o777 for file in files} == {0o640}
+        assert all(file.read_bytes() == (saved / file.name).read_bytes() for file in files)
+    assert sorted(os.listdir()) == names  # whoever stands there sees them
+    (tmp_path / "run-2").symlink_to(run)
+    for inside in (run / "checkpoints" / "new", run, tmp_path / "run-2" / "new", run / ".." / "run" / "new"):
+        with pytest.raises(ArpoError, match="is inside of the run"):
+            export_model(run, inside)
+    with pytest.raises(ArpoError, match="is not empty"):
+        export_model(run, tmp_path / "empty.toml")
+    export_model(run, tmp_path / "run-3")
+
+
 def test_an_exported_adapter_is_merged(given: list[str], tmp_path: Path) -> None:
     pytest.importorskip("peft")
     alone([*given, "train.steps=2", "train.lora_rank=2", "train.lr=0.1"], tmp_path / "run")
