@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import comb
@@ -78,6 +79,7 @@ async def evaluate(
     done: Callable[[], None] = lambda: None,
     workers: int = 8,
     seeds: Sequence[int] | None = None,
+    slots: asyncio.Semaphore | None = None,
 ) -> Evaluation:
     """Ask the first `settings.questions` tasks, `settings.samples` times each; `done` is called after each.
 
@@ -92,7 +94,8 @@ async def evaluate(
             scorer.add(tree)
             done()
 
-        trees = await rollouts(agent, chosen, how, Branching(policy="never"), seeds or drawn, finished)
+        given = agent, chosen, how, Branching(policy="never"), seeds or drawn, finished
+        trees = await rollouts(*given, slots=slots)
         return Evaluation(tuple(trees), tuple(await scorer.rewards(trees)))
 
 

@@ -206,14 +206,14 @@ class Sampling:
 
 async def in_thread(work: Callable[[], T]) -> T:
     """Do something that must not be left half done beside the event loop: who is cancelled meanwhile waits for it."""
-    doing, cancelled = asyncio.ensure_future(asyncio.to_thread(work)), False
+    doing, cancelled = asyncio.get_running_loop().run_in_executor(None, work), False
     while not doing.done():
         try:
             await asyncio.wait([doing])
         except asyncio.CancelledError:
             cancelled = True
     task = asyncio.current_task()
-    if cancelled and task is not None:
+    if cancelled and task is not None and doing.exception() is None:  # an error says more
         task.cancel()  # again, when something can be left
     return doing.result()
 
@@ -313,9 +313,17 @@ def need_cluster(config: Config, grower: Grower | None) -> None:
     if cluster.address is None:
         wrong = [name for name, field in type(cluster).model_fields.items() if getattr(cluster, name) != field.default]
         if wrong:
-            raise ArpoError(f"cluster.{wrong[0]}: needs a cluster; give cluster.address as well")
+            default = type(cluster).model_fields[wrong[0]].default
+            raise ArpoError(
+                f"cluster.{wrong[0]}: needs a cluster; give cluster.address as well, or cluster.{wrong[0]}={default}"
+            )
     elif grower is None:
         raise ArpoError("cluster.address: only `arpo train` works on a cluster; use cluster.address=none")
+    elif config.rollout.servers:
+        raise ArpoError(
+            "rollout.servers: every actor would load its own weights there; use rollout.servers=[] on a cluster, where "
+            "rollout.engine=vllm starts one vLLM in each actor"
+        )
     if cluster.ahead and config.loss.importance_cap is None:
         raise ArpoError(
             "cluster.ahead: trees that older weights sampled must be weighed; give loss.importance_cap=2 as well"

@@ -218,3 +218,31 @@ def test_a_number_of_actors_is_spread_evenly() -> None:
     assert places(machines((1, 0)), [], 3, "auto") == [Place("m0", 1, 0)]  # no more than there are CPUs
     assert places(machines((8, 4), (8, 4)), [], 3, "cuda") == [Place("m0", 1, 1), Place("m1", 1, 1), Place("m0", 1, 1)]
     assert places(machines((4, 0), (6, 0)), ["m0", "m1"], 2, "auto") == []
+
+
+def test_an_actor_takes_as_many_paths_as_it_may_and_one_tree_always() -> None:
+    board = Board()
+    board.newest(0)
+    board.joined("a", 8)
+    assert board.next() == Update("a", 0)
+    board.updated("a", 0)
+    for job, paths in enumerate((16, 4, 4, 1, 1)):
+        board.add(job, 1, 0, paths)
+    assert board.next() == Give("a", 0) and board.next() is None  # too large, but alone
+    board.finished("a", 0)
+    assert [board.next(), board.next(), board.next()] == [Give("a", 1), Give("a", 2), None]
+    board.finished("a", 1)
+    assert [board.next(), board.next(), board.next()] == [Give("a", 3), Give("a", 4), None]
+
+
+def test_a_tree_is_not_to_blame_for_its_machine() -> None:
+    board = Board()
+    board.newest(0)
+    board.add(0, 1, 0)
+    for number in range(5):
+        board.joined(str(number), 1)
+        assert board.next() == Update(str(number), 0)
+        board.updated(str(number), 0)
+        assert board.next() == Give(str(number), 0)
+        assert board.lost(str(number), alone=False) == [0]
+    assert board.redone == 5

@@ -529,6 +529,16 @@ def test_a_load_that_takes_longer_than_a_path_may_is_done_once(one: Bed) -> None
     assert one.servers[0].count("/collective_rpc") == 1
 
 
+def test_a_long_load_does_not_use_up_patience() -> None:
+    bed = Bed(1, patience=0.3)
+    with bed.stack:
+        server = bed.servers[0]
+        server.loading.clear()
+        threading.Timer(0.8, server.loading.set).start()
+        server.status = {"/inference/v1/generate": [(503, {})]}
+        assert bed.ask(PREFIX)[0].tokens == bed.plain(PREFIX)
+
+
 def test_servers_load_new_weights_before_anyone_asks(two: Bed) -> None:
     async def update() -> None:
         two.weights = 7

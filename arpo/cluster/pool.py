@@ -33,6 +33,7 @@ from arpo.types import ArpoError, Task
 LOOK = 3.0  # seconds between looks at which machines there are
 LONELY, STARTING = 300.0, 1800.0  # seconds without an actor, when none is starting and when one is
 STARTS = 3  # failed starts in a row after which a machine is left out
+MACHINE_DIED = "node has died"  # in what Ray says of an actor that was lost with its machine
 
 
 class Lost(Exception):
@@ -81,12 +82,13 @@ class Pool:
     def __init__(self, crew: Crew, config: Config, called: str) -> None:
         self._crew, self._config, self._called = crew, config, called
         self._settings = json.dumps(config.resolved()).encode()
-        self._slots = max(1, config.rollout.concurrency // config.rollout.leaves)
+        self._slots = config.rollout.concurrency
         self._board, self._jobs, self._count = Board(), dict[int, _Job](), 0
         self._hands: dict[str, tuple[Hand, Machine]] = {}
         self._machines: dict[str, Machine] = {}
         self.pids: dict[str, int] = {}  # of the actors that are ready, each on its own machine
         self._failed: Counter[str] = Counter()  # starts in a row, by machine
+        self._ready = set[str]()  # actors that had weights once
         self._reason = "no machine has a free CPU or GPU for one"
         self._error: BaseException | None = None
         self._weights: Any = None
@@ -166,7 +168,8 @@ class Pool:
             job.result.add_done_callback(lambda _: done())
             self._jobs[self._count], mine[self._count] = job, job.result
             # A test comes before all that is to be trained on later.
-            self._board.add(self._count, self._board.version if step is None else step, need)
+            paths = self._config.rollout.leaves if step is not None else self._config.eval.samples
+            self._board.add(self._count, self._board.version if step is None else step, need, paths)
         self._wake.set()
         try:
             return await asyncio.gather(*mine.values())
@@ -181,8 +184,8 @@ class Pool:
         if not self._board.finished(name, number) or reply is None:
             return
         frame, engine = reply
-        for name, value in engine.items():
-            self._engine.setdefault(name, []).append(value)
+        for what, value in engine.items():
+            self._engine.setdefault(what, []).append(value)
         scored = unpack_scored(frame)
         if job is not None and job.step is not None:
             self._grown[job.step] += 1
@@ -192,21 +195,27 @@ class Pool:
 
     async def _update(self, name: str, version: int) -> None:
         if await self._ask(name, "update", version, self._weights) is not None:
+            self._ready.add(name)
+            if name in self._hands:
+                self._failed[self._hands[name][1].id] = 0
             self._board.updated(name, version)
 
     async def _ask(self, name: str, method: str, *given: Any) -> Any:
         """What an actor answers; None if it is gone."""
-        try:
-            how, value = await self._hands[name][0].call(method, *given)
-        except KeyError:  # gone before it could be asked
+        if name not in self._hands:  # gone before it could be asked
             return None
+        hand, machine = self._hands[name]
+        try:
+            how, value = await hand.call(method, *given)
         except Lost as error:
-            self._lost(name, str(error))
+            self._lost(name, str(error), MACHINE_DIED not in str(error))
+            return None
+        if name not in self._hands:  # it was given up meanwhile
             return None
         if how == MISTAKE:
-            raise ArpoError(f"{value} (on the machine {self._hands[name][1].address})")
+            raise ArpoError(f"{value} (on the machine {machine.address})")
         if how != "done":
-            raise RuntimeError(f"in an actor on {self._hands[name][1].address}:\n{value}")
+            raise RuntimeError(f"in an actor on {machine.address}:\n{value}")
         return True if value is None else value
 
     # --- actors
@@ -234,8 +243,10 @@ class Pool:
         seen = {machine.id: machine for machine in self._crew.machines()}
         for name, (_, machine) in list(self._hands.items()):
             if machine.id not in seen:
-                self._lost(name, "its machine is gone")
+                self._lost(name, "its machine is gone", alone=False)
         usable = [machine for machine in seen.values() if self._failed[machine.id] < STARTS]
+        if seen.keys() - self._machines.keys() and not first:
+            self._let_go_of_those_that_wait()
         there = [machine.id for _, machine in self._hands.values()]
         missing = places(usable, there, self._config.cluster.actors, self._config.model.device)
         starting = Counter(place.machine for place in missing)
@@ -254,28 +265,37 @@ class Pool:
             self._do(self._open(name, place))
         if self._board.actors:
             self._since = now
+        elif seen and not usable:
+            raise ArpoError(f"cluster: on no machine an actor could be started {STARTS} times: {self._reason}")
         elif now - self._since > (STARTING if self._hands else LONELY):
             raise ArpoError(
                 f"cluster: for {(now - self._since) / 60:.0f} minutes nobody could sample: {self._reason}. "
                 "What was trained is saved; go on with --resume"
             )
 
+    def _let_go_of_those_that_wait(self) -> None:
+        """A machine has joined: actors that wait for room elsewhere may be better off there."""
+        for name in self._hands.keys() - self._board.actors.keys():
+            self._hands.pop(name)[0].kill()
+
     async def _open(self, name: str, place: Place) -> None:
         pid = await self._ask(name, "open", self._settings, os.getcwd(), place.cpus)
         if pid is None:
-            self._failed[place.machine] += 1
             return
-        self._failed[place.machine] = 0
         self._tick()
         self._board.joined(name, self._slots)
         self.pids[name] = pid
         self._since = time.monotonic()
 
-    def _lost(self, name: str, why: str) -> None:
+    def _lost(self, name: str, why: str, alone: bool = True) -> None:
         hand, machine = self._hands.pop(name, (None, None))
         if hand is None or machine is None:
             return
         hand.kill()
+        self._failed[machine.id] += name not in self._ready
+        if self._failed[machine.id] == STARTS:
+            console.print(f"cluster: {machine.address} is left out: {STARTS} actors in a row were lost at their start")
+        self._ready.discard(name)
         self.pids.pop(name, None)
         self._tick()
         if not self._board.actors.keys() - {name}:
@@ -284,7 +304,7 @@ class Pool:
         self._looked = -LOOK  # look at once
         self._wake.set()
         try:
-            again = self._board.lost(name)
+            again = self._board.lost(name, alone)
         except Deadly as deadly:
             question = self._jobs[deadly.job].task if deadly.job in self._jobs else None
             raise ArpoError(

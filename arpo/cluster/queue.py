@@ -46,7 +46,7 @@ class Deadly(Exception):
 
 @dataclass(slots=True)
 class _Actor:
-    slots: int  # trees at the same time
+    slots: int  # paths at the same time
     version: int | None = None  # none yet
     updating: bool = False
     jobs: set[int] = field(default_factory=set)
@@ -62,6 +62,7 @@ class Board:
         self._waiting: list[tuple[int, int, int]] = []  # a heap of step, job, need
         self._given: dict[int, tuple[int, int, int]] = {}
         self._losses: Counter[int] = Counter()
+        self._paths: dict[int, int] = {}  # of each tree that waits or grows
 
     @property
     def actors(self) -> Mapping[str, int]:
@@ -73,11 +74,12 @@ class Board:
         """Trees that nobody grows yet."""
         return len(self._waiting)
 
-    def add(self, job: int, step: int, need: int) -> None:
-        """A tree to be grown; `job` is a number that no other has, and those of a step are given out in its order."""
+    def add(self, job: int, step: int, need: int, paths: int = 1) -> None:
+        """A tree of so many paths to be grown; `job` is a number that no other has. Lower ones of a step go first."""
         if need > self.version:
             raise ValueError(f"tree {job} needs version {need}, but the newest is {self.version}")
         heapq.heappush(self._waiting, (step, job, need))
+        self._paths[job] = paths
 
     def newest(self, version: int) -> None:
         """There are new weights."""
@@ -86,18 +88,21 @@ class Board:
         self.version = version
 
     def joined(self, actor: str, slots: int) -> None:
-        """An actor is ready for weights, and then for so many trees at the same time."""
+        """An actor is ready for weights, and then for so many paths at the same time; one tree is never too many."""
         if actor in self._actors:
             raise ValueError(f"{actor} is here already")
         self._actors[actor] = _Actor(slots)
 
-    def lost(self, actor: str) -> list[int]:
-        """An actor is gone: returns the trees it was growing, which wait again."""
+    def lost(self, actor: str, alone: bool = True) -> list[int]:
+        """An actor is gone, `alone` or with its machine: returns the trees it was growing, which wait again.
+
+        A tree can be to blame for the loss of an actor, not for that of a machine.
+        """
         gone = self._actors.pop(actor, None)
         jobs = sorted(gone.jobs) if gone else []
         for job in jobs:
             heapq.heappush(self._waiting, self._given.pop(job))
-            self._losses[job] += 1
+            self._losses[job] += alone
         self.redone += len(jobs)
         for job in jobs:
             if self._losses[job] >= LOSSES:
@@ -114,7 +119,7 @@ class Board:
         if actor not in self._actors or job not in self._actors[actor].jobs:
             return False
         self._actors[actor].jobs.remove(job)
-        del self._given[job]
+        del self._given[job], self._paths[job]
         self._losses.pop(job, None)
         return True
 
@@ -129,10 +134,11 @@ class Board:
         _, job, need = self._waiting[0]
         alone = self._alone(job)
         free = [
-            (len(actor.jobs), -actor.version, number, name)
+            (self._load(actor), -actor.version, number, name)
             for number, (name, actor) in enumerate(self._actors.items())
             if not actor.updating and actor.version is not None and actor.version >= need
-            if len(actor.jobs) < (1 if alone else actor.slots) and not any(map(self._alone, actor.jobs))
+            if not actor.jobs or (not alone and self._load(actor) + self._paths[job] <= actor.slots)
+            if not any(map(self._alone, actor.jobs))
         ]
         if not free:
             return None
@@ -140,6 +146,9 @@ class Board:
         self._given[job] = heapq.heappop(self._waiting)
         self._actors[name].jobs.add(job)
         return Give(name, job)
+
+    def _load(self, actor: _Actor) -> int:
+        return sum(self._paths[job] for job in actor.jobs)
 
     def _alone(self, job: int) -> bool:
         return self._losses[job] >= LOSSES - 1

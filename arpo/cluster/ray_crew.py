@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import socket
 import threading
 from collections import Counter
@@ -22,10 +23,11 @@ import numpy as np
 from arpo.cluster.pool import Lost
 from arpo.cluster.queue import Machine, Place
 from arpo.cluster.worker import DONE, MISTAKE, Reply, Worker
-from arpo.display import console
+from arpo.display import console, printable
 from arpo.types import ArpoError
 
 GRACE = 10.0  # seconds that a trainer has to end by itself
+SEAT_SECONDS = 60.0  # in which a GPU that Ray counts must be free
 
 
 @contextmanager
@@ -146,7 +148,10 @@ def _started(what: type, place: Place, **more: Any) -> Any:
 
 def reason(error: Exception) -> str:
     """The line of Ray's message that says most."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
+    lines = [printable(line.strip()) for line in plain.splitlines() if line.strip()]
+    if "creation task" in plain:  # the last line is the error that was raised there
+        return lines[-1][:200]
     telling = [line for line in lines if "died" in line or "exit" in line.lower() or "lost" in line.lower()]
     return (telling or lines or [type(error).__name__])[-1].partition(". ")[0][:200]
 
@@ -188,9 +193,19 @@ def start_trainers(crew: RayCrew, count: int, device: str) -> dict[str, str]:
     mine = {}
     if gpus and any(machine.id == own and machine.gpus for machine in machines):
         seat = _started(_Seat, Place(own, 0, 1))
-        mine["CUDA_VISIBLE_DEVICES"] = ray.get(seat.gpu.remote())
         crew.held.append(seat)
+        try:
+            mine["CUDA_VISIBLE_DEVICES"] = ray.get(seat.gpu.remote(), timeout=SEAT_SECONDS)
+        except ray.exceptions.GetTimeoutError:
+            raise ArpoError("cluster.address: all GPUs of this machine are taken by others on the cluster") from None
         crew.seats[own] += 1
+    if gpus and not mine:
+        raise ArpoError("cluster.address: this machine has no GPU to train on; start the run on one that has")
+    if gpus and sum(machine.gpus for machine in machines) <= count:
+        raise ArpoError(
+            f"cluster.trainers: {count} of {sum(machine.gpus for machine in machines)} GPUs would train, and none is "
+            "left to sample; on a single GPU use cluster.address=none"
+        )
     if count == 1:
         return mine
     with socket.socket() as free:

@@ -65,16 +65,17 @@ class Worker:
         async def work() -> tuple[bytes, dict[str, float]]:
             task, seed, testing = order_from_bytes(order)
             session = self._session
-            grown = await (_test(session, task, seed) if testing else grow_here(session, [task], [seed], self._slots))
+            given = session, task, seed, self._slots
+            grown = await (_test(*given) if testing else grow_here(session, [task], [seed], self._slots))
             return pack_scored(grown), session.agent.engine.stats()
 
         return await _told(work)
 
 
-async def _test(session: Session, task: Task, seed: int) -> Scored:
+async def _test(session: Session, task: Task, seed: int, slots: asyncio.Semaphore) -> Scored:
     config, how = session.config, session.config.eval
     given = session.agent, [task], how, config.rollout, session.reward, seed
-    result = await evaluate(*given, workers=config.reward.workers, seeds=[seed])
+    result = await evaluate(*given, workers=config.reward.workers, seeds=[seed], slots=slots)
     return list(result.trees), list(result.rewards)
 
 
