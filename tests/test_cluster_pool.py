@@ -244,6 +244,45 @@ def test_actors_that_die_of_their_weights_are_not_started_for_ever() -> None:
     clock.run(main())
 
 
+def test_a_machine_that_was_used_since_is_trusted_again() -> None:
+    async def main() -> None:
+        opened = 0
+
+        async def sometimes(method: str, *given: Any) -> Any:
+            nonlocal opened
+            opened += method == "open"
+            if method == "open" and opened in (1, 2, 4, 5):
+                raise Lost("a bad start")
+            return await answers(method, *given)
+
+        crew = Scripted(sometimes, machines=1)
+        pool = pool_of(crew)
+        await pool.renew(SESSION, 0)
+        assert await grown(pool) == [task.id for task in TASKS]
+        crew.hands[2].kill()
+        assert await grown(pool) == [task.id for task in TASKS]
+        assert len(crew.started) == 6
+
+    clock.run(main())
+
+
+def test_tests_on_an_actor_share_its_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    async def evaluate(*given: Any, slots: Any, **more: Any) -> Any:
+        seen.append(slots)
+        return SimpleNamespace(trees=(searched(),), rewards=((Reward(1.0),),))
+
+    monkeypatch.setattr("arpo.cluster.worker.evaluate", evaluate)
+    worker, config = Worker(), load_config(None, [])
+    engine = SimpleNamespace(stats=dict)
+    worker._session = SimpleNamespace(config=config, agent=SimpleNamespace(engine=engine), reward=None)  # type: ignore[assignment]
+    worker._slots = asyncio.Semaphore(3)
+    how, told = asyncio.run(worker.grow(order_to_bytes(TASKS[0], 5, True)))
+    assert how == DONE, told
+    assert seen == [worker._slots]
+
+
 def test_actors_that_wait_for_room_go_to_a_machine_that_joins() -> None:
     async def main() -> None:
         opened = 0
@@ -611,7 +650,13 @@ def test_learning_in_a_thread_is_never_left_half_done() -> None:
     """Not even when all tasks are cancelled, as a second Ctrl-C does; and what went wrong is told before a stop."""
 
     async def main(work: Callable[[], str]) -> str:
-        task = asyncio.ensure_future(in_thread(work))
+        async def as_in_training() -> str:
+            try:
+                return await in_thread(work)
+            finally:
+                await asyncio.sleep(0)
+
+        task = asyncio.ensure_future(as_in_training())
         await asyncio.sleep(0.05)
         for _ in range(2):
             for other in asyncio.all_tasks() - {asyncio.current_task()}:
