@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from arpo.cli import main
+from arpo.cli.main import main
 
 main()

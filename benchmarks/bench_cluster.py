@@ -19,12 +19,12 @@ import time
 from pathlib import Path
 from statistics import fmean
 
-from arpo import cli
-from arpo.cluster.pool import Pool
-from arpo.cluster.start import on_cluster
-from arpo.config import load_config
-from arpo.runlog import open_run as read_run
-from arpo.train import open_run, train
+from arpo.cli.main import main as cli
+from arpo.cluster.sampler import Pool
+from arpo.cluster.connect import on_cluster
+from arpo.config.loading import load_config
+from arpo.runs.run_dir import open_run as read_run
+from arpo.training.loop import open_run, train
 
 TOOL = '''
 import asyncio

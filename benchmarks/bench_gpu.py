@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from bench_engine import make_model
 
-from arpo.engine.kvpool import token_bytes
-from arpo.engine.local import LocalEngine
+from arpo.engine.local.kv_cache import token_bytes
+from arpo.engine.local.engine import LocalEngine
 from arpo.types import SamplingParams
 
 
@@ -42,8 +42,8 @@ def build(path: str | None, dtype: torch.dtype) -> Any:
     if path is None:
         model = make_model("smollm2", 0)
     else:
-        from arpo.settings import Model
-        from arpo.trainer.model import load_model
+        from arpo.config.schema import Model
+        from arpo.models.load import load_model
 
         model, _ = load_model(Model(path=path))
     model.generation_config.eos_token_id = None

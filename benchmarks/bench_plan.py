@@ -23,14 +23,14 @@ from typing import Any
 
 import torch
 
-from arpo import train as training
-from arpo.config import load_config
+from arpo.training import loop as training
+from arpo.config.loading import load_config
 from arpo.plan.fit import fit
 from arpo.plan.hardware import measure
 from arpo.plan.load import load_of_run, turn_spread
 from arpo.plan.planner import Planner, Setup
 from arpo.plan.shape import find_shape
-from arpo.runlog import open_run
+from arpo.runs.run_dir import open_run
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from arpo.tools.sandbox import Sandbox
+from arpo.tools.sandbox.sandbox import Sandbox
 
 CODES = {
     "print": "print(1+1)",

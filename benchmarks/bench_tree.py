@@ -41,10 +41,10 @@ from plain import learn_rows, padded_rows
 from trees import model as model_node
 from trees import prompt, tool, tree
 
-from arpo.advantage import credit
-from arpo.batch import tree_batch
-from arpo.settings import Advantage, Loss
-from arpo.trainer.tree import accumulate
+from arpo.algorithm.advantage import credit
+from arpo.algorithm.batch import tree_batch
+from arpo.config.schema import Advantage, Loss
+from arpo.trainer.forward_backward import accumulate
 from arpo.types import Credit, Node, Reward, RolloutTree
 
 SHAPES: dict[str, Callable[[], Any]] = {

@@ -25,12 +25,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from arpo.config import load_config
-from arpo.runlog import RunLog, create
+from arpo.config.loading import load_config
+from arpo.runs.run_dir import RunLog, create
 from arpo.types import Credit, Decision, End, Kind, Leaf, Node, Reward, RolloutTree, Task, ToolCall, ToolResult
 
 WORDS = [f" word{number}" for number in range(500)]
-SERVER = "from arpo.cli import main; main()"
+SERVER = "from arpo.cli.main import main; main()"
 
 
 def main() -> None:

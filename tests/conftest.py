@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from arpo.trainer.tiny import build_model, build_tokenizer
+from arpo.builtin.model import build_model, build_tokenizer
 
 torch.set_num_threads(1)  # these models are too small for more to help
 settings.register_profile(

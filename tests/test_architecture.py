@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import arpo
-from arpo.config import settings_table
+from arpo.config.loading import settings_table
 
 PACKAGE = Path(arpo.__file__).parent
 FILES = {
@@ -99,7 +99,7 @@ MAX_LINES = 400
 
 
 def part(module: str) -> str:
-    """`arpo.engine.local` -> `engine`: what the rows speak of."""
+    """`arpo.engine.local.engine` -> `engine`: what the rows speak of."""
     return module.split(".")[1] if "." in module else ""
 
 
@@ -206,12 +206,12 @@ BAD = '''
 from __future__ import annotations
 import torch
 from typing import TYPE_CHECKING
-from arpo import runlog
+from arpo.training.checkpoints import run_dir as runlog
 from arpo.types import Task
-from arpo.loss import policy_loss
-import arpo.trainer.update
+from arpo.algorithm.loss import policy_loss
+import arpo.trainer.trainer
 if TYPE_CHECKING:
-    from arpo.cli import main
+    from arpo.cli.main import main
     import transformers
 try:
     import tokenizers
@@ -220,7 +220,7 @@ except ImportError:
 
 def described():
     """Yes."""
-    import arpo.train
+    import arpo.training.loop
     import safetensors
 
 def bare(): ...
@@ -238,19 +238,19 @@ class Bare:
 
 
 def test_the_import_check_finds_what_goes_up_or_sideways() -> None:
-    everything = ["arpo.runlog", "arpo.loss", "arpo.trainer.update", "arpo.cli", "arpo.train"]
-    assert forbidden_imports("arpo.metrics", BAD) == everything
-    assert forbidden_imports("arpo.runlog", BAD) == ["arpo.runlog", "arpo.trainer.update", "arpo.cli", "arpo.train"]
-    assert forbidden_imports("arpo.train", BAD) == ["arpo.cli", "arpo.train"]
-    assert forbidden_imports("arpo.doctor", BAD) == ["arpo.cli"]
-    assert forbidden_imports("arpo.types", BAD) == ["arpo.runlog", "arpo.types", *everything[1:]]
+    everything = ["arpo.runs.run_dir", "arpo.algorithm.loss", "arpo.trainer.trainer", "arpo.cli.main", "arpo.training.loop"]
+    assert forbidden_imports("arpo.algorithm.metrics", BAD) == everything
+    assert forbidden_imports("arpo.runs.run_dir", BAD) == ["arpo.runs.run_dir", "arpo.trainer.trainer", "arpo.cli.main", "arpo.training.loop"]
+    assert forbidden_imports("arpo.training.loop", BAD) == ["arpo.cli.main", "arpo.training.loop"]
+    assert forbidden_imports("arpo.cli.doctor", BAD) == ["arpo.cli.main"]
+    assert forbidden_imports("arpo.types", BAD) == ["arpo.runs.run_dir", "arpo.types", *everything[1:]]
 
 
 def test_the_import_check_knows_what_a_subpackage_may_do_inside() -> None:
     inside = "import arpo.tools.base\nfrom arpo.tools import search\nimport arpo.engine.base\n"
-    assert forbidden_imports("arpo.tools.python", inside) == ["arpo.engine.base"]
-    assert forbidden_imports("arpo.engine.local", inside) == ["arpo.tools.base", "arpo.tools.search"]
-    assert forbidden_imports("arpo.rollout", inside) == []
+    assert forbidden_imports("arpo.tools.python.tool", inside) == ["arpo.engine.base"]
+    assert forbidden_imports("arpo.engine.local.engine", inside) == ["arpo.tools.base", "arpo.tools.search"]
+    assert forbidden_imports("arpo.algorithm.rollout", inside) == []
 
 
 def test_the_check_for_heavy_imports_looks_at_the_top_only() -> None:

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import arpo
-from arpo.config import settings_table
+from arpo.config.loading import settings_table
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = Path(arpo.__file__).parent

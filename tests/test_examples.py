@@ -14,26 +14,26 @@ from test_chat import UNCLOSED
 from test_render import CHATML, QWEN, STRICT, make_tokenizer
 from traces import sum_row, sums_config, write_rows
 
-from arpo.benchmark import identity
-from arpo.chat import Conversation
-from arpo.collect import right_traces
-from arpo.config import load_config
-from arpo.data.traces import Trace
-from arpo.engine.endpoint import Endpoint
+from arpo.evaluation.benchmarks import identity
+from arpo.cli.chat import Conversation
+from arpo.training.collect import right_traces
+from arpo.config.loading import load_config
+from arpo.builtin.traces import Trace
+from arpo.net.chat import Endpoint
 from arpo.engine.scripted import ScriptedEngine
-from arpo.lessons import encode_examples, read_examples
-from arpo.remote import RemoteAgent, remote_path
-from arpo.render import CallFormat, encode_follow_up, encode_prompt, make_format
+from arpo.agent.traces import encode_examples, read_examples
+from arpo.evaluation.endpoint import RemoteAgent, remote_path
+from arpo.agent.formats import CallFormat, encode_follow_up, encode_prompt, make_format
 from arpo.rewards.format import format_ok
-from arpo.rollout import Agent, rollout
-from arpo.settings import Branching, Rollout
-from arpo.setup import fit_prompts, make_agent, make_bench, open_sandbox
+from arpo.algorithm.rollout import Agent, rollout
+from arpo.config.schema import Branching, Rollout
+from arpo.training.setup import fit_prompts, make_agent, make_bench, open_sandbox
 from arpo.tools.base import tool
-from arpo.tools.call import Toolbox, call_tool
-from arpo.tools.python import build_python
+from arpo.tools.executor import Toolbox, call_tool
+from arpo.tools.python.tool import build_python
 from arpo.tools.search import build_search
 from arpo.trainer.checkpoint import save_pretrained
-from arpo.trainer.tiny import build_model
+from arpo.builtin.model import build_model
 from arpo.types import ArpoError, Document, Kind, Reward, RolloutTree, Task, ToolCall
 
 TASK = Task("q", "What is 3 plus 4?", ("7",))

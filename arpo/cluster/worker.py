@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from safetensors.torch import load, save
 
-from arpo.config import config_from_resolved
-from arpo.evaluate import evaluate
-from arpo.session import Scored, Session, grow_here, open_session
-from arpo.treejson import ScoredTree, pack_trees, unpack_tree
+from arpo.config.loading import config_from_resolved
+from arpo.evaluation.evaluate import evaluate
+from arpo.training.sampler import Scored, Session, grow_here, open_session
+from arpo.runs.trees import ScoredTree, pack_trees, unpack_tree
 from arpo.types import ArpoError, Credit, Task
 
 DONE, MISTAKE, BUG = "done", "mistake", "bug"

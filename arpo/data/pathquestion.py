@@ -26,7 +26,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from arpo.data.files import read_text
+from arpo.data.rows import read_text
 from arpo.data.tasks import complaint
 from arpo.types import ArpoError, Document, Task, derive_seed
 

@@ -18,8 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from arpo.data.files import JsonText, read_rows, source_name
-from arpo.settings import Data, Mix
+from arpo.data.rows import JsonText, read_rows, source_name
+from arpo.config.schema import Data, Mix
 from arpo.types import ArpoError, Task
 
 SHOWN = 20  # problems listed before "and N more"

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from arpo.plan.hardware import Hardware
 from arpo.plan.shape import Shape
-from arpo.settings import Config
+from arpo.config.schema import Config
 
 TRAFFIC = 260.0  # bytes of 16-bit numbers, per layer, width and token, that a forward pass moves beside its matrices
 KEPT_WIDTH, KEPT_INNER = 23.0, 8.0  # bytes of activations kept for the backward pass, per layer and token

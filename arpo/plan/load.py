@@ -13,8 +13,8 @@ from dataclasses import dataclass, fields, replace
 from itertools import islice
 from typing import Any
 
-from arpo.runlog import RunLog
-from arpo.settings import Config
+from arpo.runs.run_dir import RunLog
+from arpo.config.schema import Config
 from arpo.types import ArpoError, Kind
 
 SPREAD = 0.5  # of the logarithm of a turn's length, where nothing is known

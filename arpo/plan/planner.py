@@ -26,7 +26,7 @@ from arpo.plan.hardware import Hardware
 from arpo.plan.load import Load
 from arpo.plan.shape import Shape
 from arpo.plan.simulate import Sampled, simulate
-from arpo.settings import Config
+from arpo.config.schema import Config
 from arpo.types import ArpoError
 
 SPLITS = 16  # at most so many sizes of the sampling half are tried, evenly spaced

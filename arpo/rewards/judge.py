@@ -28,7 +28,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from arpo.keys import key_from
+from arpo.config.keys import key_from
 from arpo.rewards.hierarchical import UNAVAILABLE, NoVerdict
 from arpo.rewards.text import exact_match
 from arpo.types import ArpoError, Task

@@ -1,4 +1,4 @@
-"""Tools: what the model may call. A plain function becomes one by `@tool`; calls are made by `arpo.tools.call`.
+"""Tools: what the model may call. A plain function becomes one by `@tool`; calls are made by `arpo.tools.executor`.
 
     @tool(timeout=5, cacheable=True)
     def weather(city: str, days: int = 1) -> str:

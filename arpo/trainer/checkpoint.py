@@ -1,6 +1,6 @@
 """A checkpoint is a directory: `model/`, `optimiser.safetensors`, `state.json`. Nothing is pickled.
 
-Where several ranks train, each writes its shards of the optimiser's state (`arpo.trainer.shards`) into `optimiser/` in
+Where several ranks train, each writes its shards of the optimiser's state (`arpo.trainer.dist.shards`) into `optimiser/` in
 place of the one file; any number of ranks can read either.
 
 `model/` is in Hugging Face layout, or, where an adapter was trained, that adapter in PEFT's: its base is the one that
@@ -21,8 +21,8 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from arpo.trainer import lora
-from arpo.trainer.update import Trainer
+from arpo.models import lora
+from arpo.trainer.trainer import Trainer
 from arpo.types import ArpoError
 
 

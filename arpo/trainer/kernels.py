@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from arpo.engine.kernels import HIDDEN, fold
+from arpo.engine.local.kernels import HIDDEN, fold
 
 CHUNK = 4096
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from arpo.keys import key_from
+from arpo.config.keys import key_from
 from arpo.tools.base import Tool, ToolUnavailable
 from arpo.tools.search.corpus import split_contents
 from arpo.tools.search.hits import search_tool

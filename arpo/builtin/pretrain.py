@@ -1,0 +1,106 @@
+"""Making the base of the built-in model from nothing: `python -m arpo.builtin.pretrain arpo/models/base`.
+
+The base can read: it copies names and numbers out of what stands before, and has seen agents of every quality at work
+in many other worlds. Of the default world it has seen facts of the training half (in recitals) and nothing of the
+test half. It comes with the package, since learning to copy takes a small transformer far longer than all that follows;
+the cold start that gives it the habits to be unlearnt is done on the spot (`coldstart`). On a GPU this takes minutes,
+on a laptop hours.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from arpo.builtin.cold_start import MAX_CONTEXT, caller
+from arpo.config.loading import load_config
+from arpo.builtin.traces import Trace, write_traces
+from arpo.builtin.world import World, world_vocabulary
+from arpo.cli.display import progress_bar
+from arpo.builtin.imitate import Progress, Row, batches_of, imitate, trace_rows
+from arpo.agent.formats import make_format
+from arpo.config.schema import Config
+from arpo.training.setup import make_bench, world_tools
+from arpo.trainer.checkpoint import save_pretrained
+from arpo.models.load import pick_device
+from arpo.builtin.model import build_model, build_tokenizer
+
+STEPS, BATCH_TOKENS, LR, TRACES, HIDDEN, LAYERS = 6_000, 16_384, 3e-3, 60_000, 160, 4
+SEED = 1  # of four that were tried, the one that learnt to copy soonest (docs/LOG.md)
+RECITALS = 0.25  # share of batches
+
+
+def main(directory: Path) -> None:
+    """Pretrain and save the base."""
+    config = load_config(None)
+    with progress_bar("pretraining", STEPS) as bar:
+
+        def show(step: int, steps: int, loss: float) -> None:
+            bar.update(bar.task_ids[0], completed=step, note=f"loss {loss:.3f}")
+
+        model, tokenizer = pretrain(config, show)
+    save_pretrained(model.to(device="cpu", dtype=torch.bfloat16), tokenizer, directory)
+
+
+def pretrain(
+    config: Config,
+    progress: Progress,
+    *,
+    steps: int = STEPS,
+    traces: int = TRACES,
+    hidden: int = HIDDEN,
+    layers: int = LAYERS,
+) -> tuple[Any, Any]:
+    """The base and its tokenizer, from nothing."""
+    bench = make_bench(config)
+    written = write_traces(
+        bench.world, traces, lambda other: caller(world_tools(config, other)), seed=0, difficulty=None
+    )
+    tokenizer = build_tokenizer(_texts(written))
+    model = build_model(tokenizer, hidden, layers, MAX_CONTEXT, seed=SEED).to(pick_device(config.model.device))
+    rows = trace_rows(written, tokenizer, make_format("tags", [tool.spec for tool in bench.tools.values()]))
+    imitate(model, _mixture(tokenizer, bench.world, rows), steps, LR, progress)
+    return model.eval(), tokenizer
+
+
+def _mixture(tokenizer: Any, world: World, rows: list[Row]) -> Iterator[list[Row]]:
+    rng = random.Random(SEED)
+    recitals = batches_of(lambda: [_recital(tokenizer, world, rng) for _ in range(512)], BATCH_TOKENS, rng)
+    imitations = batches_of(lambda: rows, BATCH_TOKENS, rng)
+    while True:
+        yield next(recitals if rng.random() < RECITALS else imitations)
+
+
+def _recital(tokenizer: Any, world: World, rng: random.Random) -> Row:
+    """A passage of facts and loose words, then three pieces of it again; all but the first token of each is trained on.
+
+    Pieces start and end anywhere: nothing but looking the last token up in the passage predicts the next one.
+    """
+    words = (*world_vocabulary(), *map(str, range(100)))
+    facts = tuple(world.halves[0].facts.values())
+    parts = [rng.choice(facts).text if rng.random() < 0.5 else " ".join(rng.choices(words, k=6)) for _ in range(3)]
+    passage = tokenizer(" " + " ".join(parts), add_special_tokens=False).input_ids
+    tokens, trained = list(passage), [False] * len(passage)
+    for _ in range(3):
+        start = rng.randrange(len(passage) - 3)
+        piece = passage[start : rng.randint(start + 3, len(passage))]
+        tokens += piece
+        trained += [False] + [True] * (len(piece) - 1)
+    return tokens, trained
+
+
+def _texts(traces: Sequence[Trace]) -> Iterator[str]:
+    """What the tokenizer is trained on: every name word of any world, numbers, traces."""
+    yield from (f" {word}" for word in world_vocabulary() for _ in range(3))
+    yield from (str(number) for number in range(100) for _ in range(3))
+    for trace in traces[:2000]:
+        yield " ".join([trace.task.question, *(text for _, text in trace.segments)])
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,250 @@
+"""The built-in world: a seeded, fictional knowledge base with questions over it; this project's laptop-sized benchmark.
+
+Promises: the same settings give the same world, to the last letter; every question has exactly one answer, which
+follows from the documents; training and test questions speak of disjoint entities and facts never cross that border.
+All names are two words from fixed pools, so nothing can be known beforehand and every name must be copied from what was
+read.
+
+Questions are one-, two- and three-hop chains, sums and differences of looked-up numbers, and comparisons. Each fact is
+one document, `The R of E is V.`, so a query must name the right entity AND the right relation.
+
+    world = make_world(settings.World(seed=1))
+    world.documents[0].text, world.train[0].question, world.test[0].answers
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from arpo.config.schema import World as WorldSection
+from arpo.types import ArpoError, Document, Task, derive_seed
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """`The {relation} of {entity} is {value}.`"""
+
+    relation: str
+    entity: str
+    value: str
+
+    @property
+    def text(self) -> str:
+        """The fact as its document says it."""
+        return f"The {self.relation} of {self.entity} is {self.value}."
+
+
+@dataclass(frozen=True, slots=True)
+class Half:
+    """One side of the train/test border: entities by kind, and all facts about them."""
+
+    names: dict[str, tuple[str, ...]]
+    facts: dict[tuple[str, str], Fact]
+
+    def value(self, relation: str, entity: str) -> str:
+        """What the documents say `relation` of `entity` is."""
+        return self.facts[relation, entity].value
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """Documents to search in, and the two sets of questions."""
+
+    settings: WorldSection
+    halves: tuple[Half, Half]
+    documents: tuple[Document, ...]
+    train: tuple[Task, ...]
+    test: tuple[Task, ...]
+
+
+# relation -> (kind it belongs to, kind of its value); a number's kind is its range
+ENTITY_RELATIONS = {
+    "birthplace": ("person", "town"),
+    "employer": ("person", "firm"),
+    "seat": ("firm", "town"),
+    "head": ("firm", "person"),
+    "region": ("town", "region"),
+    "mayor": ("town", "person"),
+    "capital": ("region", "town"),
+    "governor": ("region", "person"),
+}
+NUMBER_RELATIONS = {
+    "birth year": ("person", (10, 99)),
+    "founding year": ("firm", (10, 99)),
+    "staff": ("firm", (10, 99)),
+    "households": ("town", (10, 99)),
+    "area": ("region", (10, 99)),
+}
+SHARES = {"person": 0.5, "firm": 0.2, "town": 0.2, "region": 0.1}
+KINDS = ("hop1", "hop2", "hop3", "sum", "difference", "compare")
+
+
+def _words(count: int, seed: int, pattern: str) -> tuple[str, ...]:
+    """Invented words, the same on every machine; `pattern` mixes c(onsonant) and v(owel)."""
+    rng = random.Random(seed)
+    letters = {"c": "bdfgklmnprstvz", "v": "aeiou"}
+    found: dict[str, None] = {}
+    while len(found) < count:
+        found["".join(rng.choice(letters[p]) for p in pattern).capitalize()] = None
+    return tuple(found)
+
+
+_POOLS = {
+    "person": (_words(40, 1, "cvcv"), _words(60, 2, "cvccvc")),
+    "firm": (
+        _words(50, 3, "cvcvc"),
+        ("Glass", "Mills", "Steel", "Foods", "Paper", "Motors", "Salt", "Clocks", "Boats"),
+    ),
+    "town": (("North", "South", "East", "West", "Upper", "Lower", "Old", "New", "Great"), _words(50, 4, "vccvc")),
+    "region": (_words(40, 5, "cvvc"), ("Valley", "Coast", "Plain", "Hills", "Marsh", "Isles")),
+}
+
+
+def world_vocabulary() -> tuple[str, ...]:
+    """Every name word that any world can contain, whatever its seed."""
+    return tuple(word for first, second in _POOLS.values() for word in (*first, *second))
+
+
+def make_world(settings: WorldSection, without: frozenset[str] = frozenset()) -> World:
+    """Build the world of these settings, using none of the names in `without`."""
+    names: dict[str, list[str]] = {}
+    for kind, share in SHARES.items():
+        first, second = _POOLS[kind]
+        pool = [name for a in first for b in second if (name := f"{a} {b}") not in without]
+        count = min(len(pool), max(6, round(settings.entities * share)))
+        names[kind] = _rng(settings, kind).sample(pool, count)
+    cut = {kind: len(some) * 2 // 3 for kind, some in names.items()}
+    train_half = _half({kind: tuple(some[: cut[kind]]) for kind, some in names.items()}, _rng(settings, "train facts"))
+    test_half = _half({kind: tuple(some[cut[kind] :]) for kind, some in names.items()}, _rng(settings, "test facts"))
+    facts = [*train_half.facts.values(), *test_half.facts.values()]
+    _rng(settings, "order").shuffle(facts)
+    return World(
+        settings,
+        (train_half, test_half),
+        tuple(Document(title="", text=fact.text) for fact in facts),
+        _questions(train_half, "train", settings.train_questions, settings),
+        _questions(test_half, "test", settings.test_questions, settings),
+    )
+
+
+def _rng(settings: WorldSection, what: str) -> random.Random:
+    return random.Random(f"{settings.seed} {what}")
+
+
+def _half(names: dict[str, tuple[str, ...]], rng: random.Random) -> Half:
+    facts: dict[tuple[str, str], Fact] = {}
+    for relation, (kind, target) in ENTITY_RELATIONS.items():
+        for entity in names[kind]:
+            facts[relation, entity] = Fact(relation, entity, rng.choice(names[target]))
+    for relation, (kind, (low, high)) in NUMBER_RELATIONS.items():
+        for entity in names[kind]:
+            facts[relation, entity] = Fact(relation, entity, str(rng.randint(low, high)))
+    return Half(names, facts)
+
+
+def _questions(half: Half, split: str, count: int, settings: WorldSection) -> tuple[Task, ...]:
+    """`count` different questions; difficulty moves weight from short chains to long ones and computation."""
+    rng = _rng(settings, f"{split} questions")
+    d = settings.difficulty
+    weights = (1 - d, 1.0, d, d, d, d)
+    found: dict[str, Task] = {}
+    for _ in range(20 * count + 1000):
+        if len(found) == count:
+            break
+        kind = rng.choices(KINDS, weights)[0]
+        text, answer, plan = _MAKERS[kind](half, rng)
+        if text not in found:
+            task_id = f"world-{settings.seed}-{split}-{len(found)}"
+            found[text] = Task(task_id, text, (answer,), kind, {"plan": plan})
+    if len(found) < count:
+        raise ArpoError(
+            f"world.{split}_questions = {count}: a world of {settings.entities} entities has only about {len(found)} "
+            "different ones; ask for fewer or raise world.entities"
+        )
+    return tuple(found.values())
+
+
+# A plan is what a perfect solver would do: [relation, entity] per look-up (a `None` entity is the value just found),
+# and for computed questions the operator. Cold-start traces follow it; nothing else may look at it.
+Plan = dict[str, object]
+
+
+def _chain(half: Half, rng: random.Random, hops: int) -> tuple[str, str, Plan]:
+    """A random walk over entity relations; the last hop may also end at a number."""
+    while True:
+        kind = rng.choice(tuple(SHARES))
+        entity = rng.choice(half.names[kind])
+        value, relations, seen = entity, [], {entity}
+        for hop in range(hops):
+            options = [r for r, (k, _) in ENTITY_RELATIONS.items() if k == kind]
+            if hop == hops - 1:
+                options += [r for r, (k, _) in NUMBER_RELATIONS.items() if k == kind]
+            relation = rng.choice(options)
+            relations.append(relation)
+            value = half.value(relation, value)
+            if value in seen:  # a walk that comes back has a shorter answer
+                break
+            seen.add(value)
+            kind = ENTITY_RELATIONS[relation][1] if relation in ENTITY_RELATIONS else "number"
+        else:
+            phrase = " of the ".join(reversed(relations))
+            lookups = [[relation, entity if i == 0 else None] for i, relation in enumerate(relations)]
+            return f"What is the {phrase} of {entity}?", value, {"lookups": lookups}
+
+
+def _two_numbers(half: Half, rng: random.Random, years: bool = True) -> tuple[str, str, str, int, int]:
+    while True:
+        relation = rng.choice([r for r in NUMBER_RELATIONS if years or not r.endswith("year")])
+        a, b = rng.sample(half.names[NUMBER_RELATIONS[relation][0]], 2)
+        x, y = int(half.value(relation, a)), int(half.value(relation, b))
+        if x != y:
+            return relation, a, b, x, y
+
+
+def _sum(half: Half, rng: random.Random) -> tuple[str, str, Plan]:
+    relation, a, b, x, y = _two_numbers(half, rng, years=False)
+    plan: Plan = {"lookups": [[relation, a], [relation, b]], "operator": "+"}
+    return f"What is the {relation} of {a} plus the {relation} of {b}?", str(x + y), plan
+
+
+def _difference(half: Half, rng: random.Random) -> tuple[str, str, Plan]:
+    relation, a, b, x, y = _two_numbers(half, rng)
+    if x < y:
+        a, b, x, y = b, a, y, x
+    plan: Plan = {"lookups": [[relation, a], [relation, b]], "operator": "-"}
+    return f"What is the {relation} of {a} minus the {relation} of {b}?", str(x - y), plan
+
+
+def _compare(half: Half, rng: random.Random) -> tuple[str, str, Plan]:
+    relation, a, b, x, y = _two_numbers(half, rng)
+    plan: Plan = {"lookups": [[relation, a], [relation, b]], "operator": "-", "choices": [a, b]}
+    more = "later" if relation.endswith("year") else "larger"
+    return f"Which has the {more} {relation}, {a} or {b}?", a if x > y else b, plan
+
+
+_MAKERS: dict[str, Callable[[Half, random.Random], tuple[str, str, Plan]]] = {
+    "hop1": lambda half, rng: _chain(half, rng, 1),
+    "hop2": lambda half, rng: _chain(half, rng, 2),
+    "hop3": lambda half, rng: _chain(half, rng, 3),
+    "sum": _sum,
+    "difference": _difference,
+    "compare": _compare,
+}
+
+
+def other_world(world: World, number: int, entities: int) -> World:
+    """A small world with facts of its own, and none of the names that `world`'s test questions are about."""
+    taken = frozenset(name for names in world.halves[1].names.values() for name in names)
+    settings = world.settings.model_copy(
+        update={"seed": derive_seed(world.settings.seed, "other world", number), "entities": entities}
+    )
+    return make_world(settings.model_copy(update={"train_questions": 1, "test_questions": 1}), taken)
+
+
+def sample_task(world: World, rng: random.Random) -> Task:
+    """One more training question of a random kind, for cold-start traces."""
+    kind = rng.choice(KINDS)
+    text, answer, plan = _MAKERS[kind](world.halves[0], rng)
+    return Task("trace", text, (answer,), kind, {"plan": plan})

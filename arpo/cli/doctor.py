@@ -1,0 +1,96 @@
+"""What is here: versions, devices, memory, which engines and tools can run, and why not."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+from pathlib import Path
+
+import torch
+
+import arpo
+from arpo.builtin.cold_start import cache_directory
+from arpo.types import ArpoError
+
+TIERS = {
+    "namespaces": "namespaces, Landlock and a list of system calls (the best tier)",
+    "landlock": "Landlock and a list of system calls (no namespaces here; no threads in the code)",
+}
+
+
+def report() -> list[tuple[str, bool, str]]:
+    """Rows of (what, whether it is usable, details)."""
+    return [
+        ("arpo", True, f"{arpo.__version__} on Python {platform.python_version()}, {platform.platform()}"),
+        ("torch", True, f"{torch.__version__}, {torch.get_num_threads()} threads on {os.cpu_count()} cores"),
+        ("memory", True, _memory()),
+        ("disk", *_disk(Path.cwd())),
+        ("cuda", *_cuda()),
+        ("engine: local", True, "Hugging Face models in this process, exact entropies"),
+        ("tool: search", *_search()),
+        ("tool: python", *_sandbox()),
+        ("tool: browse", *_needs("trafilatura", "web", "reads web pages")),
+        ("tools by MCP", *_needs("mcp", "mcp", "stdio and streamable HTTP")),
+        ("reward: math", *_needs("math_verify", "math", "compares maths answers")),
+        ("pictures", *_needs("matplotlib", "figures", "of comparisons and entropies")),
+        ("model cache", *_writable(cache_directory())),
+    ]
+
+
+def _memory() -> str:
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return "unknown"
+    return f"{total / 2**30:.1f} GiB"
+
+
+def _disk(path: Path) -> tuple[bool, str]:
+    free = shutil.disk_usage(path).free
+    return free > 2**30, f"{free / 2**30:.1f} GiB free here" + ("" if free > 2**30 else ": too little for checkpoints")
+
+
+def _cuda() -> tuple[bool, str]:
+    if not torch.cuda.is_available():
+        why = "this build of torch has no CUDA" if torch.version.cuda is None else "torch has CUDA, but sees no device"
+        return False, f"{why}; training runs on the CPU"
+    names = (torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count()))
+    return True, ", ".join(f"{p.name} ({p.total_memory / 2**30:.0f} GiB)" for p in names)
+
+
+def _search() -> tuple[bool, str]:
+    try:
+        from arpo.tools.search import build_search
+        from arpo.types import Document
+
+        build_search([Document("", "one document")])
+    except (ImportError, ArpoError) as error:
+        return False, str(error)
+    return True, "BM25 over local documents"
+
+
+def _sandbox() -> tuple[bool, str]:
+    """Open a sandbox, which attacks itself, and say which tier held."""
+    try:
+        from arpo.tools.sandbox.sandbox import Sandbox
+
+        with Sandbox() as sandbox:
+            return True, f"code is isolated by {TIERS[sandbox.tier or '']}; it withstood its own probes"
+    except (ImportError, ArpoError) as error:
+        return False, str(error)
+
+
+def _needs(module: str, extra: str, what: str) -> tuple[bool, str]:
+    found = importlib.util.find_spec(module) is not None
+    return found, what if found else f"not installed; pip install 'arpo[{extra}]'"
+
+
+def _writable(path: Path) -> tuple[bool, str]:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return False, f"{path}: {error.strerror}; set ARPO_CACHE to a folder that can be written"
+    usable = os.access(path, os.W_OK)
+    return usable, str(path) if usable else f"{path} is not writable; set ARPO_CACHE to a folder that is"

@@ -1,0 +1,95 @@
+"""`arpo compare` and `arpo entropy`: studies of algorithms and models."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from arpo.cli.base import Overrides, model_config, run_async
+from arpo.cli.display import console
+from arpo.runs.run_dir import is_run
+from arpo.types import ArpoError
+
+ALGORITHMS = (
+    "presets or TOML files, like arpo,grpo,mine.toml; `arpo compare` shows the presets if it knows none of them"
+)
+
+
+def compare(
+    config: Annotated[Path, typer.Argument(help="a TOML file with settings; an algorithm's own lie above these")],
+    overrides: Overrides = None,
+    algorithms: Annotated[str, typer.Option(help=ALGORITHMS)] = "arpo,grpo,arpo-random",
+    seeds: Annotated[int, typer.Option(min=1, help="runs of each algorithm; the first seed is the config's")] = 3,
+    match: Annotated[str, typer.Option(help="what all spend alike: tool-calls, trajectories or tokens")] = "tool-calls",
+    budget: Annotated[
+        int | None, typer.Option(min=1, help="how much of it; not given: what the baseline spends in train.steps steps")
+    ] = None,
+    baseline: Annotated[
+        str | None, typer.Option(help="what the others are compared with: grpo if it is among them, else the first")
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="answers to each test question at the end, for pass@k")] = 5,
+    jobs: Annotated[int, typer.Option(min=1, help="runs at the same time")] = 1,
+    out: Annotated[Path | None, typer.Option(help="directory for all of it; not given: runs/compare-CONFIG")] = None,
+    drop_models: Annotated[bool, typer.Option(help="delete a run's model when its numbers are known")] = False,
+) -> None:
+    """Train with several algorithms and seeds on one budget, and tell them apart. A stopped comparison goes on."""
+    from arpo.studies.compare.runner import compare as work
+    from arpo.studies.compare.runner import the_plan
+    from arpo.figures.style import need_figures
+    from arpo.studies.compare.report import show_comparison, write_comparison
+
+    need_figures()
+    plan = the_plan(
+        config, overrides or [], algorithms, seeds, match, budget, baseline, samples, jobs, out, drop_models
+    )
+    try:
+        found = run_async(work(plan))
+    except asyncio.CancelledError:
+        print(f"stopped; all runs are saved in {plan.out}, and the same command goes on", file=sys.stderr)
+        raise typer.Exit(130) from None
+    write_comparison(plan.out, found)
+    show_comparison(found)
+    console.print(f"The table, the pictures and every run are in {plan.out}.")
+    if any(trial.problem for trial in found.trials):
+        console.print("PARTIAL: not every run came to its end; the same command tries these again.")
+        raise typer.Exit(1)
+
+
+def entropy(
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="a run's directory (its saved trees are used) or a TOML file; a Hugging Face directory, a hub name or "
+            "a .gguf file if data.test=... or data.train=... names questions"
+        ),
+    ],
+    overrides: Overrides = None,
+    steps: Annotated[str | None, typer.Option(help="of a run: trees of these steps only, like 1-10")] = None,
+    sample: Annotated[bool, typer.Option(help="of a run: new trees, by its last checkpoint")] = False,
+    questions: Annotated[int | None, typer.Option(min=1, help="new trees for so many; 100 if not given")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="tokens to look at after each place")] = 50,
+    out: Annotated[Path | None, typer.Option(help="directory for the results; entropy/NAME if none")] = None,
+) -> None:
+    """Where a model is unsure: entropy at the start and after tool results, and what branching made of it."""
+    given, path = overrides or [], Path(target).expanduser()
+    fresh = sample or not is_run(path)
+    if fresh and steps is not None:
+        raise ArpoError("--steps goes with the saved trees of a run, and not with --sample")
+    if not fresh and (given or questions is not None):
+        raise ArpoError("settings and --questions are for new trees: add --sample")
+    questionless = path.suffix != ".toml" and not is_run(path) and target != "tiny"
+    if questionless and not any(each.startswith("data.") for each in given):
+        raise ArpoError(
+            f"{target} is no run and no TOML file, and a model alone has no questions: name some with data.test=... or "
+            "data.train=..."
+        )
+    from arpo.studies.entropy.runner import study_model, study_run
+
+    if fresh:
+        study_model(target, model_config(target, given), questions or 100, tokens, out, run_async)
+    else:
+        study_run(path, steps, tokens, out)

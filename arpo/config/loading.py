@@ -1,0 +1,315 @@
+"""Settings: sparse TOML in, one frozen and fully resolved `Config` out.
+
+Promises: defaults < preset < file < command line, but for an algorithm that is compared with others: its preset lies
+above the file. A preset is one of ours, or a TOML file of the user's (`preset = "mine.toml"`). Every value is checked
+for type and range, nothing is converted silently; all mistakes are reported at once as one `ArpoError`, one line each,
+in the user's own words.
+Does not cover: whether a path, a model or a tool named here exists; the code that uses it says so.
+
+    config = load_config(Path("run.toml"), ["rollout.leaves=8", "model.path=Qwen/Qwen3-0.6B"])
+"""
+
+from __future__ import annotations
+
+import datetime
+import difflib
+import functools
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from arpo.config.schema import Config
+from arpo.types import ArpoError
+
+COMMAND_LINE = "command line"
+_ABSENT = object()
+Layers = Sequence[tuple[str, Mapping[str, Any]]]  # (where it comes from, values), highest precedence first
+
+
+def load_config(path: Path | None, overrides: Sequence[str] = (), algorithm: str | None = None) -> Config:
+    """The configuration in `path` (TOML, or a run's config.json; none: defaults), `key.sub=value` overrides on top.
+
+    What the preset `algorithm` says lies above what the file says, and so do the defaults of what makes an algorithm.
+    """
+    problems: list[str] = []
+    from_file = {} if path is None else _read_file(path)
+    from_command: dict[str, Any] = {}
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        key = key.strip()
+        if not equals or not key:
+            problems.append(f"{COMMAND_LINE}: got {_show(text)}, expected key=value, like rollout.leaves=8")
+            continue
+        nested = functools.reduce(lambda inner, part: {part: inner}, reversed(key.split(".")), _parse(key, value))
+        from_command = _merge(from_command, nested)
+    layers = [(COMMAND_LINE, from_command), (str(path), from_file)]
+    complete = path is not None and path.suffix == ".json"  # a run's: the preset is in it already
+    if algorithm is not None:
+        values = _preset(algorithm)
+        if values is None:
+            raise ArpoError(f"got the algorithm {_show(algorithm)}, expected {_preset_choices(algorithm)}")
+        from_command["preset"] = algorithm
+        layers[1:1] = [(f'preset "{algorithm}"', values), ("defaults of an algorithm", _of_algorithms())]
+    elif not complete or "preset" in from_command:
+        preset = from_command.get("preset", from_file.get("preset", "arpo"))
+        values = _preset(preset) if isinstance(preset, str) else {}
+        if values is None:
+            expected = _preset_choices(preset)
+            problems.append(f"{_source(layers, ['preset'])}: preset: got {_show(preset)}, expected {expected}")
+        else:
+            layers.append((f'preset "{preset}"', values))
+    return _check(layers, problems)
+
+
+def presets() -> list[str]:
+    """Names of the presets that come with the package."""
+    return sorted(entry.name[:-5] for entry in _preset_folder().iterdir() if entry.name.endswith(".toml"))
+
+
+def _preset(name: str) -> dict[str, Any] | None:
+    """What a preset says: one of ours, or a file; None if it is neither."""
+    if name in presets():
+        return tomllib.loads(_preset_folder().joinpath(f"{name}.toml").read_text(encoding="utf-8"))
+    if not name.endswith(".toml"):
+        return None
+    values = _read_file(Path(name).expanduser())
+    if "preset" in values:
+        raise ArpoError(f"{name}: preset: a preset has none below it; write out the settings that you want of it")
+    return values
+
+
+def _of_algorithms() -> dict[str, Any]:
+    """The defaults of what makes an algorithm: a preset that leaves them open means these, whatever a file says."""
+    plain = Config()
+    return {
+        "branching": plain.branching.model_dump(mode="json", include={"policy", "rule", "fill", "penalty", "balance"}),
+        "advantage": plain.advantage.model_dump(mode="json"),
+        "loss": plain.loss.model_dump(mode="json", exclude={"kl", "entropy", "importance_cap"}),
+        "train": {"resample": plain.train.resample},
+        "reward": {"overlong": plain.reward.overlong},
+    }
+
+
+def _preset_choices(given: str) -> str:
+    return f"{_choices(given, presets())}, or a TOML file"
+
+
+def _preset_folder() -> Traversable:
+    return resources.files("arpo").joinpath("presets")
+
+
+def config_from_resolved(values: Mapping[str, Any]) -> Config:
+    """The inverse of `Config.resolved`."""
+    return _check([("saved configuration", dict(values))], [])
+
+
+def shareable(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A resolved configuration without what MCP servers get in their environment: keys, often."""
+    tools = config.get("tools", {})
+    servers = [{**server, "env": dict.fromkeys(server.get("env", {}), "(left out)")} for server in tools.get("mcp", [])]
+    return {**config, "tools": {**tools, "mcp": servers}} if servers else dict(config)
+
+
+def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    """Dotted keys on which two resolved configurations differ, with both values: `train.lr: 1e-06 -> 1e-05`."""
+    return [f"{key}: {left} -> {right}" for key, left, right in changes(a, b)]
+
+
+def changes(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """The same as (key, value, value), the values as they are written in a settings file, or "unset"."""
+    left, right = _flatten(a), _flatten(b)
+    return [
+        (key, _show(left[key]) if key in left else "unset", _show(right[key]) if key in right else "unset")
+        for key in dict.fromkeys([*left, *right])
+        if key not in left or key not in right or left[key] != right[key]
+    ]
+
+
+def settings_table() -> list[tuple[str, str, str, str]]:
+    """(dotted key, type, default, description) of every setting, for the documentation."""
+    return [
+        (key, _words(schema), _show(schema["default"]) if "default" in schema else "unset", schema["description"])
+        for key, schema in _settings().items()
+    ]
+
+
+@functools.cache
+def _settings() -> dict[str, dict[str, Any]]:
+    """Dotted key -> JSON schema of that setting: what all messages and the settings table are made from."""
+    found: dict[str, dict[str, Any]] = {}
+    top = Config.model_json_schema()["properties"]
+    for name, field in Config.model_fields.items():
+        if isinstance(field.annotation, type) and hasattr(field.annotation, "model_json_schema"):
+            section = field.annotation.model_json_schema()
+            for key, schema in section["properties"].items():
+                found[f"{name}.{key}"] = schema
+                if "$ref" in schema.get("items", {}):  # a list of tables: their settings too
+                    inner = section["$defs"][schema["items"]["$ref"].rpartition("/")[2]]["properties"]
+                    found |= {f"{name}.{key}.{sub}": described for sub, described in inner.items()}
+        else:
+            found[name] = top[name]
+    return found
+
+
+def _words(schema: Mapping[str, Any]) -> str:
+    if "anyOf" in schema:
+        return " or ".join(_words(option) for option in schema["anyOf"])
+    if "enum" in schema:
+        return "one of " + ", ".join(_show(choice) for choice in schema["enum"])
+    if schema["type"] == "array":
+        return "list of tables" if "$ref" in schema["items"] else 'list of texts, like ["search"]'
+    if schema["type"] == "object":
+        return 'table of texts, like {KEY = "value"}'
+    kind = {"integer": "whole number", "string": "non-empty text", "boolean": "true or false", "null": '"none"'}
+    bounds = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+    limits = " and ".join(f"{sign} {schema[bound]}" for bound, sign in bounds.items() if bound in schema)
+    return " ".join(filter(None, [kind.get(schema["type"], schema["type"]), limits]))
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    """A TOML file, or the `config.json` of a run."""
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+        values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except FileNotFoundError:
+        raise ArpoError(f"{path}: there is no such file") from None
+    except IsADirectoryError:
+        raise ArpoError(f"{path}: is a directory, expected a TOML file") from None
+    except OSError as error:
+        raise ArpoError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ArpoError(f"{path}: line {line} is not UTF-8 text; save the file as UTF-8") from None
+    except ValueError as error:  # tomllib's own, which names the line, and what int() says of absurdly long numbers
+        raise ArpoError(f"{path}: not valid {'JSON' if path.suffix == '.json' else 'TOML'}: {error}") from None
+    if not isinstance(values, dict):
+        raise ArpoError(f"{path}: expected settings by name, got {_show(values)}")
+    return values
+
+
+def _parse(key: str, text: str) -> Any:
+    """An override's value: TOML if it reads as such; for settings that are text, `run.dir=2025-01-01` is text."""
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except ValueError:
+        return text
+    schema = _settings().get(key, {})
+    is_text = any(option.get("type") == "string" for option in [schema, *schema.get("anyOf", ())])
+    if parsed.keys() != {"value"} or (is_text and not isinstance(parsed["value"], str)):
+        return text
+    return parsed["value"]
+
+
+def _check(layers: Layers, problems: list[str]) -> Config:
+    """Merge layers (highest first) and validate; raises with all problems, those found earlier included."""
+    merged: dict[str, Any] = functools.reduce(_merge, (values for _, values in reversed(layers)), {})
+    try:
+        config = Config.model_validate(merged)
+    except ValidationError as error:
+        lines = [_problem(dict(detail), layers, merged) for detail in error.errors(include_url=False)]
+        problems = list(dict.fromkeys([*problems, *filter(None, lines)]))
+    if problems:
+        raise ArpoError("\n".join(problems).encode("utf-8", "backslashreplace").decode())
+    return config
+
+
+def _problem(detail: Mapping[str, Any], layers: Layers, merged: Any) -> str | None:
+    path = detail["loc"] if detail["type"] == "extra_forbidden" else _setting_path(detail["loc"])
+    key, value = _key(path), _lookup(merged, path)
+    source, given = _source(layers, path), _show(value)
+    if detail["type"] == "conflict":
+        return f"{_source(layers, path, detail['ctx']['other'])}: {key}: got {given}, expected {detail['msg']}"
+    if detail["type"] == "one_way":
+        return f"{source}: {key}: got {given}, expected {detail['msg']}"
+    if detail["type"] == "missing":
+        return f"{_source(layers, path[:-1])}: {key}: is missing, expected {_words(_settings()[key])}"
+    if detail["type"] == "default_factory_not_called":
+        return None  # only says that another setting, which is reported itself, was wrong
+    if detail["type"] == "extra_forbidden":
+        return f"{source}: {key}: got {given}, but there is no such setting; {_nearest_setting(key)}"
+    schema = _settings().get(key)
+    if schema is None:
+        return f"{source}: {key}: got {given}, expected a section with {', '.join(_siblings(key + '.'))}"
+    if "enum" in schema:
+        return f"{source}: {key}: got {given}, expected {_choices(value, schema['enum'])}"
+    return f"{source}: {key}: got {given}, expected {_words(schema)}"
+
+
+def _key(path: Sequence[str | int]) -> str:
+    return ".".join(part for part in path if isinstance(part, str))  # numbers are places in a list
+
+
+def _setting_path(path: tuple[str | int, ...]) -> tuple[str | int, ...]:
+    """The part of the path that names a setting: what is wrong inside a list is told of the whole list."""
+    starts = (path[:end] for end in range(len(path), 0, -1))
+    return next((part for part in starts if isinstance(part[-1], str) and _key(part) in _settings()), path)
+
+
+def _choices(given: Any, valid: Sequence[str]) -> str:
+    near = difflib.get_close_matches(str(given), valid, 1)
+    hint = f" (did you mean {_show(near[0])}?)" if near else ""
+    return "one of " + ", ".join(_show(choice) for choice in valid) + hint
+
+
+def _siblings(key: str) -> list[str]:
+    """Full names of the settings and sections that could stand where `key` does."""
+    prefix = key.rpartition(".")[0]
+    if not prefix:
+        return list(dict.fromkeys(name.partition(".")[0] for name in _settings()))
+    return [name for name in _settings() if name.rpartition(".")[0] == prefix]
+
+
+def _nearest_setting(key: str) -> str:
+    siblings, last = _siblings(key), key.rpartition(".")[2]
+    same_name = [name for name in _settings() if name.rpartition(".")[2] == last]  # right name, wrong section
+    near = difflib.get_close_matches(last, [name.rpartition(".")[2] for name in siblings], 1)
+    if near:
+        return f"did you mean {next(name for name in siblings if name.rpartition('.')[2] == near[0])}?"
+    if same_name:
+        return f"did you mean {' or '.join(same_name)}?"
+    return f"there are {', '.join(siblings)}"
+
+
+def _source(layers: Layers, *paths: Sequence[str | int]) -> str:
+    """Where the values at these paths come from, highest precedence first."""
+    found = [[name for name, values in layers if _lookup(values, path) is not _ABSENT][:1] for path in paths]
+    return " and ".join(name for name, _ in layers if [name] in found) or "defaults"
+
+
+def _lookup(values: Any, path: Sequence[str | int]) -> Any:
+    for part in path:
+        try:
+            values = values[part]
+        except (LookupError, TypeError):
+            return _ABSENT
+    return values
+
+
+def _merge(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
+    both = {key: _merge(low[key], high[key]) for key in low.keys() & high.keys() if _tables(low[key], high[key])}
+    return {**low, **high, **both}
+
+
+def _tables(*values: Any) -> bool:
+    return all(isinstance(value, Mapping) for value in values)
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return flat
+
+
+def _show(value: Any) -> str:
+    """A value as the user would write it, on one line, cut if long."""
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    text = json.dumps("none" if value is None else value, ensure_ascii=False, default=str)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,195 @@
+"""The answers of an evaluation, kept as they are given: the only code that writes or reads an evaluation's samples.
+
+    settings.json         what decides the answers, written with the first one; anything else is refused from then on
+    samples/gsm8k.jsonl   one line per answer, appended: its numbers and, under `tree`, the path as `treejson` writes it
+    run.lock              held by the process that writes
+
+Promises: one writer at a time; a line is written whole, at once, when its answer is scored, so a kill costs the answers
+under way and at most a last line that was cut off, which is dropped on opening. An answer that a broken tool or judge
+spoilt is kept with the reason, to look at; of several lines for one answer the last counts.
+Does not cover: power cuts (lines are not forced to the disk), files that other programs change.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from arpo.config.loading import differences
+from arpo.runs.locks import LOCK, take_lock
+from arpo.rewards import fault_metrics, unjudged
+from arpo.runs.run_dir import write_atomically
+from arpo.runs.trees import ScoredTree, tree_to_json
+from arpo.types import ArpoError, Credit, Kind, Reward, RolloutTree, Task
+
+SETTINGS, FOLDER = "settings.json", "samples"
+Key = tuple[str, int]
+"""A question's id and the number of the answer, from 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One answer: how right it is, what it took, and `failed`, why it does not count, if so.
+
+    `calls` are those really made; `tokens` those the model wrote, None if nobody counted them; `faults` say why an
+    answer that counts could not be judged.
+    """
+
+    benchmark: str
+    task: str
+    number: int
+    level: str = ""
+    score: float = 0.0
+    correct: float = 0.0
+    format: float = 0.0
+    calls: int = 0
+    tokens: int | None = None
+    seconds: float = 0.0
+    faults: tuple[str, ...] = ()
+    failed: str | None = None
+
+    @property
+    def key(self) -> Key:
+        """Which answer it is."""
+        return self.task, self.number
+
+
+def sample_of(benchmark: str, number: int, tree: RolloutTree, reward: Reward, tokens: int | None) -> Sample:
+    """The numbers of a tree with one path."""
+    (leaf,) = tree.leaves
+    spoiled = "a tool was unavailable" if tree.infra_fault(leaf) else None
+    if unjudged(reward):
+        spoiled = "the judge was unavailable"
+    return Sample(
+        benchmark=benchmark,
+        task=tree.task.id,
+        number=number,
+        level=tree.task.kind,
+        score=reward.parts["accuracy"],
+        correct=reward.parts["correct"],
+        format=reward.parts["format"],
+        calls=tree.tool_calls,
+        tokens=tokens,
+        seconds=sum(node.seconds for node in tree.nodes),
+        faults=tuple(fault_metrics([[reward]])),
+        failed=spoiled,
+    )
+
+
+def written_tokens(tree: RolloutTree) -> int:
+    """Tokens that the model wrote, on all paths, shared ones once."""
+    return sum(len(node.tokens) for node in tree.nodes if node.kind is Kind.MODEL)
+
+
+class SampleLog:
+    """The samples in one directory; made by `open_samples`, which locks it."""
+
+    def __init__(self, directory: Path, settings: Mapping[str, Any], lock: IO[str]) -> None:
+        self.directory = directory
+        self._settings, self._lock = settings, lock
+        self._files: dict[str, IO[bytes]] = {}
+
+    def __enter__(self) -> SampleLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files.values():
+            file.close()
+        self._lock.close()
+
+    def path(self, benchmark: str) -> Path:
+        """The file with a benchmark's samples."""
+        return self.directory / FOLDER / f"{benchmark}.jsonl"
+
+    def read(self, benchmark: str, tasks: Sequence[Task]) -> dict[Key, Sample]:
+        """What there is; a last line that was cut off is dropped for good. Other questions than those are refused."""
+        path, known = self.path(benchmark), {task.id: task for task in tasks}
+        found: dict[Key, Sample] = {}
+        if not path.exists():
+            return found
+        whole = 0
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n"):
+                    break
+                whole += len(line)
+                sample, asked = _parse(path, number, line)
+                found[sample.key] = sample
+                task = known.get(sample.task)
+                if task is not None and asked != (task.question, list(task.answers)):
+                    raise ArpoError(
+                        f"{path}, line {number}: question {sample.task!r} is another one than in the file or data set "
+                        "that is given now; choose another --out"
+                    )
+        os.truncate(path, whole)
+        return found
+
+    def append(self, sample: Sample, tree: RolloutTree, reward: Reward) -> None:
+        """Keep an answer."""
+        scored = ScoredTree(tree, (reward,), (Credit(0.0, {}),))
+        line = json.dumps({**asdict(sample), "tree": tree_to_json(scored)}, allow_nan=False) + "\n"
+        if sample.benchmark not in self._files:
+            self._begin(self.path(sample.benchmark))
+            self._files[sample.benchmark] = self.path(sample.benchmark).open("ab")
+        file = self._files[sample.benchmark]
+        file.write(line.encode("ascii"))
+        file.flush()
+
+    def _begin(self, path: Path) -> None:
+        if not (self.directory / SETTINGS).exists():
+            content = json.dumps(self._settings, indent=2, allow_nan=False) + "\n"
+            write_atomically(self.directory / SETTINGS, content.encode("ascii"))
+        path.parent.mkdir(exist_ok=True)
+
+
+def open_samples(directory: Path, settings: Mapping[str, Any]) -> SampleLog:
+    """An evaluation with these settings, to begin or go on with."""
+    refuse_other(directory, settings)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ArpoError(f"{directory}: cannot be made: {error.strerror}") from error
+    lock = take_lock(directory, "evaluation", "--out")
+    try:
+        refuse_other(directory, settings)  # another process may have been faster
+    except BaseException:
+        lock.close()
+        raise
+    return SampleLog(directory, settings, lock)
+
+
+def refuse_other(directory: Path, settings: Mapping[str, Any]) -> None:
+    """Raise if the directory holds other things, or answers that other settings gave."""
+    if not directory.exists():
+        return
+    if not directory.is_dir():
+        raise ArpoError(f"{directory}: is a file, expected a directory for the evaluation")
+    path = directory / SETTINGS
+    if not path.exists():
+        if {each.name for each in directory.iterdir()} - {LOCK, SETTINGS + ".tmp"}:
+            raise ArpoError(f"{directory}: is not empty and holds no evaluation; choose another --out")
+        return
+    try:
+        changed = differences(json.loads(path.read_bytes()), json.loads(json.dumps(settings)))
+    except (ValueError, AttributeError):
+        raise ArpoError(f"{path}: is damaged; choose another --out") from None
+    if changed:
+        listed = "\n".join(f"  {line}" for line in changed)
+        raise ArpoError(
+            f"{directory}: holds answers that were given with other settings:\n{listed}\n"
+            "Give those again to go on, or choose another --out"
+        )
+
+
+def _parse(path: Path, number: int, line: bytes) -> tuple[Sample, tuple[str, list[str]]]:
+    """The sample in a line, and the question and answers it was about."""
+    try:
+        record = json.loads(line)
+        task = record.pop("tree")["task"]
+        return Sample(**{**record, "faults": tuple(record["faults"])}), (task["question"], task["answers"])
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        raise ArpoError(f"{path}: line {number} is damaged: {line[:60]!r}; choose another --out") from None

@@ -1,0 +1,108 @@
+"""`arpo entropy`: the pilot study on the saved trees of a run, or on trees that are grown for it.
+
+Promises: whatever can be wrong with what the user gave is said before a model is loaded. Of a run nothing is changed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from arpo.config.loading import config_from_resolved
+from arpo.cli.display import console, progress_bar
+from arpo.figures.style import need_figures
+from arpo.studies.entropy.study import Study, study
+from arpo.studies.entropy.report import Subject, show_study, write_study
+from arpo.rewards import Scorer
+from arpo.algorithm.rollout import rollouts
+from arpo.runs.run_dir import RunLog, open_run
+from arpo.training.sampler import Session, open_session
+from arpo.config.schema import Config
+from arpo.types import ArpoError, Reward, RolloutTree, Task, derive_seed
+
+Runner = Callable[[Coroutine[Any, Any, Any]], Any]
+Grown = list[tuple[RolloutTree, tuple[Reward, ...]]]
+
+
+def study_run(directory: Path, steps: str | None, tokens: int, out: Path | None) -> None:
+    """Study the trees that a run has saved, of all steps or of some: `3`, or `1-10`."""
+    need_figures()
+    log = open_run(directory)
+    chosen = chosen_steps(log, steps)
+    config = config_from_resolved(log.config())
+    out = the_folder(str(directory), out)
+    found = study(_saved(log, chosen), config.branching, tokens)
+    which = f"steps {chosen[0]} to {chosen[-1]}" if len(chosen) > 1 else f"step {chosen[0]}"
+    _report(out, Subject(str(directory), f"trees of {which}", config.rollout.temperature), found)
+
+
+def study_model(target: str, config: Config, questions: int, tokens: int, out: Path | None, run: Runner) -> None:
+    """Grow trees for held-out questions, or for training questions where there are no others, and study them."""
+    need_figures()
+    out = the_folder(target, out)
+    with closing(open_session(config)) as session:
+        tests = session.bench.test
+        tasks = (tests or session.bench.train)[:questions]
+        grown = run(_grow(session, tasks))
+    found = study(grown, config.branching, tokens)
+    kind = "held-out" if tests else "training"
+    which = f"{len(tasks):,} {kind} questions, seed {config.seed}"
+    _report(out, Subject(target, which, config.rollout.temperature), found)
+
+
+def chosen_steps(log: RunLog, wanted: str | None) -> list[int]:
+    """The steps that have trees and that `wanted` names."""
+    there = log.tree_steps()
+    if not there:
+        raise ArpoError(f"{log.directory}: holds no trees; --sample grows new ones with its last checkpoint")
+    if wanted is None:
+        return there
+    match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", wanted.strip())
+    if match is None:
+        raise ArpoError(f"--steps: got {wanted!r}, expected a step or a range of them, like 1-10")
+    first, last = int(match[1]), int(match[2] or match[1])
+    chosen = [step for step in there if first <= step <= last]
+    if not chosen:
+        raise ArpoError(f"--steps {wanted}: there are trees of steps {there[0]} to {there[-1]}")
+    return chosen
+
+
+def _saved(log: RunLog, steps: Sequence[int]) -> Iterator[tuple[RolloutTree, tuple[Reward, ...]]]:
+    with progress_bar("reading trees", len(steps)) as bar:
+        for step in steps:
+            for scored in log.read_trees(step):
+                yield scored.tree, scored.rewards
+            bar.advance(bar.task_ids[0])
+
+
+async def _grow(session: Session, tasks: Sequence[Task]) -> Grown:
+    """Trees as training would grow them, with their rewards."""
+    config = session.config
+    seeds = [derive_seed(config.seed, "entropy", number) for number in range(len(tasks))]
+    with progress_bar("growing trees", len(tasks)) as bar, Scorer(session.reward, config.reward.workers) as scorer:
+
+        def done(tree: RolloutTree) -> None:
+            scorer.add(tree)
+            bar.advance(bar.task_ids[0])
+
+        trees = await rollouts(session.agent, tasks, config.rollout, config.branching, seeds, done)
+        return list(zip(trees, await scorer.rewards(trees), strict=True))
+
+
+def _report(out: Path, subject: Subject, found: Study) -> None:
+    write_study(out, subject, found)
+    show_study(found)
+    console.print(f"entropy.md, .json, .svg and .png are in {out}")
+
+
+def the_folder(target: str, out: Path | None) -> Path:
+    """Where the files go; made now, so that it does not fail in the end."""
+    folder = out or Path("entropy", "-".join(re.findall(r"[\w.-]+", target)).lstrip(".-") or "here")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise ArpoError(f"--out: {folder} cannot be a folder, as there is a file of that name") from None
+    return folder

@@ -1,0 +1,83 @@
+"""The Python interpreter as a tool: code runs in the sandbox, and what comes back is short enough for a model to read.
+
+Promises: the value of a last expression is shown, as in a notebook; an error comes first, with the few lines of the
+model's own code that led to it; of long output the beginning and the end are kept. Every call starts from nothing: no
+variable outlives it.
+Does not cover: packages that are not installed, pictures, files to keep.
+"""
+
+from __future__ import annotations
+
+from arpo.tools.base import CHARS_PER_TOKEN, Tool, ToolError, ToolTimeout, ToolUnavailable, tool
+from arpo.tools.sandbox.workers import SandboxResult
+from arpo.tools.sandbox.sandbox import Sandbox, SandboxBroken
+
+MAX_CODE = 200_000  # characters
+OUTER_SECONDS = 60.0  # that starting the sandbox anew may take, on top of the code's own time
+
+
+def build_python(sandbox: Sandbox, timeout: float = 10.0, max_tokens: int = 512, blocking: bool = False) -> Tool:
+    """The tool `python` over an open sandbox; output is cut to about `max_tokens`.
+
+    `blocking` waits for every call on the spot: nothing else goes on meanwhile, and runs repeat exactly.
+    """
+    limit = max_tokens * CHARS_PER_TOKEN
+
+    def checked(code: str) -> str:
+        if len(code) > MAX_CODE:
+            raise ToolError(f"the code is longer than {MAX_CODE} characters")
+        return code
+
+    def python_now(code: str) -> str:
+        try:
+            return readable(sandbox.run(checked(code), timeout, show_last=True), timeout, limit)
+        except SandboxBroken as error:
+            raise ToolUnavailable(str(error)) from error
+
+    async def python_later(code: str) -> str:
+        try:
+            return readable(await sandbox.arun(checked(code), timeout, show_last=True), timeout, limit)
+        except SandboxBroken as error:
+            raise ToolUnavailable(str(error)) from error
+
+    function = python_now if blocking else python_later
+    function.__name__ = "python"
+    function.__doc__ = (
+        "Run Python code and see what it prints and the value of its last line. "
+        "The standard library, numpy and sympy are there; nothing is kept from one call to the next."
+    )
+    return tool(timeout=timeout + OUTER_SECONDS, quick=blocking, concurrency=sandbox.workers)(function)
+
+
+def readable(result: SandboxResult, timeout: float, limit: int) -> str:
+    """What the model is shown; raises what says whose fault it is if the code did not end well."""
+    printed = _shortened(result.stdout.rstrip("\n"), limit) + (" [output cut]" if result.truncated else "")
+    if result.status == "ok":
+        warned = _shortened(result.stderr.rstrip("\n"), limit // 4)
+        shown = "\n".join(filter(None, (printed, warned)))
+        return shown or "(no output: print what you want to see, or end with an expression)"
+    before = f"\nPrinted before that:\n{_shortened(printed, limit // 2)}" if printed else ""
+    if result.status == "timeout":
+        raise ToolTimeout(f"the code ran longer than {timeout:g} seconds and was stopped.{before}")
+    if result.status == "memory":
+        raise ToolError(f"the code used more memory than it may.{before}")
+    if result.status == "killed":
+        raise ToolError(f"the code crashed the interpreter, or printed far too much.{before}")
+    raise ToolError(f"{_error_first(_shortened(result.stderr, limit // 2))}{before}")
+
+
+def _error_first(stderr: str) -> str:
+    """The traceback turned round: what went wrong, then where."""
+    head, _, frames = stderr.rstrip("\n").partition("Traceback (most recent call last):\n")
+    if not frames:
+        return stderr.strip() or "the code ended with an exit code other than 0"
+    lines = frames.split("\n")
+    first = next((i for i, line in enumerate(lines) if not line.startswith("  ")), 0)
+    return "\n".join([*lines[first:], *lines[:first], *([head.rstrip("\n")] if head else [])])
+
+
+def _shortened(text: str, limit: int) -> str:
+    if len(text) <= limit:
+        return text
+    head, tail = text[: limit * 3 // 4], text[len(text) - limit // 4 :]
+    return f"{head}\n[... {len(text) - len(head) - len(tail)} characters left out ...]\n{tail}"

@@ -1,0 +1,332 @@
+"""The training loop: sample trees, reward, credit, update, log; again.
+
+A step depends on nothing but the config, the step's number, the weights and the optimiser: which questions it takes and
+every random number are derived from the seed. So a run that was stopped and resumed equals one that was not (to the
+last bit on a CPU with deterministic tools).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from itertools import repeat
+from typing import TypeVar
+
+from arpo.algorithm.advantage import credit
+from arpo.data.order import batch_of, outcome
+from arpo.cli.display import HEADER, console, progress_bar, step_line
+from arpo.evaluation.evaluate import Evaluation
+from arpo.trainer.dist.worker import order
+from arpo.training.monitor import Guard
+from arpo.algorithm.metrics import rollout_metrics, staleness, tool_metrics
+from arpo.rewards import fault_metrics, unjudged
+from arpo.runs.run_dir import RunLog
+from arpo.training.checkpoints import Keeper, open_directory
+from arpo.training.sampler import Grower, Here, Scored, Session, kept, open_session, teaches, without_room
+from arpo.config.schema import Config
+from arpo.training.setup import Bench, find_model, make_bench, make_model
+from arpo.trainer.dist.process_group import Ranks
+from arpo.trainer.dist.sharded import ShardedTrainer
+from arpo.trainer.trainer import Trainer
+from arpo.types import ArpoError, Diverged, Reward, RolloutTree, derive_seed
+
+# What may change when a run is resumed.
+MAY_CHANGE = (
+    "train.steps:",
+    "train.budget:",
+    "train.budget_of:",
+    "train.lr:",
+    "loss.entropy:",
+    "loss.kl:",
+    "rollout.kv_tokens:",
+    "rollout.servers:",
+    "sft.",
+    "cluster.",
+)
+SIGN = "reward"  # what every record of such a run has
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A session that is being trained and logged."""
+
+    session: Session
+    keeper: Keeper
+
+    @property
+    def trainer(self) -> Trainer:
+        """What trains it."""
+        return self.keeper.trainer
+
+    @property
+    def log(self) -> RunLog:
+        """Its directory."""
+        return self.keeper.log
+
+    @property
+    def step(self) -> int:
+        """Steps that were done when it was opened."""
+        return self.keeper.step
+
+
+@contextmanager
+def open_run(
+    config: Config, resume: bool = False, ranks: Ranks | None = None, grower: Grower | None = None
+) -> Iterator[Run]:
+    """A new run in `run.dir`, or one that goes on there from its last checkpoint. Holds the directory until left.
+
+    With `ranks`, of which this is the first, the others train along. With a `grower`, that samples.
+    """
+    with ExitStack() as stack:
+        need_cluster(config, grower)
+        bench = make_bench(config)
+        stack.callback(bench.tools.close)
+        if config.eval.every:
+            need_test_questions(bench)
+        if config.loss.kl and config.train.lora_rank and config.model.adapter is not None:
+            raise ArpoError(
+                "loss.kl: the adapter that is trained on is not part of the model it would be compared with; "
+                "use loss.kl=0, or train.lora_rank=0 to train all weights"
+            )
+        if config.train.resample and config.data.curriculum:
+            raise ArpoError("train.resample: use 0 with data.curriculum, which passes over settled questions already")
+        if config.train.resample and config.advantage.baseline == "batch":
+            raise ArpoError(
+                'train.resample: use 0 with advantage.baseline="batch", under which questions whose paths all earned '
+                "the same teach something too"
+            )
+        sessions: list[Session] = []
+
+        def load(latest: Config) -> Trainer:
+            opened = open_session(latest if grower is None else without_room(latest), bench)
+            sessions.append(replace(opened, config=latest, grower=grower or Here()))
+            apart = config.loss.kl and not config.train.lora_rank  # from a model of its own, the one before training
+            reference = make_model(config, bench, lambda *_: None)[0] if apart else None
+            given = sessions[0].model, sessions[0].agent.tokenizer, config, reference
+            if ranks is None:
+                return Trainer(*given)
+            first, now = (find_model(of, bench, lambda *_: None) for of in (config, latest))
+            with ranks.jointly("open", order(config, now, first if apart else None)):
+                return ShardedTrainer(*given, ranks)
+
+        keeper = stack.enter_context(open_directory(config, resume, load, MAY_CHANGE, SIGN))
+        session = sessions[0]
+        if config.data.curriculum:
+            session.outcomes.extend(record["outcomes"] for record in keeper.log.read_metrics())
+        yield Run(session, keeper)
+
+
+async def train(run: Run) -> int:
+    """Train to the configured number of steps or the end of the budget; returns the last step done."""
+    session, step = run.session, run.step
+    config, grower = session.config, session.grower
+    guard = Guard(run.keeper, config.train.on_collapse)
+    guard.heed()
+    limit, spending = config.train.budget or math.inf, config.train.budget_of
+    spent = sum(record[spending] for record in run.log.read_metrics()) if config.train.budget else 0
+    if step >= config.train.steps:
+        console.print(f"Nothing to do: the run is at step {step}, train.steps is {config.train.steps}.")
+        return step
+    if spent >= limit:
+        console.print(f"Nothing to do: the run has spent {spent:,} of {limit:,} {spending}.")
+        return step
+    await grower.renew(session, step)
+    console.print(HEADER)
+    if step and config.eval.every and step % config.eval.every == 0:
+        await _make_up_test(run, step)
+    learnt, sampling = 0.0, Sampling(session)
+    try:
+        with progress_bar("training", config.train.steps) as bar:
+            while step < config.train.steps and spent < limit:
+                bar.update(bar.task_ids[0], completed=step)
+                started = time.monotonic()
+                with run.keeper.saving(step):
+                    trees, rewards = await sampling.of(step + 1)
+                seconds = {"rollout_seconds": time.monotonic() - started}
+                told = grower.told(session, step + 1)
+                try:
+                    if config.cluster.ahead:
+                        metrics = await in_thread(lambda: learn_step(run, step + 1, trees, rewards))  # noqa: B023
+                    else:
+                        metrics = learn_step(run, step + 1, trees, rewards)
+                except Diverged:
+                    guard.diverged(step + 1)
+                    raise
+                metrics |= {**seconds, **told}
+                step += 1
+                with run.keeper.saving(step):
+                    try:
+                        await grower.renew(session, step)
+                        if config.eval.every and step % config.eval.every == 0:
+                            metrics |= await _tested(run, step)
+                    finally:  # a step that was learnt is logged, tested or not
+                        seen = {"outcomes": session.outcomes[-1]} if config.data.curriculum else {}
+                        run.keeper.record(step, guard.seen(step, {**metrics, **seen}))
+                console.print(step_line(step, metrics))
+                guard.heed()
+                learnt += metrics["optimiser_steps"]
+                spent += metrics[spending]
+                run.keeper.step_done(step, config.train.steps if spent < limit else step)
+    finally:
+        await sampling.stop()
+    if wasted := grower.wasted():
+        run.keeper.amend(step, wasted)
+    if not learnt:
+        console.print("Nothing was learnt: for every question, all paths earned the same. `arpo rollout` shows why.")
+    return step
+
+
+class Sampling:
+    """The steps that are being sampled: the one that is asked for, and `cluster.ahead` more behind it."""
+
+    def __init__(self, session: Session) -> None:
+        self._session, self._tasks = session, dict[int, asyncio.Task[Scored]]()
+
+    async def of(self, step: int) -> Scored:
+        """The trees of a step; the next ones are begun, too."""
+        config = self._session.config
+        if not config.cluster.ahead:
+            return await sample_step(self._session, step)
+        for number in range(step, min(step + config.cluster.ahead, config.train.steps) + 1):
+            if number not in self._tasks:
+                self._tasks[number] = asyncio.create_task(sample_step(self._session, number))
+        return await self._tasks.pop(step)
+
+    async def stop(self) -> None:
+        """Give up what is not needed any more."""
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+
+async def in_thread(work: Callable[[], T]) -> T:
+    """Do something that must not be left half done beside the event loop: who is cancelled meanwhile waits for it."""
+    doing, cancelled = asyncio.get_running_loop().run_in_executor(None, work), False
+    while not doing.done():
+        try:
+            await asyncio.wait([doing])
+        except asyncio.CancelledError:
+            cancelled = True
+    task = asyncio.current_task()
+    if cancelled and task is not None and doing.exception() is None:  # an error says more
+        task.cancel()  # again, when something can be left
+    return doing.result()
+
+
+async def _tested(run: Run, step: int) -> dict[str, float]:
+    """The metrics of a test on the way."""
+    result = await test(run.session)
+    await run.session.grower.renew(run.session, step)  # what testing left in its memory must not matter
+    return {"test_accuracy": result.accuracy, "test_format": result.format_rate}
+
+
+async def _make_up_test(run: Run, step: int) -> None:
+    """Do the test that a stop left out: a resumed run has the same records as one that was not stopped."""
+    if "test_accuracy" not in run.log.read_metrics()[-1]:
+        run.keeper.amend(step, await _tested(run, step))
+
+
+async def sample_step(session: Session, step: int) -> Scored:
+    """The trees of one step's questions, with their rewards: a tree is scored while others grow. Changes nothing.
+
+    With `train.resample`, the trees of questions that replace such as teach nothing come after these.
+    """
+    config, parts = session.config, session.bench.parts
+    count, again = config.train.prompts, config.train.resample
+    trees: list[RolloutTree] = []
+    rewards: list[tuple[Reward, ...]] = []
+    for turn in range(again + 1):
+        missing = count - sum(map(teaches, repeat(config), trees, rewards))
+        if not missing:
+            break
+        if turn:
+            asked = {tree.task.id for tree in trees}
+            more = batch_of(parts, count, (step - 1) * again + turn, derive_seed(config.seed, "resample"))
+            tasks = [task for task in more if task.id not in asked][:missing]
+        else:
+            tasks = batch_of(parts, count, step, config.seed, config.data.curriculum, session.outcomes)
+        seeds = [derive_seed(config.seed, "rollout", step, len(trees) + number) for number in range(len(tasks))]
+        grown, earned = await session.grower.grow(session, tasks, seeds, step)
+        trees += grown
+        rewards += earned
+    return trees, rewards
+
+
+def learn_step(
+    run: Run, step: int, trees: Sequence[RolloutTree], rewards: Sequence[Sequence[Reward]]
+) -> dict[str, float]:
+    """Credit and train on one step's trees; returns the step's metrics."""
+    config, started = run.session.config, time.monotonic()
+    aged = staleness(trees, step, config.cluster.ahead) if config.cluster.address else {}
+    keep = [kept(config, tree, group) for tree, group in zip(trees, rewards, strict=True)]
+    credits = credit(trees, rewards, config.advantage, keep)
+    if config.data.curriculum:
+        run.session.outcomes.append("".join(map(_outcome, trees, rewards)))
+    if config.run.save_trees:
+        run.log.write_trees(step, trees, rewards, credits)
+    taught = list(range(len(trees)))
+    if config.train.resample:
+        taught = [number for number in taught if teaches(config, trees[number], rewards[number])]
+    learnt = run.trainer.update([trees[number] for number in taught], [credits[number] for number in taught])
+    sampled = {
+        **rollout_metrics(trees, rewards, config.branching.probe_tokens),
+        **fault_metrics(rewards),
+        **tool_metrics(trees),
+        **aged,
+    }
+    return {**sampled, **learnt, "train_seconds": time.monotonic() - started}
+
+
+def _outcome(tree: RolloutTree, rewards: Sequence[Reward]) -> str:
+    """What a curriculum remembers of a question; paths that something broken spoilt say nothing about it."""
+    tried = zip(tree.leaves, rewards, strict=True)
+    said = [reward for leaf, reward in tried if not tree.infra_fault(leaf) and not unjudged(reward)]
+    return outcome([reward.parts["correct"] for reward in said])
+
+
+async def test(session: Session) -> Evaluation:
+    """Evaluate the current weights on held-out questions."""
+    config = session.config
+    need_test_questions(session.bench)
+    with progress_bar("evaluating", min(config.eval.questions, len(session.bench.test))) as bar:
+
+        def done() -> None:
+            bar.advance(bar.task_ids[0])
+
+        return await session.grower.test(session, done)
+
+
+def need_test_questions(bench: Bench) -> None:
+    """Raise if there are none."""
+    if not bench.test:
+        raise ArpoError("data.test: there are no held-out questions; name a file of them")
+
+
+def need_cluster(config: Config, grower: Grower | None) -> None:
+    """Raise if the settings want a cluster that is not there, or more than it can do."""
+    cluster = config.cluster
+    if cluster.address is None:
+        wrong = [name for name, field in type(cluster).model_fields.items() if getattr(cluster, name) != field.default]
+        if wrong:
+            default = type(cluster).model_fields[wrong[0]].default
+            raise ArpoError(
+                f"cluster.{wrong[0]}: needs a cluster; give cluster.address as well, or cluster.{wrong[0]}={default}"
+            )
+    elif grower is None:
+        raise ArpoError("cluster.address: only `arpo train` works on a cluster; use cluster.address=none")
+    elif config.rollout.servers:
+        raise ArpoError(
+            "rollout.servers: every actor would load its own weights there; use rollout.servers=[] on a cluster, where "
+            "rollout.engine=vllm starts one vLLM in each actor"
+        )
+    if cluster.ahead and config.loss.importance_cap is None:
+        raise ArpoError(
+            "cluster.ahead: trees that older weights sampled must be weighed; give loss.importance_cap=2 as well"
+        )
+    if cluster.ahead and config.data.curriculum:
+        raise ArpoError("cluster.ahead: use 0 with data.curriculum, which waits for the outcomes of every step")

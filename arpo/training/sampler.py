@@ -1,0 +1,152 @@
+"""What plays and what judges: a session, and how its trees are grown and scored.
+
+Promises: whatever grows the trees (`Grower`), they depend on the question, the seed and the weights, up to what the
+engine and the tools leave open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import compress
+from typing import Any, Protocol
+
+from arpo.cli.display import console, progress_bar
+from arpo.engine.local.kv_cache import BLOCK
+from arpo.evaluation.evaluate import Evaluation, evaluate
+from arpo.rewards import RewardFn, Scorer, overlong, reward_from, unjudged
+from arpo.algorithm.rollout import Agent, rollouts
+from arpo.config.schema import Config
+from arpo.training.setup import Bench, fit_prompts, make_agent, make_bench, make_model
+from arpo.types import Reward, RolloutTree, Task
+
+Scored = tuple[list[RolloutTree], list[tuple[Reward, ...]]]
+"""Trees, and the rewards of each one's leaves."""
+
+
+class Grower(Protocol):
+    """What grows and scores the trees of a session: this process (`Here`), or others (`arpo.cluster`)."""
+
+    async def renew(self, session: Session, step: int) -> None:
+        """The session's model now has the weights of this step: sample from these."""
+        ...
+
+    async def grow(self, session: Session, tasks: Sequence[Task], seeds: Sequence[int], step: int) -> Scored:
+        """The trees of a step's questions, in their order."""
+        ...
+
+    async def test(self, session: Session, done: Callable[[], None]) -> Evaluation:
+        """Ask the newest weights the held-out questions; `done` is called after each."""
+        ...
+
+    def told(self, session: Session, step: int) -> dict[str, float]:
+        """Metrics of the step whose trees were just grown."""
+        ...
+
+    def wasted(self) -> dict[str, float]:
+        """Metrics of what was grown for steps that were not told of."""
+        ...
+
+
+class Here:
+    """Grows trees in this process, one step at a time."""
+
+    async def renew(self, session: Session, step: int) -> None:
+        """The engine shares the session's model: it only has to forget what it computed."""
+        await session.agent.engine.update_weights(step)
+
+    async def grow(self, session: Session, tasks: Sequence[Task], seeds: Sequence[int], step: int) -> Scored:
+        """All at the same time, `rollout.concurrency` paths of them."""
+        return await grow_here(session, tasks, seeds)
+
+    async def test(self, session: Session, done: Callable[[], None]) -> Evaluation:
+        """With the session's own agent."""
+        config = session.config
+        given = session.agent, session.bench.test, config.eval, config.rollout, session.reward, config.seed
+        return await evaluate(*given, done, config.reward.workers)
+
+    def told(self, session: Session, step: int) -> dict[str, float]:
+        """What the engine did."""
+        return {f"engine_{name}": value for name, value in session.agent.engine.stats().items()}
+
+    def wasted(self) -> dict[str, float]:
+        """Nothing ever is."""
+        return {}
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What plays and what judges: questions, agent, reward; and, for a curriculum, the outcomes of the steps done."""
+
+    config: Config
+    bench: Bench
+    model: Any
+    agent: Agent
+    reward: RewardFn
+    outcomes: list[str] = field(default_factory=list)
+    grower: Grower = field(default_factory=Here)
+
+    def close(self) -> None:
+        """Let go of what the tools hold: servers, connections, stored answers."""
+        self.bench.tools.close()
+
+
+def open_session(config: Config, bench: Bench | None = None, threaded: bool | None = None) -> Session:
+    """Load (or make) the model that the config names and all that goes with it; `threaded` as in `make_agent`."""
+    bench = bench or make_bench(config)
+    reward = reward_from(config.reward)
+    if config.reward.overlong:
+        reward = overlong(reward, config.reward.overlong, config.rollout.max_tokens)
+    model, tokenizer = load_shown(config, bench)
+    agent = make_agent(config, bench, model, tokenizer, threaded)
+    return Session(config, fit_prompts(bench, agent, config.data.max_prompt_tokens), model, agent, reward)
+
+
+def load_shown(config: Config, bench: Bench) -> tuple[Any, Any]:
+    """The model and its tokenizer; if the built-in model must be made first, that is shown."""
+    with progress_bar("cold start", config.coldstart.steps) as bar:
+        bar.update(bar.task_ids[0], visible=False)  # nothing to see unless the built-in model must be made
+
+        def show(step: int, steps: int, loss: float) -> None:
+            if step == 0:
+                console.print("Cold start: teaching the built-in model how to call its tools (once; it is kept).")
+            elif step % 50 == 0 and not console.is_terminal:  # no bar there
+                console.print(f"  step {step} of {steps}, loss {loss:.3f}")
+            note = f"loss {loss:.3f}" if step else "writing examples"
+            bar.update(bar.task_ids[0], completed=step, total=steps, note=note, visible=True)
+
+        return make_model(config, bench, show)
+
+
+async def grow_here(
+    session: Session, tasks: Sequence[Task], seeds: Sequence[int], slots: asyncio.Semaphore | None = None
+) -> Scored:
+    """Grow trees with the session's own agent and score them, each while others grow."""
+    config = session.config
+    with Scorer(session.reward, config.reward.workers) as scorer:
+
+        async def mixed(tree: RolloutTree) -> bool:
+            return teaches(config, tree, (await scorer.rewards([tree]))[0])
+
+        given = session.agent, tasks, config.rollout, config.branching, seeds, scorer.add, mixed, slots
+        trees = await rollouts(*given)
+        return trees, await scorer.rewards(trees)
+
+
+def kept(config: Config, tree: RolloutTree, rewards: Sequence[Reward]) -> list[bool]:
+    """Which paths count: not those that something broken spoilt, unless the settings say so."""
+    spoiled = [tree.infra_fault(leaf) or unjudged(reward) for leaf, reward in zip(tree.leaves, rewards, strict=True)]
+    return [not (config.train.drop_infra and bad) for bad in spoiled]
+
+
+def teaches(config: Config, tree: RolloutTree, rewards: Sequence[Reward]) -> bool:
+    """Whether the paths of a question that count earned different rewards."""
+    return len({reward.total for reward in compress(rewards, kept(config, tree, rewards))}) > 1
+
+
+def without_room(config: Config) -> Config:
+    """The same settings with an engine that takes no memory, since it samples nothing."""
+    small = {"engine": "local", "servers": (), "kv_tokens": 2 * BLOCK, "concurrency": 1}
+    rollout = config.rollout.model_copy(update=small)
+    return config.model_copy(update={"rollout": rollout})

@@ -1,0 +1,143 @@
+"""Supervised fine-tuning on traces: the cold start of a model that has not used tools before.
+
+A trace is trained on as a rollout's only path would be, by the same code: packed rows of tokens, of which those that
+the model is to write count and nothing else. With every advantage 1 and no ratio to clip, the policy loss is the mean
+negative log-likelihood of these tokens.
+
+Promises: each epoch goes through all traces once, in an order of its own that follows from the seed, so a run that was
+stopped and resumed equals one that was not (to the last bit on a CPU).
+Does not cover: `train.steps`, `train.prompts` and `train.minibatches`, which are those of `arpo train`; evaluation on
+the way (`arpo eval RUN` does it afterwards).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+
+from arpo.data.tasks import complaint
+from arpo.builtin.world import make_world
+from arpo.cli.display import SFT_HEADER, console, printable, progress_bar, sft_line
+from arpo.agent.traces import Lesson, encode_trace, need_traces, read_traces
+from arpo.agent.formats import make_format
+from arpo.training.checkpoints import Keeper, open_directory
+from arpo.training.sampler import load_shown
+from arpo.config.schema import Config, Loss
+from arpo.training.setup import Bench, make_tools
+from arpo.trainer.trainer import Trainer
+from arpo.types import derive_seed
+
+MAY_CHANGE = ("sft.epochs:", "sft.lr:", "train.steps:")  # when a run is resumed
+SIGN = "epoch"  # what every record of such a run has
+KEPT = ("loss", "grad_norm", "trained_tokens", "computed_tokens", "train_entropy")  # of a training step's metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """A run of supervised fine-tuning: what is taught in each step, and what keeps it."""
+
+    lessons: Sequence[Lesson]
+    batches: Sequence[tuple[float, Sequence[int]]]  # per step: epochs done after it, and which lessons it takes
+    keeper: Keeper
+
+
+@contextmanager
+def open_course(config: Config, resume: bool = False) -> Iterator[Course]:
+    """A new run in `run.dir`, or one that goes on there from its last checkpoint. Holds the directory until left."""
+    with ExitStack() as stack:
+        world = make_world(config.world)
+        tools = make_tools(config, world)
+        stack.callback(tools.close)
+        fmt = make_format(config.rollout.format, [tool.spec for tool in tools.values()])
+        reading = read_traces(config.sft.data, fmt)
+        need_traces(reading.traces, reading.problems, reading.source, config.data.bad_rows)
+        lessons: list[Lesson] = []
+
+        def load(latest: Config) -> Trainer:
+            model, tokenizer = load_shown(latest, Bench((), (), tools, world))
+            encoded = [encode_trace(trace, tokenizer, fmt, config.tools.result_tokens) for trace in reading.traces]
+            lessons.extend(_fitting(encoded, model.config.max_position_embeddings, config, reading.problems))
+            return Trainer(model, tokenizer, objective(config))
+
+        keeper = stack.enter_context(open_directory(config, resume, load, MAY_CHANGE, SIGN))
+        counts = [lesson.tokens for lesson in lessons]
+        yield Course(lessons, plan(counts, config.sft.batch_tokens, config.sft.epochs, config.seed), keeper)
+
+
+def _fitting(lessons: Sequence[Lesson], context: int, config: Config, problems: Sequence[str]) -> list[Lesson]:
+    """Those that the model can hold; what is wrong with others is said, with what was wrong with rows before."""
+    long = [
+        f"{config.sft.data}, {lesson.task.id}: has {lesson.tokens} tokens, but the model's context holds {context}"
+        for lesson in lessons
+        if lesson.tokens > context
+    ]
+    fitting = [lesson for lesson in lessons if lesson.tokens <= context]
+    need_traces(fitting, long, config.sft.data, config.data.bad_rows)
+    left_out = [*problems, *long]
+    if left_out:
+        console.print(f"{len(left_out):,} of {len(lessons) + len(problems):,} traces are left out:")
+        console.print(printable(complaint(left_out)))
+    return fitting
+
+
+def objective(config: Config) -> Config:
+    """The settings under which a training step on trees is one of supervised fine-tuning."""
+    train = config.train.model_copy(update={"lr": config.sft.lr, "warmup": config.sft.warmup, "minibatches": 1})
+    rollout = config.rollout.model_copy(update={"temperature": 1.0})
+    loss = Loss(kind="cispo", aggregation="token-mean")
+    return config.model_copy(update={"train": train, "rollout": rollout, "loss": loss})
+
+
+def plan(counts: Sequence[int], batch_tokens: int, epochs: int, seed: int) -> list[tuple[float, list[int]]]:
+    """For every step the epochs done after it, and its traces. An epoch is cut into steps of nearly equal size: the
+    fewest that have `batch_tokens` on average, or less."""
+    steps: list[tuple[float, list[int]]] = []
+    total = sum(counts)
+    parts = -(-total // batch_tokens)
+    for epoch in range(epochs):
+        order = list(range(len(counts)))
+        random.Random(derive_seed(seed, "sft", epoch)).shuffle(order)
+        starts = accumulate((counts[number] for number in order), initial=0)
+        before = 0
+        for _, group in groupby(zip(order, starts, strict=False), key=lambda item: item[1] * parts // total):
+            batch = [number for number, _ in group]
+            before += len(batch)
+            steps.append((epoch + before / len(order), batch))
+    return steps
+
+
+async def teach(course: Course) -> int:
+    """Train to the end of the last epoch; returns the last step done."""
+    keeper, step, last = course.keeper, course.keeper.step, len(course.batches)
+    if step >= last:
+        console.print(f"Nothing to do: the run is at step {step} of {last}.")
+        return step
+    console.print(f"{len(course.lessons):,} traces, {last:,} steps")
+    console.print(SFT_HEADER)
+    with progress_bar("teaching", last) as bar:
+        while step < last:
+            bar.update(bar.task_ids[0], completed=step)
+            with keeper.saving(step):
+                await asyncio.sleep(0.001)  # long enough for a Ctrl-C to get through
+            metrics = _step(course, step)
+            step += 1
+            keeper.record(step, metrics)
+            console.print(sft_line(step, metrics))
+            keeper.step_done(step, last)
+    return step
+
+
+def _step(course: Course, step: int) -> dict[str, float]:
+    started = time.monotonic()
+    epoch, numbers = course.batches[step]
+    lessons = [course.lessons[number] for number in numbers]
+    learnt = course.keeper.trainer.update(
+        [lesson.tree() for lesson in lessons], [[lesson.credit()] for lesson in lessons]
+    )
+    numbers_of = {name: learnt[name] for name in KEPT}
+    return {"epoch": epoch, "traces": len(lessons), **numbers_of, "train_seconds": time.monotonic() - started}

@@ -1,0 +1,155 @@
+"""What a step samples and what a run may spend: questions replaced, long paths charged, budgets kept."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_train import assert_same, config_for, model_path, run_to_the_end, what_it_left
+from trees import model, prompt, tool, tree
+
+from arpo.data.order import batch_of
+from arpo.rewards import overlong
+from arpo.runs.run_dir import open_run as read_run
+from arpo.training.loop import open_run, sample_step, train
+from arpo.trainer.trainer import Trainer
+from arpo.types import ArpoError, End, Leaf, Reward, RolloutTree, Task, derive_seed
+
+__all__ = ["model_path"]
+
+
+def rewarded_by(settled: set[str], counts: dict[str, int]) -> Any:
+    """Paths of a settled question all earn the same; of others, one after another earns 1, 0, 1, ..."""
+
+    def reward(task: Task, rollout: RolloutTree, leaf: Leaf) -> Reward:
+        counts[task.id] = counts.get(task.id, 0) + 1
+        right = 1.0 if task.id in settled else float(counts[task.id] % 2)
+        return Reward(right, {"correct": right, "format": 1.0})
+
+    return reward
+
+
+@pytest.mark.parametrize("open_questions", [0, 1, 2, 3, 5])
+def test_questions_that_teach_nothing_are_replaced(model_path: Path, tmp_path: Path, open_questions: int) -> None:
+    config = config_for(model_path, tmp_path / "run", "train.resample=2", "reward.workers=1", "train.prompts=3")
+    with open_run(config) as run:
+        parts = run.session.bench.parts
+        first = batch_of(parts, 3, 5, config.seed)
+        others = [batch_of(parts, 3, 4 * 2 + turn, derive_seed(config.seed, "resample")) for turn in (1, 2)]
+        every = [task.id for task in (*first, *others[0], *others[1])]
+        teaching = set(list(dict.fromkeys(reversed(every)))[:open_questions])  # the last ones in the order of asking
+        session = replace(run.session, reward=rewarded_by({t.id for t in parts[0].tasks} - teaching, {}))
+        trees, rewards = asyncio.run(sample_step(session, 5))
+    expected: list[str] = []
+    taught = 0
+    for tasks in (first, *others):
+        asked = [task.id for task in tasks if task.id not in expected][: 3 - taught]  # others, not the same again
+        expected += asked
+        taught += sum(name in teaching for name in asked)
+        if taught == 3:
+            break
+    assert [rollout.task.id for rollout in trees] == expected
+    assert sum(len({reward.total for reward in group}) > 1 for group in rewards) == taught
+
+
+def test_only_questions_with_unequal_rewards_get_all_their_paths(model_path: Path, tmp_path: Path) -> None:
+    changes = ("branching.policy=later", "branching.fill=mixed", "rollout.leaves=6", "rollout.initial=2")
+    config = config_for(model_path, tmp_path / "run", *changes, "reward.workers=1", "train.prompts=4")
+    with open_run(config) as run:
+        every = {task.id for part in run.session.bench.parts for task in part.tasks}
+        tasks = [task.id for task in batch_of(run.session.bench.parts, 4, 1, config.seed)]
+        disputed = {tasks[1], tasks[2]}
+        session = replace(run.session, reward=rewarded_by(every - disputed, {}))
+        trees, rewards = asyncio.run(sample_step(session, 1))
+    assert [(tree.task.id, len(tree.leaves)) for tree in trees] == [
+        (name, 6 if name in disputed else 2) for name in tasks
+    ]
+    assert [len(group) for group in rewards] == [len(tree.leaves) for tree in trees]
+
+
+def test_only_questions_that_teach_are_trained_on_and_all_sampling_is_charged(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[list[str]] = []
+    update = Trainer.update
+
+    def spy(trainer: Trainer, trees: Any, credits: Any) -> dict[str, float]:
+        given.append([tree.task.id for tree in trees])
+        return update(trainer, trees, credits)
+
+    monkeypatch.setattr(Trainer, "update", spy)
+    config = config_for(model_path, tmp_path / "run", "train.resample=3", "reward.workers=1", "train.steps=1")
+    with open_run(config) as run:
+        counts: dict[str, int] = {}
+        every = {task.id for part in run.session.bench.parts for task in part.tasks}
+        only = sorted(every)[0]
+        run = replace(run, session=replace(run.session, reward=rewarded_by(every - {only}, counts)))
+        asyncio.run(train(run))
+    log = read_run(tmp_path / "run")
+    scored, record = log.read_trees(1), log.read_metrics()[0]
+    assert record["paths"] == 4 * len(scored) and len(scored) > 3
+    assert record["tool_calls"] == sum(one.tree.tool_calls for one in scored)
+    taught = [one for one in scored if any(credit.advantage for credit in one.credits)]
+    assert {one.tree.task.id for one in taught} <= {only}
+    assert given == [[one.tree.task.id for one in taught]]
+    assert (record["optimiser_steps"] > 0) == bool(taught)
+
+
+def test_replacing_is_repeated_exactly_by_a_resumed_run(model_path: Path, tmp_path: Path) -> None:
+    run_to_the_end(config_for(model_path, tmp_path / "straight", "train.resample=2", "preset=dapo"))
+    run_to_the_end(config_for(model_path, tmp_path / "halves", "train.resample=2", "preset=dapo", "train.steps=2"))
+    run_to_the_end(config_for(model_path, tmp_path / "halves", "train.resample=2", "preset=dapo"), resume=True)
+    assert_same(tmp_path / "straight", tmp_path / "halves")
+
+
+def test_replacing_needs_questions_that_teach_nothing(model_path: Path, tmp_path: Path) -> None:
+    config = config_for(model_path, tmp_path / "run", "train.resample=2", "advantage.baseline=batch")
+    with pytest.raises(ArpoError, match=r'train\.resample: use 0 with advantage\.baseline="batch"'), open_run(config):
+        pass
+
+
+def test_a_curriculum_and_replacing_do_not_go_together(model_path: Path, tmp_path: Path) -> None:
+    config = config_for(model_path, tmp_path / "run", "train.resample=2", "data.curriculum=2")
+    with pytest.raises(ArpoError, match=r"train\.resample: use 0 with data\.curriculum"), open_run(config):
+        pass
+
+
+@pytest.mark.parametrize("what", ["paths", "sampled_tokens"])
+def test_a_budget_ends_the_run_with_the_step_that_spends_it(model_path: Path, tmp_path: Path, what: str) -> None:
+    run_to_the_end(config_for(model_path, tmp_path / "whole", "train.steps=6"))
+    spent = [row[what] for row in what_it_left(tmp_path / "whole")[1]]
+    assert all(spent)
+    for name, budget in (("exact", sum(spent[:3])), ("above", sum(spent[:2]) + 1)):
+        more = (f"train.budget={budget}", f"train.budget_of={what}", "train.steps=1000", "run.checkpoint_every=1000")
+        run_to_the_end(config_for(model_path, tmp_path / name, *more))
+        log = read_run(tmp_path / name)
+        assert [row[what] for row in log.read_metrics()] == spent[:3]
+        assert (log.latest_checkpoint() or (0,))[0] == 3  # the end is saved, whenever checkpoints are due
+        run_to_the_end(config_for(model_path, tmp_path / name, *more), resume=True)  # says that nothing is left to do
+        assert len(log.read_metrics()) == 3
+
+
+def test_a_stopped_run_remembers_what_it_spent(model_path: Path, tmp_path: Path) -> None:
+    run_to_the_end(config_for(model_path, tmp_path / "run", "train.steps=2"))
+    spent = sum(row["paths"] for row in read_run(tmp_path / "run").read_metrics())
+    more = (f"train.budget={spent + 1}", "train.budget_of=paths", "train.steps=50")
+    run_to_the_end(config_for(model_path, tmp_path / "run", *more), resume=True)
+    assert len(read_run(tmp_path / "run").read_metrics()) == 3
+
+
+def test_long_paths_pay_in_the_last_share_of_their_room() -> None:
+    def plain(task: Task, rollout: RolloutTree, leaf: Leaf) -> Reward:
+        return Reward(1.1, {"correct": 1.0, "format": 1.0})
+
+    def lost(length: int, end: End = End.ANSWER) -> float:
+        rollout = tree([prompt([1] * 7), model(0, [3] * (length - 2)), tool(1, [9]), model(2, [4])], [3], end=end)
+        reward = overlong(plain, 0.2, 50)(rollout.task, rollout, rollout.leaves[0])
+        assert reward.parts == {"correct": 1.0, "format": 1.0, "overlong": pytest.approx(reward.total - 1.1)}
+        return 1.1 - reward.total
+
+    assert [lost(n) for n in (3, 39, 40)] == [0, 0, 0]
+    assert [lost(n) for n in (41, 45, 49, 50)] == pytest.approx([0.1, 0.5, 0.9, 1.0])
+    assert lost(20, End.LENGTH) == pytest.approx(1.0)  # what it wanted to add did not fit

@@ -1,0 +1,247 @@
+"""Every preset against a slow reference: its advantage, its terms and its weights written out, one path at a time.
+
+The numbers (clips, weights) stand here as literals, so that a preset that drifts from its algorithm is noticed.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from models import make_model
+from plain import Path, path_numbers, paths_of
+from test_tree_training import TEMPERATURE, gradients, old_logprob, old_of, reference_model, rich_forest, sampled_by
+from torch import Tensor
+from trees import nested_branches, two_branches
+
+from arpo.algorithm.advantage import credit
+from arpo.algorithm.batch import tree_batch
+from arpo.config.loading import load_config, presets
+from arpo.config.schema import Config
+from arpo.trainer.forward_backward import accumulate, evaluate
+from arpo.types import Kind, Node, Reward, RolloutTree
+
+MAX_TOKENS = 50
+Groups = Sequence[Sequence[float]]
+Trees = Sequence[RolloutTree]
+Rewarded = tuple[Trees, Groups, int, int]  # ..., the tree and the leaf that are meant
+
+
+def group(given: Rewarded) -> float:
+    """Compared with all paths of the question, in standard deviations."""
+    _, rewards, number, leaf = given
+    std = statistics.pstdev(rewards[number])
+    return (rewards[number][leaf] - statistics.fmean(rewards[number])) / std if std else 0.0
+
+
+def unscaled(given: Rewarded) -> float:
+    """Compared with all paths of the question."""
+    _, rewards, number, leaf = given
+    return rewards[number][leaf] - statistics.fmean(rewards[number])
+
+
+def others(given: Rewarded) -> float:
+    """Compared with the other paths of the question."""
+    _, rewards, number, leaf = given
+    rest = [reward for i, reward in enumerate(rewards[number]) if i != leaf]
+    return rewards[number][leaf] - statistics.fmean(rest) if rest else 0.0
+
+
+def batch(given: Rewarded) -> float:
+    """Compared with all paths of the step, in standard deviations."""
+    _, rewards, number, leaf = given
+    every = [reward for own in rewards for reward in own]
+    return (rewards[number][leaf] - statistics.fmean(every)) / statistics.pstdev(every)
+
+
+def tree_and_group(given: Rewarded) -> float:
+    """As in a group, and once more among the paths that share its first turn."""
+    trees, rewards, number, leaf = given
+    tree = trees[number]
+    ways = [tree.path(end.node)[:2] for end in tree.leaves]
+    same = [reward for way, reward in zip(ways, rewards[number], strict=True) if way == ways[leaf]]
+    std = statistics.pstdev(same)
+    return group(given) + ((rewards[number][leaf] - statistics.fmean(same)) / std if std else 0.0)
+
+
+def clipped(low: float, high: float, dual: float = math.inf) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """PPO's term for each token."""
+
+    def term(new_T: Tensor, old_T: Tensor, advantage_T: Tensor) -> Tensor:
+        rows = []
+        for new, old, advantage in zip(new_T, old_T, advantage_T, strict=True):
+            ratio = (new - old).exp()
+            least = torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
+            rows.append(torch.maximum(least, dual * advantage) if advantage < 0 and dual < math.inf else least)
+        return torch.stack(rows)
+
+    return term
+
+
+def one_ratio(new_T: Tensor, old_T: Tensor, advantage_T: Tensor) -> Tensor:
+    """GSPO: the path's ratio for every token."""
+    ratio = (new_T - old_T).mean().exp()
+    return torch.minimum(ratio * advantage_T, ratio.clamp(1 - 3e-4, 1 + 4e-4) * advantage_T)
+
+
+def weighted(new_T: Tensor, old_T: Tensor, advantage_T: Tensor) -> Tensor:
+    """CISPO: the ratio, at most 5, is a weight."""
+    return (new_T - old_T).exp().clamp(max=5).detach() * advantage_T * new_T
+
+
+def gradient_kept(new_T: Tensor, old_T: Tensor, advantage_T: Tensor) -> Tensor:
+    """AEPO: (1 + 0.2) r / stop(r) above the upper clip."""
+    ratio_T = (new_T - old_T).exp()
+    high_T = 1.2 / ratio_T.detach() * ratio_T
+    term_T = clipped(0.2, 0.2, 3.0)(new_T, old_T, advantage_T)
+    return torch.where((advantage_T > 0) & (ratio_T > 1.2), high_T * advantage_T, term_T)
+
+
+PPO = clipped(0.2, 0.2, 3.0)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """An algorithm written out."""
+
+    advantage: Callable[[Rewarded], float]
+    term: Callable[[Tensor, Tensor, Tensor], Tensor] = PPO
+    weigh: str = "path"  # each path's tokens together weigh the same; "token": each token does; "sum": nothing divided
+    hard: bool = False
+    kl: float = 0.0
+    boost: float = 0.0
+
+
+REFERENCES = {
+    "arpo": Reference(group),
+    "arpo-random": Reference(group),
+    "arpo-always": Reference(group),
+    "arpo-hard": Reference(group, hard=True),
+    "grpo": Reference(group),
+    "dapo": Reference(group, clipped(0.2, 0.28), "token"),
+    "reinforce++": Reference(batch, weigh="token", kl=0.001),
+    "rloo": Reference(others, weigh="sum"),
+    "dr-grpo": Reference(unscaled, weigh="sum"),
+    "gspo": Reference(group, one_ratio),
+    "cispo": Reference(group, weighted, "token"),
+    "tree-grpo": Reference(tree_and_group),
+    "arpo+": Reference(tree_and_group, clipped(0.2, 0.28), "token"),
+    "aepo": Reference(group, gradient_kept, boost=0.2),
+}
+BRANCHING = {  # policy, and what else is not as in ARPO
+    "arpo": {},
+    "arpo-hard": {},
+    "arpo-random": {"policy": "random"},
+    "arpo-always": {"policy": "always"},
+    "tree-grpo": {"policy": "later"},
+    "arpo+": {"policy": "later", "fill": "mixed"},
+    "aepo": {"rule": "stochastic", "balance": 1.0, "penalty": 0.2},
+}
+
+
+def preset(name: str) -> Config:
+    """Its settings, with short paths."""
+    return load_config(None, [f"preset={name}", f"rollout.max_tokens={MAX_TOKENS}"])
+
+
+def with_entropies(tree: RolloutTree, rng: random.Random) -> RolloutTree:
+    """The tree with entropies that differ."""
+
+    def other(node: Node) -> Node:
+        return replace(node, entropies=tuple(rng.uniform(0, 3) for _ in node.entropies))
+
+    return replace(tree, nodes=tuple(map(other, tree.nodes)))
+
+
+def boosts(trees: Trees, weight: float) -> dict[tuple[int, int, int], float]:
+    """AEPO: 1 + a z for every token, z over all trained tokens, each once."""
+    taught = {
+        (number, index, at): entropy
+        for number, tree in enumerate(trees)
+        for index in {i for leaf in tree.leaves for i in tree.path(leaf.node)}
+        if tree.nodes[index].kind is Kind.MODEL
+        for at, entropy in enumerate(tree.nodes[index].entropies)
+    }
+    mean, std = statistics.fmean(taught.values()), statistics.pstdev(taught.values())
+    return {key: max(0.0, 1 + weight * (entropy - mean) / std) for key, entropy in taught.items()}
+
+
+def slow_loss(
+    model: Any, trees: Trees, rewards: Groups, reference: Reference, paths: Sequence[Path], old: Any, before: Any
+) -> Tensor:
+    """The loss, path by path."""
+    leaves = [(number, leaf) for number, tree in enumerate(trees) for leaf in range(len(tree.leaves))]
+    own = [reference.advantage((trees, rewards, number, leaf)) for number, leaf in leaves]
+    boost = boosts(trees, reference.boost)
+    tokens = sum(len(path.positions) for path in paths)
+    total = torch.zeros((), dtype=torch.float64)
+    for path, advantage in zip(paths, own, strict=True):
+        if not path.positions:
+            continue
+        new_T, _ = path_numbers(model, path, TEMPERATURE)
+        old_T = new_T.new_tensor([old[tree, node][at] for tree, node, at in path.sources])
+        given = [
+            statistics.fmean(
+                a
+                for (number, leaf), a in zip(leaves, own, strict=True)
+                if number == tree and node in trees[tree].path(trees[tree].leaves[leaf].node)
+            )
+            if reference.hard
+            else advantage
+            for tree, node, _ in path.sources
+        ]
+        term_T = reference.term(new_T, old_T, new_T.new_tensor(given))
+        term_T = term_T * new_T.new_tensor([boost[source] for source in path.sources])
+        if reference.kl:
+            with torch.no_grad():
+                apart_T = path_numbers(before, path, TEMPERATURE)[0]
+            apart_T = apart_T - new_T
+            term_T = term_T - reference.kl * (apart_T.exp() - 1 - apart_T)
+        divided = {"path": len(paths) * len(path.positions), "token": tokens, "sum": len(paths) * MAX_TOKENS}
+        total = total - term_T.sum() / divided[reference.weigh]
+    return total
+
+
+def test_every_preset_has_a_reference() -> None:
+    assert set(presets()) == set(REFERENCES)
+
+
+@pytest.mark.parametrize("name", sorted(REFERENCES))
+def test_a_preset_has_the_gradient_of_its_algorithm(name: str) -> None:
+    model, before, config = make_model("llama").double(), reference_model("llama").double(), preset(name)
+    for seed in range(3):
+        rng = random.Random(seed)
+        forest = sampled_by(model, rich_forest(seed), seed)
+        trees = [with_entropies(tree, rng) for tree in (*forest.trees, two_branches(), nested_branches())]
+        rewards = [[rng.choice([-1.0, 0.0, 1.0, 1.1]) for _ in tree.leaves] for tree in trees]
+        credits = credit(trees, [[Reward(r) for r in own] for own in rewards], config.advantage)
+        whole = replace(forest, trees=tuple(trees), credits=tuple(credits))
+        slow_loss(model, trees, rewards, REFERENCES[name], paths_of(trees, credits), old_of(whole), before).backward()
+        expected = gradients(model)
+        for shared in (True, False):
+            made = tree_batch(trees, credits, config.loss, MAX_TOKENS, shared=shared, entropy=config.advantage.entropy)
+            old_K = old_logprob(made.engine_logprobs_K)
+            reference_K = evaluate(before, made, TEMPERATURE, 10**9)[0] if config.loss.kl else None
+            accumulate(model, made, config.loss, TEMPERATURE, 10**9, old_K, reference_K)
+            for key, value in gradients(model).items():
+                assert (value - expected[key]).abs().max() <= 1e-5 * expected[key].abs().max(), (key, shared)
+
+
+@pytest.mark.parametrize("name", sorted(REFERENCES))
+def test_a_preset_branches_as_its_algorithm_does(name: str) -> None:
+    plain, found = load_config(None, []).branching, preset(name).branching
+    wanted = BRANCHING.get(name, {"policy": "never"})
+    assert found == plain.model_copy(update=wanted)
+    assert preset(name).rollout.initial == (16 if wanted.get("policy") == "never" else 8)
+
+
+def test_what_only_dapo_does() -> None:
+    for name in REFERENCES:
+        config = preset(name)
+        assert (config.train.resample, config.reward.overlong) == ((3, 0.2) if name == "dapo" else (0, 0.0))

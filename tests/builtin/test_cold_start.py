@@ -1,0 +1,156 @@
+"""The built-in model: the shipped base can read, the cold start is made once, the demo runs from end to end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import arpo.builtin.demo
+from arpo.builtin.cold_start import coldstart
+from arpo.config.loading import load_config
+from arpo.builtin.world import World, world_vocabulary
+from arpo.evaluation.evaluate import evaluate
+from arpo.builtin.imitate import batches_of, trace_rows
+from arpo.builtin.pretrain import pretrain
+from arpo.agent.formats import make_format
+from arpo.rewards import make_reward
+from arpo.algorithm.rollout import rollout
+from arpo.config.schema import Config, Model
+from arpo.training.setup import make_agent, make_bench, world_tools
+from arpo.models.load import load_model
+from arpo.types import ArpoError, Kind
+
+BASE = Path(arpo.builtin.demo.__file__).parent / "models" / "base"
+SMALL = ["world.entities=120", "world.train_questions=20", "world.test_questions=40", "rollout.max_calls=6"]
+
+
+@pytest.fixture(scope="module")
+def base() -> tuple[Any, Any]:
+    """The base that comes with the package."""
+    return load_model(Model(path=str(BASE)))
+
+
+def test_the_base_can_read(base: tuple[Any, Any]) -> None:
+    """It answers more than half of the questions about a world that it has never seen, before any training there."""
+    config = load_config(None, [*SMALL, "world.seed=77", "reward.accuracy=em", "eval.questions=40"])
+    bench = make_bench(config)
+    agent = make_agent(config, bench, *base)
+    result = asyncio.run(evaluate(agent, bench.test, config.eval, config.rollout, make_reward("em", 0.0, ()), seed=0))
+    assert result.accuracy > 0.5
+    assert result.format_rate > 0.9
+
+
+def test_entropy_is_higher_after_tool_results_than_at_the_start(base: tuple[Any, Any]) -> None:
+    config = load_config(None, [*SMALL, "branching.probe_tokens=6"])
+    bench = make_bench(config)
+    agent = make_agent(config, bench, *base)
+    tree = asyncio.run(rollout(agent, bench.test[0], config.rollout, config.branching, 0))
+    decisions = [node.decision for node in tree.nodes if node.decision]
+    assert sum(d.entropy for d in decisions) / len(decisions) > decisions[0].initial_entropy
+
+
+def test_every_name_and_number_is_one_token(base: tuple[Any, Any]) -> None:
+    tokenizer = base[1]
+    assert [word for word in world_vocabulary() if len(tokenizer.tokenize(f" {word}")) != 1] == []
+    assert [n for n in range(10, 100) if len(tokenizer.tokenize(str(n))) != 1] == []
+    assert tokenizer.decode(tokenizer("é\u2603 any text").input_ids) == "é\u2603 any text"
+
+
+def test_the_cold_start_is_made_once_and_belongs_to_its_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ARPO_CACHE", str(tmp_path))
+    seen: list[int] = []
+
+    def make(*overrides: str) -> Path:
+        config = load_config(None, [*SMALL, "coldstart.steps=2", "coldstart.traces=20", *overrides])
+
+        def tools(world: World) -> Any:
+            return world_tools(config, world)
+
+        def progress(step: int, steps: int, loss: float) -> None:
+            seen.append(step)
+
+        return coldstart(config.coldstart, make_bench(config).world, tools, progress)
+
+    first = make()
+    assert seen == [0, 1, 2]
+    assert make() == first
+    assert seen == [0, 1, 2]
+    assert make("coldstart.lr=1e-5") != first
+    others = {
+        make("coldstart.lr=1e-5"),
+        make("coldstart.seed=1"),
+        make("world.difficulty=0.9"),
+        make("tools.search_results=1"),
+    }
+    assert len(others | {first}) == 5
+    assert make("rollout.leaves=4") == first
+    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in others | {first}}  # nothing half-made
+    load_model(Model(path=str(first)))
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("ARPO_CACHE", str(tmp_path / "file" / "cache"))
+    config = load_config(None, SMALL)
+    with pytest.raises(ArpoError, match="ARPO_CACHE"):
+        coldstart(config.coldstart, make_bench(config).world, lambda world: world_tools(config, world), lambda *_: None)
+
+
+def test_pretraining_runs_from_nothing() -> None:
+    losses: list[float] = []
+    config = load_config(None, SMALL)
+    pretrain(config, lambda step, steps, loss: losses.append(loss), steps=6, traces=30, hidden=32, layers=1)
+    assert len(losses) == 6
+    assert losses[-1] < losses[0]
+
+
+def test_trace_rows_train_on_the_models_own_tokens_only(base: tuple[Any, Any]) -> None:
+    from arpo.builtin.cold_start import caller
+    from arpo.builtin.traces import write_traces
+
+    config = load_config(None, SMALL)
+    bench = make_bench(config)
+    tokenizer = base[1]
+    traces = write_traces(bench.world, 5, lambda other: caller(world_tools(config, other)), seed=0, difficulty=0.5)
+    fmt = make_format("tags", [tool.spec for tool in bench.tools.values()])
+    for trace, (tokens, trained) in zip(traces, trace_rows(traces, tokenizer, fmt), strict=True):
+        own = "".join(text for kind, text in trace.segments if kind is Kind.MODEL)
+        assert tokenizer.decode([t for t, mine in zip(tokens, trained, strict=True) if mine]) == own
+        shown = [f"<result>{text}</result>\n" if kind is Kind.TOOL else text for kind, text in trace.segments]
+        assert tokenizer.decode(tokens).endswith("".join(shown))
+
+
+def test_batches_respect_their_size() -> None:
+    import random
+
+    rows = [([1] * n, [True] * n) for n in (3, 50, 7, 9, 30, 4)]
+    stream = batches_of(lambda: rows, 40, random.Random(0))
+    drawn = [next(stream) for _ in range(8)]
+    assert all(len(batch) * max(len(t) for t, _ in batch) <= 40 or len(batch) == 1 for batch in drawn)
+    first_pass = [row for batch in drawn[:3] for row in batch]
+    assert sorted(len(t) for t, _ in first_pass) == [3, 4, 7, 9, 30, 50]
+
+
+def test_the_demo_from_end_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ARPO_CACHE", str(tmp_path / "cache"))
+    short = [*SMALL, "train.steps=2", "train.prompts=2", "eval.questions=6", "coldstart.steps=2", "coldstart.traces=20"]
+
+    def shortened(path: Path | None, overrides: Sequence[str] = ()) -> Config:
+        return load_config(path, [*overrides, *short])
+
+    monkeypatch.setattr(arpo.builtin.demo, "load_config", shortened)
+    for expected in ("runs/demo", "runs/demo-2"):
+        arpo.builtin.demo.run_demo(0, asyncio.run)
+        said = capsys.readouterr().out
+        assert "Before:" in said
+        assert f"is in {expected};" in said
+        assert (tmp_path / expected / "metrics.jsonl").read_text().count("\n") == 2

@@ -1,0 +1,581 @@
+"""Chat: text appears whole and harmless, a conversation keeps its ids, and Ctrl-C stops an answer, not the talk."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import clock
+import pytest
+from hypothesis import HealthCheck, example, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from rich.console import Console
+from test_render import CHATML, DROPPING, QWEN, STRICT, make_tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from arpo.training.checkpoints import run_dir as runlog
+from arpo.cli.chat import (
+    COMMANDS,
+    LEGEND,
+    RESULT_LINES,
+    RESULT_WIDTH,
+    STANDS_ALONE,
+    Conversation,
+    Decoder,
+    Screen,
+    Turn,
+    shorten,
+    talk,
+)
+from arpo.cli.main import main
+from arpo.cli.base import model_config
+from arpo.engine.scripted import Script, ScriptedEngine
+from arpo.agent.formats import encode_follow_up, encode_prompt, encode_result, make_format
+from arpo.algorithm.rollout import Agent
+from arpo.config.schema import Config, Rollout
+from arpo.tools.base import Tool, tool
+from arpo.trainer.checkpoint import save_pretrained
+from arpo.builtin.model import build_model
+from arpo.types import ArpoError, End
+
+CLOSED = (
+    "{% for m in messages %}{% if m.role == 'assistant' %} {{ m.content }} <|im_end|>"
+    "{% else %}<|im_start|>[INST] {{ m.content }} [/INST]{% endif %}{% endfor %}"
+)
+UNCLOSED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CHAT = make_tokenizer(CHATML)
+START, END = CHAT.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+RELAXED = hypothesis_settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+
+
+@tool(quick=True)
+def search(query: str) -> str:
+    """Look it up."""
+    return f"found: {query}"
+
+
+def converse(
+    script: Script, *tools: Tool, tokenizer: Any = CHAT, context: int = 4096, delay: float = 0.0, **rollout: Any
+) -> Conversation:
+    """A conversation with a scripted model."""
+    chosen = {t.spec.name: t for t in (tools or (search,))}
+    fmt = make_format("tags", [t.spec for t in chosen.values()])
+    agent = Agent(ScriptedEngine(tokenizer, script, max_context=context, delay=delay), tokenizer, chosen, fmt)
+    return Conversation(agent, Rollout(**rollout), probe_tokens=2, seed=0)
+
+
+def screen(terminal: bool = False, tokenizer: Any = CHAT) -> tuple[Screen, Callable[[], str]]:
+    """A screen, and what it shows so far."""
+    file = io.StringIO()
+    colours = "truecolor" if terminal else None
+    console = Console(file=file, force_terminal=terminal, color_system=colours, highlight=False, width=20)
+    return Screen(console, tokenizer), file.getvalue
+
+
+def play(conversation: Conversation, *lines: str, go_on: bool = True) -> str:
+    """What a person sees who types these lines and then Ctrl-D."""
+    shown, text = screen(tokenizer=conversation.agent.tokenizer)
+    waiting = list(lines)
+
+    def read() -> str:
+        if not waiting:
+            raise EOFError
+        return waiting.pop(0)
+
+    talk(conversation, shown, read, go_on)
+    assert not waiting or "/quit" in lines
+    return text()
+
+
+def timeless(text: str) -> str:
+    return re.sub(r"\d+ tokens/s", "N tokens/s", re.sub(r"\d\.\d{3} s", "T s", text))
+
+
+def says(*texts: str) -> Script:
+    """A model that says these things in order."""
+    waiting = list(texts)
+    return lambda prefix, seed: waiting.pop(0)
+
+
+# Pieces of text.
+
+
+def bytes_to_unicode() -> dict[int, str]:
+    """Bytes to the letters that byte-level vocabularies write them with."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {byte: chr(byte) for byte in plain} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+
+
+def pieces(tokenizer: Any, ids: list[int]) -> list[str]:
+    decoder = Decoder(tokenizer)
+    return [*(decoder.push(token) for token in ids), decoder.flush()]
+
+
+@RELAXED
+@given(st.text())
+@example("é漢🙂👩‍🚀 <think> Mira\x1b[2J</think>\ufffd\ufffdx\ufffd")
+def test_pieces_make_up_the_text_and_never_break_a_character(tokenizer: Any, text: str) -> None:
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    shown = pieces(tokenizer, ids)
+    assert "".join(shown) == tokenizer.decode(ids, skip_special_tokens=False) == text
+    assert "\ufffd" in text or not any("\ufffd" in piece for piece in shown)
+
+
+@RELAXED
+@given(st.data())
+def test_pieces_make_up_whatever_the_ids_decode_to(tokenizer: Any, data: st.DataObject) -> None:
+    ids = data.draw(st.lists(st.integers(0, len(tokenizer) - 1) | st.integers(4, 260), max_size=40))
+    assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids, skip_special_tokens=False)
+
+
+@given(st.lists(st.integers(0, 257), max_size=12))
+@example([97, 256, 0x9F, 0x99, 0x82, 257, 0xA9])
+def test_pieces_are_right_where_one_token_ends_a_character_and_begins_the_next(ids: list[int]) -> None:
+    letters = bytes_to_unicode()  # how a byte is written in such a vocabulary
+    merges = [(letters[ord("a")], letters[0xF0]), (letters[0x82], letters[0xC3])]
+    vocabulary = {letter: byte for byte, letter in letters.items()} | {
+        a + b: 256 + i for i, (a, b) in enumerate(merges)
+    }
+    core = Tokenizer(models.BPE(vocabulary, merges))
+    core.decoder = decoders.ByteLevel()
+    mixed = PreTrainedTokenizerFast(tokenizer_object=core)
+    assert "".join(pieces(mixed, ids)) == mixed.decode(ids)
+
+
+def test_text_appears_at_once_unless_a_character_is_incomplete(tokenizer: Any) -> None:
+    ids = tokenizer("a🙂b", add_special_tokens=False)["input_ids"]
+    assert pieces(tokenizer, ids) == ["a", "", "", "", "🙂", "b", ""]
+    assert pieces(tokenizer, ids[:3]) == ["a", "", "", "\ufffd"]
+
+
+def test_a_decoder_begins_anew_after_a_flush(tokenizer: Any) -> None:
+    first, second = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("a🙂", "Mira"))
+    decoder = Decoder(tokenizer)
+    assert "".join([*map(decoder.push, first[:-1]), decoder.flush()]) == "a\ufffd"
+    assert "".join([*map(decoder.push, second), decoder.flush()]) == "Mira"
+
+
+@given(st.lists(st.sampled_from(["▁Mira", "▁was", "born", ".", "▁"]), max_size=12))
+def test_pieces_keep_the_spaces_of_a_tokenizer_that_drops_the_first_one(words: list[str]) -> None:
+    core = Tokenizer(models.WordLevel({w: i for i, w in enumerate(["▁Mira", "▁was", "born", ".", "▁", "?"])}, "?"))
+    core.pre_tokenizer, core.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    spaced = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="?")
+    ids = spaced.convert_tokens_to_ids(words)
+    assert "".join(pieces(spaced, ids)) == spaced.decode(ids, clean_up_tokenization_spaces=False)
+
+
+# What reaches the terminal.
+
+EVIL = "\x1b[2J\x1b]0;owned\x07\x9b31m[bold]loud[/bold]\r\u202e"
+HARMLESS = r"\x1b[2J\x1b]0;owned\x07\x9b31m[bold]loud[/bold]\r" + "\\u202e"
+
+
+@pytest.mark.parametrize("shading", [False, True])
+def test_nothing_that_a_model_or_a_tool_writes_steers_the_terminal(shading: bool) -> None:
+    @tool(quick=True)
+    def echo(text: str) -> str:
+        """Say it."""
+        return f"heard {text}{EVIL}"
+
+    conversation = converse(says(f"<echo>{EVIL}</echo>", f"so {EVIL}"), echo)
+    shown, text = screen(terminal=True)
+    shown.shading = shading
+    conversation.ask("What?")
+    asyncio.run(conversation.answer(shown))
+    plain = re.sub(r"\x1b\[[0-9;]+m", "", text())  # colours are our own
+    assert plain != text()
+    assert all(char.isprintable() or char == "\n" for char in plain)
+    assert plain.count(HARMLESS) == 4  # the call, its result (twice: the tool repeats it), and what was made of it
+
+
+@RELAXED
+@given(st.text())
+def test_whatever_is_sampled_the_terminal_gets_printable_text(text: str) -> None:
+    shown, seen = screen()
+    for token in CHAT(text, add_special_tokens=False)["input_ids"]:
+        shown.token(token, 0.0)
+    shown.end_of_text()
+    assert all(char.isprintable() or char == "\n" for char in seen())
+
+
+def test_tokens_are_shaded_by_entropy_and_the_end_of_a_turn_is_not_shown() -> None:
+    shown, seen = screen(terminal=True)
+    shown.shading = True
+    a, b, c, d = CHAT("abcd", add_special_tokens=False)["input_ids"]
+    for token, entropy in ((a, 0.1), (b, 0.5), (c, 1.0), (d, 3.0), (END, 9.0)):
+        shown.token(token, entropy)
+    shown.end_of_text()
+    assert seen() == "a\x1b[33mb\x1b[0m\x1b[38;5;208mc\x1b[0m\x1b[31md\x1b[0m"
+
+
+def test_a_character_of_several_tokens_is_shaded_by_the_highest_entropy() -> None:
+    shown, seen = screen(terminal=True)
+    shown.shading = True
+    for token, entropy in zip(
+        CHAT("🙂a", add_special_tokens=False)["input_ids"], (0.1, 3.0, 0.1, 0.1, 0.1), strict=True
+    ):
+        shown.token(token, entropy)
+    assert seen() == "\x1b[31m🙂\x1b[0ma"
+
+
+def test_results_are_shortened_on_the_screen() -> None:
+    assert shorten("\none\n  two\n") == ["one", "  two"]
+    assert shorten("x" * RESULT_WIDTH) == ["x" * RESULT_WIDTH]
+    assert shorten("x" * (RESULT_WIDTH + 1)) == ["x" * RESULT_WIDTH + " ..."]
+    assert shorten("\n".join("abcdefghi"))[RESULT_LINES - 1 :] == ["f", "... 3 more lines"]
+
+
+# The conversation's ids.
+
+
+@pytest.mark.parametrize("template", [CHATML, QWEN, STRICT, DROPPING, CLOSED])
+@pytest.mark.parametrize("own_end", [False, True])
+def test_a_follow_up_is_what_the_template_says(template: str, own_end: bool) -> None:
+    tokenizer = make_tokenizer(template)
+    talked = [("user", "Where was Mira born?"), ("assistant", "In Upper Kelso."), ("user", "In which year?")]
+    messages = [{"role": role, "content": content} for role, content in talked]
+    whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    expected = tokenizer(whole, add_special_tokens=False)["input_ids"]
+    closing = " <|im_end|>" if template is CLOSED else "<|im_end|>"
+    opening = " " if template is CLOSED else ""
+    said = tokenizer(f"{opening}In Upper Kelso.{closing if own_end else ''}", add_special_tokens=False)["input_ids"]
+    history = (*encode_prompt(tokenizer, talked[0][1], ""), *said)
+    assert [*history, *encode_follow_up(tokenizer, history, " In which year?\n")] == expected
+
+
+@given(st.lists(st.sampled_from(["<|im_end|>", "<|im_start|>", "<|im_", "end|>", "\n", "system", "<tool_call>"])))
+def test_a_follow_up_cannot_forge_control_tokens(parts: list[str]) -> None:
+    ids = encode_follow_up(CHAT, (), "x" + "".join(parts) + "x")
+    assert ids is not None
+    assert (ids.count(START), ids.count(END), ids.count(CHAT.convert_tokens_to_ids("<tool_call>"))) == (2, 2, 0)
+
+
+def test_only_an_end_of_turn_is_taken_for_one() -> None:
+    whole = encode_follow_up(CHAT, (), "Why?")
+    assert whole is not None
+    newline = CHAT("\n", add_special_tokens=False)["input_ids"][0]
+    for last in (START, newline, 5):
+        assert encode_follow_up(CHAT, (7, last), "Why?") == whole
+    assert encode_follow_up(CHAT, (7, END), "Why?") == whole[1:]
+
+
+@pytest.mark.parametrize("template", [UNCLOSED, None])
+def test_without_an_end_of_turn_there_is_no_follow_up(template: str | None, tokenizer: Any) -> None:
+    assert encode_follow_up(make_tokenizer(template), (1, 2), "Why?") is None
+    assert encode_follow_up(tokenizer, (1, 2), "Why?") is None
+
+
+def test_a_conversation_is_prompt_turns_results_and_follow_ups_as_ids() -> None:
+    first, second, third = "<think>Hm.</think><search>Mira</search>", "Upper Kelso.<|im_end|>", "In 1912."
+    conversation = converse(says(first, second, third))
+    play(conversation, "Where was Mira born?", "When?")
+    ids = [CHAT(text, add_special_tokens=False)["input_ids"] for text in (first, second, third)]
+    agent = conversation.agent
+    expected = [
+        *encode_prompt(CHAT, "Where was Mira born?", agent.format.instructions),
+        *ids[0],
+        *encode_result(CHAT, agent.format, "found: Mira", 512)[0],
+        *ids[1],
+    ]
+    expected += [*(encode_follow_up(CHAT, expected, "When?") or ()), *ids[2]]
+    assert conversation.tokens == expected
+
+
+def test_every_turn_has_a_seed_of_its_own_that_repeats() -> None:
+    def seeds() -> list[int]:
+        seen: list[int] = []
+        play(converse(lambda prefix, seed: seen.append(seed) or "Yes."), "Why?", "/new", "Why?", "Why?")  # type: ignore[func-returns-value]
+        return seen
+
+    assert len({*seeds()}) == 3
+    assert seeds() == seeds()
+
+
+# Answers.
+
+
+def test_a_call_is_shown_made_and_counted(tokenizer: Any) -> None:
+    call, answer = "<search> Mira</search>", "<think> Hm.</think><answer>\\boxed{ Kelso}</answer>"
+    conversation = converse(says(call, f"{answer} and more"), tokenizer=tokenizer)
+    assert timeless(play(conversation, "Where was Mira born?")) == (
+        f"{STANDS_ALONE}\n{call}\n  search: T s\n  found: Mira\n{answer}\n{_length(tokenizer, call + answer)} tokens, "
+        "N tokens/s, 1 tool call, entropy at the start 0.00, after results 0.00\n"
+    )
+
+
+def _length(tokenizer: Any, text: str) -> int:
+    return len(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def test_entropies_are_those_of_the_first_tokens_of_the_turn_and_after_each_result() -> None:
+    turns = iter(
+        [
+            ("<search>a</search>", [1.0, 2.0, 99.0]),
+            ("<search>b</search>", [3.0, 4.0, 99.0]),
+            ("So it is.", [5.0, 6.0, 99.0]),
+        ]
+    )
+    conversation = converse(lambda prefix, seed: next(turns))
+    conversation.ask("Why?")
+    turn = asyncio.run(conversation.answer(screen()[0]))
+    assert (turn.end, turn.calls) == (End.EOS, 2)
+    assert (turn.first_entropies, turn.later_entropies) == ([1.0, 2.0], [3.0, 4.0, 5.0, 6.0])
+    assert turn.tokens == sum(_length(CHAT, text) for text in ("<search>a</search>", "<search>b</search>", "So it is."))
+    assert turn.line().endswith("2 tool calls, entropy at the start 1.50, after results 4.50")
+
+
+def test_the_line_of_a_turn() -> None:
+    assert Turn(End.EOS, tokens=1, seconds=0.5).line() == "1 token, 2 tokens/s, 0 tool calls"
+    assert Turn().line() == "0 tokens, 0 tokens/s, 0 tool calls"
+
+
+def test_calls_are_limited_per_answer() -> None:
+    script = says(*["<search>a</search>"] * 3, "<search>b</search>", "Done.")
+    shown = play(converse(script, max_calls=2), "Why?", "And now?")
+    assert shown.count("found: a") == 2 and shown.count("found: b") == 1
+    assert shown.count("Cut off: 2 tool calls an answer at most (rollout.max_calls).") == 1
+
+
+def test_a_broken_call_is_told_to_the_model() -> None:
+    seen: list[str] = []
+
+    def script(prefix: str, seed: int) -> str:
+        seen.append(prefix)
+        return "</search>" if len(seen) == 1 else "I see."
+
+    shown = play(converse(script), "Why?")
+    assert "  search: T s, model fault\n  Error: </search> closes a call" in timeless(shown)
+    assert "closes a call that was not opened" in seen[1]
+
+
+def test_tokens_are_limited_per_answer() -> None:
+    conversation = converse(lambda prefix, seed: "abcdefgh", max_tokens=5)
+    shown = play(conversation, "Why?", "Why?")
+    assert shown.count("abcde\n5 tokens") == 2
+    assert shown.count("Cut off: 5 tokens an answer at most (rollout.max_tokens).") == 2
+
+
+def test_a_result_counts_against_the_tokens_of_an_answer() -> None:
+    room = _length(CHAT, "<search>a</search><result>found: a</result>\n")
+    for more, end in ((0, End.LENGTH), (1, End.EOS)):
+        conversation = converse(says("<search>a</search>", "x"), max_tokens=room + more)
+        conversation.ask("Why?")
+        asked = len(conversation.tokens)
+        assert asyncio.run(conversation.answer(screen()[0])).end is end
+        taken = room + 1 if end is End.EOS else _length(CHAT, "<search>a</search>")
+        assert len(conversation.tokens) == asked + taken
+
+
+def test_a_character_that_is_cut_off_does_not_run_into_what_follows() -> None:
+    shown = play(converse(lambda prefix, seed: "a🙂", max_tokens=3), "Why?", "Why?")
+    assert shown.count("a\ufffd\n3 tokens") == 2
+
+
+def test_the_time_of_an_answer_is_that_of_all_its_sampling() -> None:
+    conversation = converse(says("<search>a</search>", "x"), delay=0.02)
+    conversation.ask("Why?")
+    assert clock.run(conversation.answer(screen()[0])).seconds == pytest.approx(0.04)
+
+
+def test_when_the_context_is_full_a_new_conversation_begins() -> None:
+    probe = converse(says("x"))
+    probe.ask("Why?")
+    start, more = len(probe.tokens), len(encode_follow_up(CHAT, (), "Why?") or ())
+    script: Script = lambda prefix, seed: "abcd"  # noqa: E731
+    fits = converse(script, context=start + 4 + more + 5)
+    assert "context" not in play(fits, "Why?", "Why?") and len(fits.tokens) == start + 4 + more + 4
+    full = converse(script, context=start + 4 + more)
+    assert f"The context of {start + 4 + more} tokens is full: a new conversation begins." in play(full, "Why?", "Why?")
+    assert len(full.tokens) == start + 4
+    cut = converse(script, context=start + 3)
+    assert f"Cut off: the context of {start + 3} tokens is full. A new conversation begins." in play(cut, "Why?")
+    assert cut.tokens == []
+
+
+@pytest.mark.parametrize("question", ["Why? " * 300, "\udcff"])
+def test_a_question_that_cannot_be_asked_is_refused_and_the_conversation_goes_on(question: str) -> None:
+    conversation = converse(lambda prefix, seed: "Yes.", context=600)
+    play(conversation, "Why?")
+    before = list(conversation.tokens)
+    assert play(conversation, question).startswith("error: ")
+    assert conversation.tokens == before
+    with pytest.raises(ArpoError):
+        conversation.ask(" ")
+
+
+# Being stopped.
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Ctrl-C works as on a terminal; a test run in the background may have been told to ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+class Stuck:
+    """An engine that says one token, waits for ever, and later brings one more that nobody wants."""
+
+    def __init__(self, inner: ScriptedEngine) -> None:
+        self.capabilities, self.version, self.callback = inner.capabilities, 0, lambda *_: None
+
+    async def generate(self, prefix: Any, params: Any, *, on_token: Any) -> Any:
+        self.callback = on_token
+        on_token(7, 0.0, 0.0)
+        await asyncio.Event().wait()
+
+    down = False
+
+    async def update_weights(self, version: int) -> None: ...
+
+
+def test_a_stopped_answer_keeps_what_was_sampled_and_nothing_that_comes_late() -> None:
+    conversation = converse(says())
+    engine = Stuck(conversation.agent.engine)  # type: ignore[arg-type]
+    object.__setattr__(conversation.agent, "engine", engine)
+    conversation.ask("Why?")
+    asked = list(conversation.tokens)
+    shown, text = screen()
+
+    async def stop() -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await conversation.answer(shown)
+
+    clock.run(stop())
+    seen = text()
+    engine.callback(8, 0.0, 0.0)  # type: ignore[call-arg]
+    assert conversation.tokens == [*asked, 7]
+    assert text() == seen == CHAT.decode([7])
+    assert conversation.ask("Why not?")
+    assert conversation.tokens[: len(asked) + 1] == [*asked, 7]
+
+
+def interrupted(text: str) -> Script:
+    """A model that says the text, with Ctrl-C coming in when it begins the first time."""
+    waiting = [True]
+
+    def script(prefix: str, seed: int) -> str:
+        if waiting:
+            waiting.pop()
+            signal.raise_signal(signal.SIGINT)
+        return text
+
+    return script
+
+
+def test_ctrl_c_stops_the_answer_and_keeps_the_conversation(ctrl_c: None) -> None:
+    conversation = converse(interrupted("abcd"))
+    shown = play(conversation, "Why?", "So?")
+    assert re.sub(r" \d+ tokens/s.*", "", shown) == "a\nstopped\nabcd\n4 tokens,\n"
+    assert CHAT.decode(conversation.tokens).endswith(
+        "user\nWhy?<|im_end|>\n<|im_start|>assistant\na<|im_end|>\n<|im_start|>user\nSo?<|im_end|>\n"
+        "<|im_start|>assistant\nabcd"
+    )
+
+
+def test_ctrl_c_stops_a_tool(ctrl_c: None) -> None:
+    stopped: list[bool] = []
+
+    @tool(timeout=60)
+    async def slow(what: str) -> str:
+        """Take long."""
+        asyncio.get_running_loop().call_later(0.02, signal.raise_signal, signal.SIGINT)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            stopped.append(True)
+        return ""
+
+    conversation = converse(says("<slow>x</slow>", "Sorry."), slow)
+    assert play(conversation, "Why?", "So?").startswith("<slow>x</slow>\n  slow: \nstopped\nSorry.\n")
+    assert stopped == [True]
+    assert "<slow>x</slow><|im_end|>\n<|im_start|>user\nSo?" in CHAT.decode(conversation.tokens)
+
+
+def test_ctrl_c_ends_everything_where_nobody_is_there_to_go_on(ctrl_c: None) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        play(converse(interrupted("abcd")), "Why?", "So?", go_on=False)
+
+
+# Commands.
+
+
+def test_commands() -> None:
+    seen: list[str] = []
+
+    def script(prefix: str, seed: int) -> str:
+        seen.append(prefix)
+        return "Yes."
+
+    shown = play(
+        converse(script), "/tools", "/entropy", "/entropy", "/what", " ", "Why?", "/new", "How?", "/quit", "No"
+    )
+    helped = "\n".join(f"{name}: {what}" for name, what in COMMANDS.items())
+    assert shown.startswith(f"search: Look it up.\n{LEGEND}\nShading is off.\n{helped}\nYes.\n")
+    assert "A new conversation.\nYes.\n" in shown
+    assert len(seen) == 2 and "Why?" in seen[0] and "Why?" not in seen[1]
+
+
+# The command line.
+
+
+def test_what_chat_takes_for_a_model(tmp_path: Path) -> None:
+    model, run, toml = tmp_path / "model", tmp_path / "run", tmp_path / "my.toml"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with runlog.create(run, Config().resolved()) as log:
+        with pytest.raises(ArpoError, match="has no checkpoint yet"):
+            model_config(str(run), [])
+        log.commit_checkpoint(3, lambda directory: (directory / "model").mkdir(), keep=1)
+    toml.write_text('[model]\npath = "owner/name"\n[rollout]\nmax_calls = 7\n')
+    for given_, path in [
+        ("tiny", "tiny"),
+        ("owner/name", "owner/name"),
+        ("some.gguf", "some.gguf"),
+        (str(model), str(model)),
+        (str(run), str(run / "checkpoints" / "step_000003" / "model")),
+        (str(toml), "owner/name"),
+    ]:
+        assert model_config(given_, []).model.path == path
+    assert model_config(str(toml), []).rollout.max_calls == 7
+    with pytest.raises(ArpoError, match="no such file"):
+        model_config(str(tmp_path / "absent.toml"), [])
+
+
+def test_chat_answers_piped_questions(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The real engine, over a random model: the same seed gives the same talk."""
+    save_pretrained(build_model(tokenizer, hidden=32, layers=1, max_context=128, seed=0), tokenizer, tmp_path)
+    capsys.readouterr()
+
+    def chat(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "stdin", io.StringIO("Where was Mira Tolven born?\n/tools\n\nWhy?"))
+        monkeypatch.setattr(sys, "argv", ["arpo", "chat", str(tmp_path), "rollout.max_tokens=20", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert not ended.value.code
+        return timeless(capsys.readouterr().out)
+
+    first = chat("--tools", "search", "--seed", "5")
+    assert first.startswith(f"{tmp_path}; tools: search; temperature 0.7; seed 5; /help\n{STANDS_ALONE}\n")
+    assert first.count("tokens/s") == 2
+    assert "\nsearch: Search the document collection" in first
+    assert chat("--tools", "search", "--seed", "5") == first
+    other = chat("--tools", "", "rollout.temperature=1.5")
+    assert "; tools: none; temperature 1.5; seed " in other and "\nThere are no tools.\n" in other

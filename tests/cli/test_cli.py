@@ -1,0 +1,463 @@
+"""The command line: the good paths work, and every mistake of the user's is one clear message and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from arpo.cli.main import main
+from arpo.trainer.checkpoint import save_pretrained
+from arpo.builtin.model import build_model
+
+SMALL = """
+[world]
+entities = 60
+train_questions = 20
+test_questions = 6
+
+[rollout]
+leaves = 4
+max_tokens = 60
+
+[train]
+steps = 2
+prompts = 2
+
+[eval]
+questions = 4
+
+[run]
+dir = "run"
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a command came to."""
+
+    code: int
+    out: str
+    err: str
+
+
+Arpo = Callable[..., Outcome]
+
+
+def call(*arguments: object) -> int:
+    """Run the command line in this process; returns its exit code."""
+    given, sys.argv = sys.argv, ["arpo", *map(str, arguments)]
+    try:
+        main()
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    finally:
+        sys.argv = given
+    return 0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads cost such a small model more than they give, above all on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model with one layer, as a Hugging Face directory."""
+    directory = tmp_path_factory.mktemp("model")
+    save_pretrained(build_model(tokenizer, hidden=32, layers=1, max_context=512, seed=0), tokenizer, directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def trained(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a finished run of two steps; tests must not change it."""
+    folder = tmp_path_factory.mktemp("trained")
+    config = folder / "small.toml"
+    config.write_text(SMALL)
+    assert call("train", config, f"model.path={model_dir}", f"run.dir={folder / 'run'}") == 0
+    return folder / "run"
+
+
+@pytest.fixture
+def arpo(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Arpo:
+    """Runs the command line in an empty directory that holds only `small.toml`, with a cache of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ARPO_CACHE", str(tmp_path / "cache"))
+    Path("small.toml").write_text(SMALL + f'\n[model]\npath = "{model_dir}"\n')
+
+    def run(*arguments: object) -> Outcome:
+        capsys.readouterr()
+        code = call(*arguments)
+        captured = capsys.readouterr()
+        return Outcome(code, captured.out, captured.err)
+
+    return run
+
+
+def mistake(outcome: Outcome) -> str:
+    """The message of a command that ended in a mistake of the user's."""
+    assert outcome.code == 2, outcome
+    assert outcome.err.startswith("error: ")
+    assert "Traceback" not in outcome.err + outcome.out
+    return outcome.err.removeprefix("error: ").rstrip("\n")
+
+
+def write_questions(name: str, *rows: dict[str, Any]) -> None:
+    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+# Good paths.
+
+
+def test_help_names_every_command(arpo: Arpo) -> None:
+    outcome = arpo("--help")
+    assert outcome.code == 0
+    assert [name for name in ("train", "eval", "rollout", "doctor", "demo") if f" {name} " not in outcome.out] == []
+
+
+def test_doctor_says_what_is_here(arpo: Arpo, tmp_path: Path) -> None:
+    outcome = arpo("doctor")
+    assert outcome.code == 0
+    rows = {line[4:22].strip(): line for line in outcome.out.splitlines()}
+    assert list(rows) == [
+        "arpo",
+        "torch",
+        "memory",
+        "disk",
+        "cuda",
+        "engine: local",
+        "tool: search",
+        "tool: python",
+        "tool: browse",
+        "tools by MCP",
+        "reward: math",
+        "pictures",
+        "model cache",
+    ]
+    assert torch.__version__ in rows["torch"]
+    assert rows["tool: search"].startswith("ok ")
+    assert rows["tool: python"].startswith("ok ") and "withstood" in rows["tool: python"]
+    assert str(tmp_path / "cache") in rows["model cache"]
+
+
+def test_train_leaves_a_whole_run(trained: Path) -> None:
+    lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["paths"]) for line in lines] == [(1, 8), (2, 8)]
+    assert json.loads((trained / "config.json").read_text())["train"]["steps"] == 2
+    assert [path.name for path in (trained / "checkpoints").iterdir()] == ["step_000002"]
+    assert sorted(path.name for path in (trained / "trees").iterdir()) == [
+        f"step_00000{step}.{kind}" for step in (1, 2) for kind in ("index.json", "jsonl.zst")
+    ]
+
+
+def test_train_prints_one_line_a_step(arpo: Arpo) -> None:
+    outcome = arpo("train", "small.toml", "train.steps=1")
+    assert outcome.code == 0
+    header, first, hint, done = outcome.out.splitlines()
+    assert header.startswith("step reward") and first.split()[0] == "1"
+    assert hint.startswith("Nothing was learnt")  # a random model earns the same on every path
+    assert done == "done: 1 steps; the run is in run"
+
+
+def test_resume_goes_on_to_more_steps(arpo: Arpo, trained: Path, model_dir: Path) -> None:
+    shutil.copytree(trained, "again")
+    outcome = arpo("train", "small.toml", f"run.dir={Path('again')}", "train.steps=3", "--resume")
+    assert (outcome.code, outcome.out.splitlines()[-1]) == (0, "done: 3 steps; the run is in again")
+    before, after = ((folder / "metrics.jsonl").read_text().splitlines() for folder in (trained, Path("again")))
+    assert [json.loads(line) for line in after[:2]] == [json.loads(line) for line in before]
+    assert [json.loads(line)["step"] for line in after] == [1, 2, 3]
+
+
+def test_eval_of_a_run_and_of_a_file(arpo: Arpo, trained: Path) -> None:
+    for target in (trained, "small.toml"):
+        outcome = arpo("eval", target)
+        assert outcome.code == 0
+        lines = outcome.out.splitlines()
+        assert lines[0] == "accuracy 0.0% over 4 questions"
+        told = [line for line in lines if line.startswith("right format ")]
+        assert len(told) == 1 and told[0].endswith(" tool calls per path")
+        assert lines[-1].split()[0] in ("search", "python", "(no") and lines[lines.index(told[0]) + 1].startswith(
+            "tool "
+        )
+    assert not Path("run").exists()
+
+
+def test_eval_of_a_run_on_a_benchmark(arpo: Arpo, trained: Path) -> None:
+    write_questions("gsm8k.jsonl", *({"question": f"{n} + 1?", "answer": f"so\n#### {n + 1}"} for n in range(3)))
+    own = ("tools.enabled=[]", "--benchmarks", "gsm8k", "--data-dir", ".", "--out", "out")
+    outcome = arpo("eval", trained, "--samples", 2, "--questions", 2, *own)
+    assert (outcome.code, outcome.err) == (0, "")
+    settings = json.loads(Path("out/settings.json").read_text())
+    assert settings["model"]["path"] == str(trained / "checkpoints" / "step_000002" / "model")
+    assert settings["rollout"]["max_tokens"] == 60  # as the run has it
+    assert len(Path("out/samples/gsm8k.jsonl").read_text().splitlines()) == 4
+    outcome = arpo("eval", trained, "--samples", 2, "--questions", 3)  # these options go for held-out questions, too
+    assert outcome.out.splitlines()[0] == "accuracy 0.0% over 3 questions"
+
+
+def test_rollout_shows_a_tree(arpo: Arpo, trained: Path) -> None:
+    outcome = arpo("rollout", trained, "--number", 5)
+    assert outcome.code == 0
+    config = json.loads((trained / "config.json").read_text())
+    assert config["world"]["test_questions"] == 6
+    assert sum(f"path {n}: " in outcome.out for n in range(1, 6)) == 4
+    assert outcome.out.splitlines()[-1].startswith("4 paths, ")
+    assert "right answer: " in outcome.out
+    assert arpo("rollout", trained, "--number", 5).out == outcome.out
+
+
+def test_rollout_answers_a_question_of_ones_own(arpo: Arpo, trained: Path) -> None:
+    outcome = arpo("rollout", trained, "rollout.leaves=2", "rollout.initial=1", "--ask", "Who is [bold]Ada[/] Lom?")
+    assert outcome.code == 0
+    assert "Who is [bold]Ada[/] Lom?" in outcome.out
+    assert outcome.out.splitlines()[-1].startswith("2 paths, ")
+
+
+def test_questions_and_documents_of_ones_own(arpo: Arpo) -> None:
+    write_questions("mine.jsonl", {"q": "Who leads Kip Salt?", "gold": ["Ada Lom", "A. Lom"]}, {"q": "1+1?", "gold": 2})
+    Path("docs.jsonl").write_text('{"title": "Kip Salt", "text": "Ada Lom leads it."}\n')
+    own = ("data.train=mine.jsonl", "data.test=mine.jsonl", "data.question=q", "data.answer=gold")
+    outcome = arpo("eval", "small.toml", *own, "tools.search=docs.jsonl")
+    assert (outcome.code, outcome.out.splitlines()[0]) == (0, "accuracy 0.0% over 2 questions")
+
+
+# Mistakes in the settings.
+
+
+def test_a_missing_config_file(arpo: Arpo) -> None:
+    for command in ("train", "eval", "rollout"):
+        assert mistake(arpo(command, "nowhere.toml")) == "nowhere.toml: there is no such file"
+
+
+def test_a_config_that_is_a_directory(arpo: Arpo) -> None:
+    Path("folder").mkdir()
+    assert mistake(arpo("train", "folder")) == "folder: is a directory, expected a TOML file"
+
+
+def test_invalid_toml(arpo: Arpo) -> None:
+    Path("bad.toml").write_text("[train]\nsteps = \n")
+    assert mistake(arpo("train", "bad.toml")).startswith("bad.toml: not valid TOML: Invalid value (at line 2")
+
+
+def test_an_unknown_key_names_the_nearest(arpo: Arpo) -> None:
+    assert mistake(arpo("train", "small.toml", "train.step=5")) == (
+        "command line: train.step: got 5, but there is no such setting; did you mean train.steps?"
+    )
+
+
+def test_a_wrong_type(arpo: Arpo) -> None:
+    assert mistake(arpo("train", "small.toml", "train.steps=many")) == (
+        'command line: train.steps: got "many", expected whole number >= 1'
+    )
+
+
+def test_an_override_without_a_value(arpo: Arpo) -> None:
+    assert mistake(arpo("train", "small.toml", "train.steps")) == (
+        'command line: got "train.steps", expected key=value, like rollout.leaves=8'
+    )
+
+
+def test_fewer_leaves_than_initial_paths(arpo: Arpo) -> None:
+    assert mistake(arpo("train", "small.toml", "rollout.initial=20", "rollout.leaves=8")) == (
+        "command line: rollout.initial: got 20, expected at most rollout.leaves, which is 8"
+    )
+
+
+def test_all_mistakes_are_told_at_once(arpo: Arpo) -> None:
+    assert len(mistake(arpo("train", "small.toml", "train.steps=0", "train.lr=-1", "sed=3")).splitlines()) == 3
+
+
+# Mistakes in the data and the tools.
+
+
+def test_a_missing_data_file(arpo: Arpo) -> None:
+    expected = f"none.jsonl: there is no such file (relative paths start in {Path.cwd()})"
+    assert mistake(arpo("train", "small.toml", "data.train=none.jsonl")) == expected
+    told = f"{expected}\n(it is data.test; training can do without: data.test=none)"
+    assert mistake(arpo("eval", "small.toml", "data.test=none.jsonl")) == told
+    assert not Path("run").exists()
+
+
+def test_a_folder_that_may_not_be_read_is_named(arpo: Arpo, monkeypatch: pytest.MonkeyPatch) -> None:
+    def locked(*_: object) -> None:
+        raise PermissionError(13, "Permission denied", "locked/run")
+
+    monkeypatch.setattr("arpo.runs.run_dir.refuse_used", locked)
+    assert mistake(arpo("train", "small.toml")) == "locked/run: Permission denied"
+
+
+def test_resuming_a_finished_run_says_that_there_is_nothing_to_do(arpo: Arpo) -> None:
+    assert arpo("train", "small.toml", "train.steps=1").code == 0
+    outcome = arpo("train", "small.toml", "train.steps=1", "--resume")
+    assert outcome.out.splitlines()[0] == "Nothing to do: the run is at step 1, train.steps is 1."
+
+
+def test_a_wrong_column(arpo: Arpo) -> None:
+    write_questions("mine.jsonl", {"text": "Who?", "answer": "Ada"})
+    assert mistake(arpo("train", "small.toml", "data.train=mine.jsonl")) == (
+        "mine.jsonl, line 1: no column 'question' or 'problem' or 'prompt' (there are: 'text', 'answer'); "
+        "name the right one with data.question=..."
+    )
+
+
+def test_an_empty_dataset(arpo: Arpo) -> None:
+    Path("empty.jsonl").touch()
+    assert mistake(arpo("train", "small.toml", "data.train=empty.jsonl")) == "empty.jsonl: holds no questions"
+
+
+def test_an_unknown_tool(arpo: Arpo) -> None:
+    message = mistake(arpo("train", "small.toml", 'tools.enabled=["search", "browser"]'))
+    there = "search, python, browse, or your own as path/to/file.py:name"
+    assert message == f"tools.enabled: there is no tool 'browser'; there are: {there}"
+    message = mistake(arpo("train", "small.toml", "reward.bonus=0.1", 'reward.bonus_tools=["search", "browse"]'))
+    assert message == "reward.bonus_tools: browse is not among the tools, so the bonus could never be earned"
+
+
+def test_a_corpus_that_is_missing_or_bad(arpo: Arpo) -> None:
+    assert mistake(arpo("train", "small.toml", "tools.search=none.jsonl")) == (
+        "cannot read the documents in none.jsonl: No such file or directory"
+    )
+    Path("bad.jsonl").write_text('{"text": "fine"}\n{"body": "no text"}\n')
+    assert mistake(arpo("train", "small.toml", "tools.search=bad.jsonl")) == (
+        "bad.jsonl, line 2: expected a non-empty string under `text` (or `contents`)"
+    )
+    Path("empty.jsonl").touch()
+    assert mistake(arpo("train", "small.toml", "tools.search=empty.jsonl")).startswith("empty.jsonl holds no documents")
+
+
+def test_a_prompt_longer_than_the_context(arpo: Arpo) -> None:
+    write_questions("long.jsonl", {"question": "word " * 5000, "answer": "Ada"})
+    message = mistake(arpo("eval", "small.toml", "data.test=long.jsonl"))
+    assert message.startswith("the prompt of task 'long.jsonl:1' has ")
+    assert message.endswith(
+        " tokens, but the model's context holds 512: shorten the question or use a model with a longer context"
+    )
+    message = mistake(
+        arpo("train", "small.toml", "data.test=long.jsonl")
+    )  # before any step, though it trains on others
+    assert "context holds 512" in message
+    assert "context holds 512" in mistake(arpo("rollout", "small.toml", "--ask", "word " * 5000))
+
+
+# Mistakes about the model.
+
+
+@pytest.mark.parametrize("path", ["./nowhere", "a/b/nowhere", "/nowhere"])
+def test_a_model_directory_that_is_not_there(arpo: Arpo, path: str) -> None:
+    assert mistake(arpo("eval", "small.toml", f"model.path={path}")) == (
+        f"model.path: {path!r} is no model: there is no such directory; "
+        'give a Hugging Face directory, a hub name or "tiny"'
+    )
+
+
+def test_a_directory_that_holds_no_model(arpo: Arpo) -> None:
+    Path("folder").mkdir()
+    assert "'folder' is no model: it has no config.json" in mistake(arpo("eval", "small.toml", "model.path=folder"))
+
+
+def test_a_damaged_model(arpo: Arpo, model_dir: Path) -> None:
+    damage = {"config.json": b"{", "tokenizer.json": b"{", "model.safetensors": b"\0" * 100}
+    for name, content in damage.items():
+        shutil.copytree(model_dir, f"without-{name}")
+        Path(f"without-{name}", name).write_bytes(content)
+        message = mistake(arpo("eval", "small.toml", f"model.path=without-{name}"))
+        assert message.startswith(f"model.path: 'without-{name}' could not be loaded: ")
+
+
+def test_cuda_where_there_is_none(arpo: Arpo, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert mistake(arpo("eval", "small.toml", "model.device=cuda")) == (
+        "model.device is cuda, but torch sees no CUDA device: use model.device=cpu, or see `arpo doctor`"
+    )
+
+
+# Mistakes about runs.
+
+
+def test_a_directory_that_already_holds_a_run(arpo: Arpo, trained: Path) -> None:
+    before = (trained / "config.json").read_bytes()
+    assert mistake(arpo("train", "small.toml", f"run.dir={trained}")) == (
+        f"{trained}: already holds a run; go on with it (--resume) or choose another run.dir"
+    )
+    assert (trained / "config.json").read_bytes() == before
+
+
+def test_a_directory_with_other_things_in_it(arpo: Arpo) -> None:
+    Path("run").mkdir()
+    Path("run/thesis.txt").write_text("important")
+    assert mistake(arpo("train", "small.toml")) == "run: is not empty and holds no run; choose another run.dir"
+    assert Path("run/thesis.txt").read_text() == "important"
+
+
+def test_resuming_with_other_settings(arpo: Arpo, trained: Path) -> None:
+    outcome = arpo("train", "small.toml", f"run.dir={trained}", "rollout.temperature=0.5", "eval.every=1", "--resume")
+    message = mistake(outcome).splitlines()
+    assert message[0] == f"{trained} was begun with other settings, so it can't be resumed:"
+    assert message[1:] == ["rollout.temperature: 1.0 -> 0.5", "give these as they were, or choose another run.dir"]
+
+
+def test_resuming_what_was_never_begun(arpo: Arpo) -> None:
+    assert (
+        mistake(arpo("train", "small.toml", "--resume")) == "run: there is no run yet; leave out --resume to begin one"
+    )
+    assert not Path("run").exists()
+
+
+def test_a_directory_that_is_no_run(arpo: Arpo) -> None:
+    Path("folder").mkdir()
+    for command in ("eval", "rollout"):
+        assert mistake(arpo(command, "folder")) == "folder: not a run (it has no config.json)"
+
+
+def test_a_run_without_a_checkpoint(arpo: Arpo, trained: Path) -> None:
+    Path("young").mkdir()
+    shutil.copy(trained / "config.json", "young")
+    assert mistake(arpo("eval", "young")) == "young has no checkpoint yet"
+
+
+def test_a_question_that_does_not_exist(arpo: Arpo, trained: Path) -> None:
+    assert mistake(arpo("rollout", trained, "--number", 6)) == (
+        "--number 6: there are 6 held-out questions, counted from 0"
+    )
+    outcome = arpo("rollout", trained, "--number", -1)
+    assert outcome.code == 2 and "--number" in outcome.err and "Traceback" not in outcome.err
+
+
+def test_an_empty_question_of_ones_own(arpo: Arpo, trained: Path) -> None:
+    assert mistake(arpo("rollout", trained, "--ask", "  ")) == "--ask: task 'asked' has an empty question"
+
+
+def test_a_wrong_command_or_option(arpo: Arpo) -> None:
+    for arguments in (["fly"], ["train"], ["train", "small.toml", "--fast"], ["demo", "--seed", "x"]):
+        outcome = arpo(*arguments)
+        assert outcome.code == 2 and "Usage:" in outcome.err and "Traceback" not in outcome.err
+
+
+def test_a_mistake_in_the_model_leaves_no_run_behind(arpo: Arpo) -> None:
+    """So that the same command, put right, is not refused."""
+    mistake(arpo("train", "small.toml", "model.path=./nowhere"))
+    assert arpo("train", "small.toml", "train.steps=1").code == 0
+
+
+def test_ctrl_c_says_how_to_go_on(arpo: Arpo, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("arpo.training.loop.sample_step", interrupted)
+    outcome = arpo("train", "small.toml")
+    assert (outcome.code, outcome.err) == (
+        130,
+        "stopped; what was trained is saved in run, go on with --resume\n",
+    )

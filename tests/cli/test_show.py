@@ -1,0 +1,118 @@
+"""`arpo show`: a saved tree, one path of it, or the list of a step, and every mistake with what there is."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from test_treepicture import branched
+from trees import searched
+
+from arpo.cli.main import display
+from arpo.cli.main import main
+from arpo.runs.run_dir import create
+from arpo.types import Credit, Fault, Reward, RolloutTree, Task, ToolResult
+
+
+def outcome(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
+    """Exit code, and what was printed."""
+    given, sys.argv = sys.argv, ["arpo", "show", *map(str, arguments)]
+    code = 0
+    try:
+        main()
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    finally:
+        sys.argv = given
+    printed = capsys.readouterr()
+    return code, printed.out + printed.err
+
+
+def with_results(tree: RolloutTree, *results: ToolResult) -> RolloutTree:
+    waiting = iter(results)
+    nodes = (replace(node, result=next(waiting)) if node.result else node for node in tree.nodes)
+    return replace(tree, nodes=tuple(nodes))
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run with trees of steps 2 and 5; the terminal is wide."""
+    monkeypatch.setattr(display.console, "_width", 400)
+    directory = tmp_path / "runs" / "mine"
+    odd = replace(searched(result="\x1b[2J[bold]hm[/]"), task=Task("odd\u202e", "Who?", ("me", "you")))
+    first = with_results(branched(), ToolResult("a result", seconds=0.25, cached=True))
+    second = with_results(odd, ToolResult("", Fault.TIMEOUT, 2.5, 3))
+    rewards = [Reward(0.5, {"format": 1.0, "correct": 0.25}), Reward(-1.0), Reward(1.0)]
+    credits = [Credit(0.5, {1: 0.125, 3: 0.5}), Credit(-1.5, {}), Credit(0.0, {}, kept=False)]
+    with create(directory, {"rollout": {}}) as log:
+        log.write_trees(2, [first], [rewards], [credits])
+        log.write_trees(5, [first, second], [rewards, rewards[:1]], [credits, credits[:1]])
+    return directory
+
+
+def test_the_last_tree_is_shown_with_all_that_is_known_of_it(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = outcome(capsys, run)
+    assert code == 0
+    for part in (
+        "step 5, question 0 of 2: q1",
+        "[search: cached]",
+        "[H 0.300, at the start 0.100, dH +0.1250, P 0.6000: P > tau]",
+        "path 1: answer, reward 0.50 (format 1, correct 0.25), advantage +0.500\n",
+        "path 2: answer, reward -1.00, advantage -1.500\n",
+        "path 3: answer, reward 1.00, advantage +0.000, left out of training\n",
+        "right answer: Upper Kelso",
+        "3 paths, 1 tool calls (0 failed), 1 branch points, 13 tokens (20 path by path)",
+    ):
+        assert part in text
+    assert outcome(capsys, run, "--step", 2)[1] == text.replace("step 5, question 0 of 2", "step 2, question 0 of 1")
+
+
+def test_failed_calls_are_told_and_text_stays_text(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = outcome(capsys, run, "--prompt", 1)
+    assert code == 0
+    assert r"step 5, question 1 of 2: odd\u202e" in text
+    assert r"\x1b[2J[bold]hm[/]" in text
+    assert "[search: failed, took too long; 2.500 s, 3 attempts]" in text
+    assert "(1 failed)" in text
+    assert "\x1b" not in text
+
+
+def test_a_path_reads_as_a_conversation(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = outcome(capsys, run, "--path", 1)
+    assert code == 0
+    heads = [line for line in text.splitlines() if line.startswith("---")]
+    assert heads == [
+        "--- prompt, 2 tokens",
+        "--- model, 2 tokens, entropy 0.500, advantage +0.125",
+        "--- tool, 1 tokens",
+        "--- model, 3 tokens, entropy 0.500, advantage +0.500",
+    ]
+    assert text.index("question") < text.index("a result") < text.index("path 1: answer")
+    assert "path 2" not in text
+
+
+def test_the_list_has_every_question(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = outcome(capsys, run, "--list")
+    assert code == 0
+    rows = [line.strip().split(maxsplit=5) for line in text.splitlines()]
+    assert ["0", "q1", "0.17", "3", "1", "Where was Mira Tolven born?"] in rows
+    assert ["1", r"odd\u202e", "0.50", "1", "0", "Who?"] in rows
+
+
+def test_mistakes_are_told_with_what_there_is(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def told(*arguments: object) -> str:
+        code, text = outcome(capsys, *arguments)
+        assert code == 2
+        return text
+
+    assert told(run, "--step", 3) == "error: --step 3: there are trees of steps 2 to 5\n"
+    assert told(run, "--prompt", 2) == ("error: --prompt 2: step 5 has 2 questions, counted from 0; --list has them\n")
+    assert "--prompt -1: step 5 has 2" in told(run, "--prompt", -1)
+    for number in (0, 4):
+        assert f"--path {number}: question 0 of step 5 has 3 paths, counted from 1" in told(run, "--path", number)
+    assert told(run.parent) == f"error: {run.parent}: not a run (it has no config.json of one); runs in it: {run}\n"
+    assert told(run / "nowhere") == f"error: {run / 'nowhere'}: not a run (it has no config.json of one)\n"
+    create(run.parent / "new", {"rollout": {}}).close()
+    assert "holds no trees; arpo train saves them unless run.save_trees=false" in told(run.parent / "new")

@@ -1,0 +1,214 @@
+"""What a user brings: rewards and tools named in the settings, every mistake in them, and the example that shows it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trees import searched
+
+from arpo.config.loading import load_config
+from arpo.builtin.world import World, make_world
+from arpo.config.plugins import load_object, names_object
+from arpo.rewards import reward_from
+from arpo.runs.run_dir import open_run as read_run
+from arpo.config.schema import Rewards
+from arpo.config.schema import World as WorldSection
+from arpo.training.setup import make_tools
+from arpo.tools.executor import call_tool
+from arpo.training.loop import open_run, train
+from arpo.trainer.checkpoint import save_pretrained
+from arpo.builtin.model import build_model
+from arpo.types import ArpoError, Reward, Task, ToolCall
+
+ROOT = Path(__file__).parent.parent
+TASK = Task("q7", "How long?", ("Upper Kelso",))
+SOURCE = """
+from __future__ import annotations
+from dataclasses import dataclass
+from arpo.tools.base import tool
+from arpo.types import Reward
+
+LOADED = []
+LOADED.append(1)
+
+@dataclass
+class Thing:
+    x: int
+
+@tool(quick=True)
+def length(text: str) -> str:
+    '''Length of a text.'''
+    return str(len(text))
+
+def plain(text: str) -> str:
+    '''A function without @tool.'''
+    return text
+
+def share(prediction, golds, task):
+    return len(prediction) / len(golds[0]) if task.id == "q7" else task.meta["score"]
+
+def whole(task, tree, leaf):
+    return task.meta.get("reward", Reward(0.25, {"correct": 0.0, "format": 1.0}))
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.py"
+    path.write_text(SOURCE)
+    return path
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return make_world(WorldSection(entities=60, train_questions=5, test_questions=5))
+
+
+def refused(setting: str, text: str) -> str:
+    with pytest.raises(ArpoError) as error:
+        load_object(setting, text)
+    return str(error.value)
+
+
+def test_names_of_objects() -> None:
+    assert all(map(names_object, ["a.py:b", "a.b:c", "C:/x/a.py:b"]))
+    assert not any(map(names_object, ["a", "a:", ":a", "a:b.c", "a:b c", ""]))
+
+
+def test_a_file_is_run_once_and_may_hold_anything(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_object("x", f"{file}:LOADED") == [1]
+    monkeypatch.chdir(file.parent)
+    assert load_object("x", "mine.py:LOADED") is load_object("x", f"{file}:LOADED")
+    assert load_object("x", "./mine.py:Thing")(3).x == 3
+    assert load_object("x", "os.path:join") is __import__("os").path.join
+
+
+def test_mistakes_in_a_name_are_told(file: Path, tmp_path: Path) -> None:
+    assert refused("reward.accuracy", "file.py:a b").startswith("reward.accuracy: got 'file.py:a b', expected path/to/")
+    assert f"there is no file {tmp_path}/no.py (relative paths start in" in refused("s", f"{tmp_path}/no.py:f")
+    assert refused("s", f"{file}:shade").endswith("has no shade; did you mean share?")
+    assert "no installed module arpo_nothing; install it, or name a file" in refused("s", "arpo_nothing:f")
+    assert "no installed module json.nothing" in refused("s", "json.nothing:f")
+    for source, told in [
+        ("x = 1\nx = (\n", "fails in line 2: SyntaxError"),
+        ("x = 1\n1 / 0\n", "fails in line 2: ZeroDivisionError: division by zero"),
+        ("import arpo_nothing\n", "fails in line 1: ModuleNotFoundError: No module named 'arpo_nothing'"),
+    ]:
+        (tmp_path / "bad.py").write_text(source)
+        assert told in refused("s", f"{tmp_path}/bad.py:f")  # and it is run again once it is mended
+    (tmp_path / "broken_module.py").write_text("import arpo_nothing\n")
+    sys.path.insert(0, str(tmp_path))
+    try:
+        assert "broken_module cannot be imported: No module named 'arpo_nothing'" in refused("s", "broken_module:f")
+    finally:
+        sys.path.remove(str(tmp_path))
+
+
+def test_an_accuracy_of_ones_own(file: Path) -> None:
+    reward = reward_from(Rewards(accuracy=f"{file}:share", bonus=0.5, bonus_tools=("search",)))
+    answered = searched(last="<think>b</think><answer>\\boxed{Upper}</answer>")
+    given = reward(TASK, answered, answered.leaves[0])
+    assert given.total == pytest.approx(5 / 11 + 0.5)
+    for wrong in (1.5, -0.1, float("nan"), "1", None):
+        task = Task("q8", "How?", ("x",), meta={"score": wrong})
+        with pytest.raises(ArpoError, match=r"returned .* for q8, expected a number from 0 to 1"):
+            reward(task, answered, answered.leaves[0])
+    with pytest.raises(ArpoError, match="expected a function"):
+        reward_from(Rewards(accuracy=f"{file}:LOADED"))
+
+
+def test_a_reward_of_ones_own(file: Path) -> None:
+    reward = reward_from(Rewards(accuracy="f1", function=f"{file}:whole"))
+    tree = searched()
+    assert reward(TASK, tree, tree.leaves[0]) == Reward(0.25, {"correct": 0.0, "format": 1.0})
+    for wrong, told in [
+        (0.5, "expected an arpo.types.Reward"),
+        (Reward(1.0, {"correct": 1.0}), "without the parts format"),
+        (Reward(float("inf"), {"correct": 1.0, "format": 1.0}), "expected finite numbers"),
+        (Reward(1.0, {"correct": 1.0, "format": "yes"}), "expected finite numbers"),
+    ]:
+        with pytest.raises(ArpoError, match=told):
+            reward(Task("q", "How?", ("x",), meta={"reward": wrong}), tree, tree.leaves[0])
+
+
+def test_settings_say_what_an_accuracy_may_be() -> None:
+    for name in ("f1", "em", "number", "math", "choice", "judge", "mine.py:f"):
+        assert load_config(None, [f"reward.accuracy={name}"]).reward.accuracy == name
+    with pytest.raises(ArpoError, match=r'got "bleu", expected one of "f1", .*"judge" or path/to/file.py:name'):
+        load_config(None, ["reward.accuracy=bleu"])
+
+
+def test_each_accuracy_scores_as_its_function_does() -> None:
+    boxed = {"f1": 2 / 3, "em": 0.0, "number": 0.0, "choice": 0.0}
+    kelso = searched(last="<think>b</think><answer>\\boxed{Kelso}</answer>")
+    for name, score in boxed.items():
+        reward = reward_from(Rewards(accuracy=name, bonus=0.0))
+        assert reward(TASK, kelso, kelso.leaves[0]).total == pytest.approx(score)
+    tolerant = reward_from(Rewards(accuracy="number", tolerance=0.01, bonus=0.0))
+    near = searched(last="<think>b</think><answer>\\boxed{200.5}</answer>")
+    assert tolerant(Task("q", "How much?", ("200",)), near, near.leaves[0]).total == 1.0
+
+
+def test_a_tool_of_ones_own(file: Path, world: World) -> None:
+    def tools(*overrides: str) -> Any:
+        return make_tools(load_config(None, ["reward.bonus=0.0", *overrides]), world)
+
+    with tools(f'tools.enabled=["search", "{file}:length"]') as box:
+        assert list(box) == ["search", "length"]
+        assert asyncio.run(call_tool(box, ToolCall("length", {"text": "four"}))).text == "4"
+    with tools(f'tools.enabled=["{file}:length"]', "reward.bonus=0.1", 'reward.bonus_tools=["length"]') as box:
+        assert list(box) == ["length"]
+    with tools(f'tools.enabled=["{file}:length"]', "reward.bonus=0.1", f"reward.function={file}:whole") as box:
+        assert list(box) == ["length"]  # nothing asks for a bonus
+    with pytest.raises(ArpoError, match="plain is no tool; put @tool"):
+        tools(f'tools.enabled=["{file}:plain"]')
+    with pytest.raises(ArpoError, match=r"no tool 'lenght'; there are: search, python, browse, or your own as"):
+        tools('tools.enabled=["lenght"]')
+
+
+def test_the_example_is_short_and_trains(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    example = Path("examples/custom_task")
+    lines = sum(len((example / name).read_text().splitlines()) for name in ("task.py", "run.toml"))
+    assert lines < 60
+    prices = load_object("x", "examples/custom_task/task.py:PRICES")
+    rows = [json.loads(line) for line in (example / "questions.jsonl").read_text().splitlines()]
+    for row in rows:  # "... 3 apples and 1 pear ...": the answers are what the tool says
+        words = row["question"].split()
+        counts = [(int(word), words[i + 1].removesuffix("s")) for i, word in enumerate(words) if word.isdigit()]
+        assert row["answer"] == sum(count * prices[item] for count, item in counts)
+    save_pretrained(build_model(tokenizer, 32, 1, 2048, seed=1), tokenizer, tmp_path / "model")
+    config = load_config(
+        example / "run.toml",
+        [f"model.path={tmp_path / 'model'}", f"run.dir={tmp_path / 'run'}", "train.steps=1", "train.prompts=2",
+         "rollout.leaves=4", "rollout.max_tokens=24"],
+    )  # fmt: skip
+    with open_run(config) as run:
+        assert asyncio.run(train(run)) == 1
+        assert list(run.session.bench.tools) == ["price"]
+        box = run.session.bench.tools
+        assert asyncio.run(call_tool(box, ToolCall("price", {"item": " Plum"}))).text == "25 cents"
+        assert "there are: apple" in asyncio.run(call_tool(box, ToolCall("price", {"item": "axe"}))).text
+        task = run.session.bench.train[0]
+        for box_text, total in {"150 cents": 1.0, "140": 0.5, "1": 0.0, "": 0.0, "²": 0.0}.items():
+            tree = searched(last=f"<think>b</think><answer>\\boxed{{{box_text}}}</answer>", name="price")
+            bonus = config.reward.bonus if total else 0.0
+            assert run.session.reward(task, tree, tree.leaves[0]).total == pytest.approx(total + bonus)
+    (row,) = read_run(tmp_path / "run").read_metrics()
+    assert row["paths"] == 8
+
+
+def test_kinds_of_questions_are_compared_in_their_own_way() -> None:
+    tree = searched(last="<think>so</think><answer>\\boxed{1200.0}</answer>")
+    reward = reward_from(Rewards(accuracy="em", by_kind={"math": "number", "qa": "f1"}, bonus=0.0))
+    scores = {kind: reward(Task("q", "How far?", ("1200",), kind), tree, tree.leaves[0]).total for kind in ("", "math")}
+    assert scores == {"": 0.0, "math": 1.0}
+    qa = reward(Task("q", "How far?", ("1200.0 feet",), "qa"), tree, tree.leaves[0]).total
+    assert qa == pytest.approx(2 / 3)
+    with pytest.raises(ArpoError, match="by_kind"):
+        load_config(None, ['reward.by_kind={math = "maths"}'])

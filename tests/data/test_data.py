@@ -1,0 +1,379 @@
+"""From settings to questions: mixtures, prompt lengths, a curriculum that resumes, `arpo data check`, the examples."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trees
+from questions import rows, verl
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from arpo.cli.main import app
+from arpo.config.loading import load_config
+from arpo.data.benchmarks import BENCHMARKS, load_benchmark
+from arpo.data.order import batch_of
+from arpo.data.tasks import Columns, load_tasks, read_tasks
+from arpo.engine.scripted import ScriptedEngine
+from arpo.agent.formats import make_format
+from arpo.rewards import make_reward
+from arpo.algorithm.rollout import Agent, rollouts
+from arpo.runs.run_dir import open_run as read_run
+from arpo.training.setup import fit_prompts, make_bench
+from arpo.training.loop import _outcome, open_run, train
+from arpo.trainer.checkpoint import save_pretrained
+from arpo.builtin.model import build_model
+from arpo.types import ArpoError, Fault, Kind, Leaf, Node, Reward, RolloutTree, Task
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+NO_TOOLS = ["reward.bonus=0", "tools.enabled=[]"]
+SMALL_WORLD = ["world.entities=60", "world.train_questions=6", "world.test_questions=2"]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write(name: str, *values: Any) -> None:
+    Path(name).write_text(rows(*values), encoding="utf-8")
+
+
+def toml(text: str, *overrides: str) -> Any:
+    Path("my.toml").write_text(text)
+    return load_config(Path("my.toml"), [*NO_TOOLS, *SMALL_WORLD, *overrides])
+
+
+MIXED = """
+[[data.mix]]
+source = "sums.jsonl"
+weight = 3
+answer_after = "####"
+[[data.mix]]
+source = "places.jsonl"
+question = "q"
+kind = "type"
+[[data.mix]]
+source = "world"
+"""
+
+
+def write_sources() -> None:
+    write("sums.jsonl", *({"question": f"{i}+1?", "answer": f"#### {i + 1}"} for i in range(7)))
+    write("places.jsonl", {"q": "Where?", "answer": "Rome", "type": "place"})
+
+
+def test_a_mixture_of_sources_each_with_its_columns(here: Path) -> None:
+    write_sources()
+    bench = make_bench(toml(MIXED))
+    assert [(part.source, len(part.tasks), part.weight) for part in bench.parts] == [
+        ("sums.jsonl", 7, 3), ("places.jsonl", 1, 1), ("world", 6, 1),
+    ]  # fmt: skip
+    assert bench.train[0] == Task("sums.jsonl:1", "0+1?", ("1",))
+    assert bench.train[7] == Task("places.jsonl:1", "Where?", ("Rome",), "place")
+    assert len(bench.train) == 14
+    assert len(bench.test) == 2  # the world is among them, so its held-out questions are there
+    kinds = Counter(task.id.partition(":")[0] for task in batch_of(bench.parts, 10, 4, seed=0))
+    assert (kinds["sums.jsonl"], kinds["places.jsonl"]) == (6, 2)
+
+
+def test_mistakes_in_a_mixture(here: Path) -> None:
+    write_sources()
+    with pytest.raises(ArpoError, match=r"data\.mix: got .*, expected no tables where data\.train is set"):
+        toml(MIXED, "data.train=sums.jsonl")
+    for wrong, told in (
+        ('source = "world"\nweight = 0', "data.mix.weight: got 0, expected whole number >= 1 and <= 10000"),
+        (
+            'source = "world"\nwieght = 2',
+            "data.mix.wieght: got 2, but there is no such setting; did you mean data.mix.w",
+        ),
+        ("source = 3", "data.mix.source: got 3, expected non-empty text"),
+        ("weight = 2", "my.toml: data.mix.source: is missing, expected non-empty text"),
+    ):
+        with pytest.raises(ArpoError, match=re.escape(told)):
+            toml(f"[[data.mix]]\n{wrong}\n")
+    with pytest.raises(ArpoError, match=r"places\.jsonl, line 1: no column .*data\.mix\.question="):
+        make_bench(toml('[[data.mix]]\nsource = "places.jsonl"'))
+
+
+def test_a_saved_mixture_is_read_back(here: Path) -> None:
+    config = toml(MIXED)
+    Path("config.json").write_text(json.dumps(config.resolved()))
+    assert load_config(Path("config.json")) == config
+    assert load_config(None).data.training[0].source == "world"
+
+
+def test_search_needs_somewhere_to_look_unless_the_world_is_among_the_sources(here: Path) -> None:
+    write_sources()
+    tools = ['tools.enabled=["search"]']
+    with make_bench(toml(MIXED, *tools)).tools as box:
+        assert list(box) == ["search"]
+    with pytest.raises(ArpoError, match="somewhere to look"):
+        make_bench(toml("", "data.train=sums.jsonl", *tools))
+
+
+def test_bad_rows_are_refused_or_skipped_and_told(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write("mine.jsonl", {"question": "Who?", "answer": "Ada"}, {"question": "Who?", "answer": "\x1b[31m "}, [1])
+    with pytest.raises(ArpoError, match=r"line 3: expected a JSON object, got list\nmend the rows, or leave them out"):
+        make_bench(toml("", "data.train=mine.jsonl"))
+    bench = make_bench(toml("", "data.train=mine.jsonl", "data.bad_rows=skip"))
+    assert [task.id for task in bench.train] == ["mine.jsonl:1", "mine.jsonl:2"]
+    assert capsys.readouterr().out.splitlines() == [
+        "1 of 3 rows of mine.jsonl are left out:",
+        "mine.jsonl, line 3: expected a JSON object, got list",
+    ]
+
+
+# Prompt lengths.
+
+
+def scripted(tokenizer: Any, tools: Any = None, script: Any = None, **more: Any) -> Agent:
+    fmt = make_format("tags", [tool.spec for tool in (tools or {}).values()])
+    return Agent(ScriptedEngine(tokenizer, script or (lambda *_: ""), **more), tokenizer, tools or {}, fmt)
+
+
+def test_long_prompts_are_left_out_of_training_and_counted(
+    here: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write("mine.jsonl", *({"question": "word " * n, "answer": "x"} for n in (1, 50, 2, 400)))
+    bench = make_bench(toml("", "data.train=mine.jsonl", "data.test=mine.jsonl"))
+    agent = scripted(tokenizer)
+    lengths = [len(agent.prompt(task)) for task in bench.train]
+    assert lengths[0] < lengths[2] < lengths[1] < lengths[3]
+    for limit, kept in ((lengths[1], [1, 2, 3]), (lengths[1] - 1, [1, 3]), (10**6, [1, 2, 3, 4])):
+        fitted = fit_prompts(bench, agent, limit)
+        assert [task.id for task in fitted.train] == [f"mine.jsonl:{n}" for n in kept]
+        assert fitted.test == bench.test  # what is measured does not change
+        told = capsys.readouterr().out
+        expected = f"{4 - len(kept)} of 4 questions of mine.jsonl are left out: over {limit} tokens\n"
+        assert told == (expected if len(kept) < 4 else "")
+    assert fit_prompts(bench, agent, None) is bench
+    with pytest.raises(ArpoError, match=r"data\.max_prompt_tokens: none of the 4 prompts of mine\.jsonl has 3 or less"):
+        fit_prompts(bench, agent, 3)
+
+
+def test_without_a_limit_what_the_model_cannot_hold_is_refused(here: Path, tokenizer: Any) -> None:
+    write("mine.jsonl", *({"question": "word " * n, "answer": "x"} for n in (1, 400)))
+    bench = make_bench(toml("", "data.train=mine.jsonl"))
+    agent = scripted(tokenizer, max_context=len(scripted(tokenizer).prompt(bench.train[1])))
+    with pytest.raises(ArpoError, match=r"mine\.jsonl:2"):
+        fit_prompts(bench, agent, None)
+    assert len(fit_prompts(bench, agent, 10**6).train) == 1  # with one it is left out as well
+
+
+# A curriculum resumes as if it had never stopped.
+
+TINY_RUN = [
+    "world.entities=60", "world.train_questions=4", "world.test_questions=2", "train.prompts=3", "train.steps=8",
+    "rollout.leaves=4", "rollout.max_tokens=16", "train.lr=1e-3", "run.checkpoint_every=2", "data.curriculum=1",
+]  # fmt: skip
+
+
+def often_settled(task: Task, tree: RolloutTree, leaf: Leaf) -> Reward:
+    """For half of the questions always right; for the others, the share of even tokens is what counts."""
+    tokens = [t for i in tree.path(leaf.node) if tree.nodes[i].kind is Kind.MODEL for t in tree.nodes[i].tokens]
+    share = sum(token % 2 == 0 for token in tokens) / len(tokens)
+    return Reward(share, {"correct": float(task.id.endswith(("0", "2")) or share > 0.5), "format": 1.0})
+
+
+def run_to_the_end(tokenizer: Any, directory: Path, *more: str, resume: bool = False) -> None:
+    model = directory.parent / "model"
+    if not model.exists():
+        save_pretrained(build_model(tokenizer, 32, 1, 256, seed=1), tokenizer, model)
+    config = load_config(None, [f"model.path={model}", f"run.dir={directory}", *TINY_RUN, *more])
+    with open_run(config, resume) as run:
+        assert len(run.session.outcomes) == (run.step if config.data.curriculum else 0)
+        asyncio.run(train(replace(run, session=replace(run.session, reward=often_settled))))
+
+
+def what_it_left(directory: Path) -> tuple[list[Any], list[list[str]], dict[str, torch.Tensor]]:
+    log = read_run(directory)
+    metrics = [{k: v for k, v in row.items() if "seconds" not in k} for row in log.read_metrics()]
+    asked = [[entry.task for entry in log.tree_index(step)] for step in log.tree_steps()]
+    return metrics, asked, load_file(log.checkpoint_path(8) / "model" / "model.safetensors")
+
+
+def test_a_resumed_curriculum_equals_one_that_was_not_stopped(tokenizer: Any, tmp_path: Path) -> None:
+    run_to_the_end(tokenizer, tmp_path / "straight")
+    run_to_the_end(tokenizer, tmp_path / "halves", "train.steps=5")
+    run_to_the_end(tokenizer, tmp_path / "halves", resume=True)
+    metrics, asked, weights = what_it_left(tmp_path / "straight")
+    metrics_2, asked_2, weights_2 = what_it_left(tmp_path / "halves")
+    assert (metrics, asked) == (metrics_2, asked_2)
+    assert all(torch.equal(weights[name], weights_2[name]) for name in weights)
+    letters = [row["outcomes"] for row in metrics]
+    assert [len(text) for text in letters] == [3] * 8
+    assert "1" in "".join(letters)
+
+
+def test_a_curriculum_changes_what_is_asked_and_only_when_it_is_on(tokenizer: Any, tmp_path: Path) -> None:
+    run_to_the_end(tokenizer, tmp_path / "on")
+    run_to_the_end(tokenizer, tmp_path / "off", "data.curriculum=0")
+    on, off = what_it_left(tmp_path / "on"), what_it_left(tmp_path / "off")
+    assert "outcomes" not in off[0][0]
+    usual = Counter(name for names in off[1] for name in names)
+    assert set(usual.values()) == {6}
+    seen = Counter(name for names in on[1] for name in names)
+    easy = [count for name, count in seen.items() if name.endswith(("0", "2"))]
+    assert max(easy) < 6 < max(seen.values())
+
+
+@pytest.mark.parametrize(("fault", "letter"), [(Fault.INFRA, "1"), (Fault.MODEL, "m"), (None, "m")])
+def test_paths_spoilt_by_a_broken_tool_do_not_count(fault: Fault | None, letter: str) -> None:
+    tree = trees.tree([trees.prompt(), trees.model(0, [3]), trees.tool(1, fault=fault), trees.model(2, [4])], [1, 3])
+    right, wrong = (Reward(value, {"correct": value}) for value in (1.0, 0.0))
+    assert _outcome(tree, [right, wrong]) == letter
+
+
+# What `arpo data check` shows.
+
+
+def check(*arguments: str) -> tuple[int, list[str]]:
+    result = CliRunner().invoke(app, ["data", "check", *arguments])
+    if isinstance(result.exception, ArpoError):
+        raise result.exception
+    return result.exit_code, result.output.splitlines()
+
+
+def test_check_shows_what_would_be_read(here: Path) -> None:
+    write("mine.jsonl", *(verl(f"What :smile: is {i}?", str(i), "math") for i in range(5)))
+    assert check("mine.jsonl") == (
+        0,
+        [
+            "mine.jsonl: 5 rows, 5 questions",
+            "  question   prompt",
+            "  answer     reward_model.ground_truth",
+            "  id         file and line",
+            "  kind       ability",
+            *(
+                line
+                for i in range(3)
+                for line in (f"mine.jsonl:{i + 1} [math]: What :smile: is {i}?", f"  answer: {i}")
+            ),
+        ],
+    )
+
+
+def test_check_names_bad_rows_and_fails(here: Path) -> None:
+    write("mine.jsonl", {"question": "a" * 500, "answer": ["x", "y"]}, *[1] * 25, {"problem": "\x1b[2J", "answer": 3})
+    code, lines = check("mine.jsonl")
+    assert code == 1
+    assert lines[:2] == ["mine.jsonl: 27 rows, 2 questions", "  question   question (1), problem (1)"]
+    assert "  answer: x | y" in lines
+    assert "mine.jsonl:27: \\x1b[2J" in lines
+    assert lines[-22] == "rows that do not fit and would be refused; data.bad_rows=skip leaves them out: 25"
+    assert lines[-2:] == ["mine.jsonl, line 21: expected a JSON object, got int", "and 5 more"]
+    assert all(len(line) < 300 for line in lines)
+    code, lines = check("mine.jsonl", "data.bad_rows=skip")
+    assert (code, lines[-22]) == (0, "rows that do not fit and are left out: 25")
+
+
+def test_check_takes_settings_and_whole_configs(here: Path) -> None:
+    write_sources()
+    code, lines = check("places.jsonl", "data.question=q")
+    assert (code, lines[0]) == (0, "places.jsonl: 1 rows, 1 questions")
+    toml(MIXED + "[data]\ntest = 'places.jsonl'\nquestion = 'q'\n")
+    code, lines = check("my.toml")
+    assert [line for line in lines if " rows, " in line] == [
+        "sums.jsonl: 7 rows, 7 questions",
+        "places.jsonl: 1 rows, 1 questions",
+        "places.jsonl: 1 rows, 1 questions",
+    ]
+    Path("my.toml").write_text("")
+    assert check("my.toml") == (0, ["all questions are the built-in world's"])
+    Path("empty.jsonl").touch()
+    with pytest.raises(ArpoError, match="holds no questions"):
+        check("empty.jsonl")
+    Path("table.csv").write_text("question,answer")
+    with pytest.raises(ArpoError, match=r"turn it into \.jsonl"):
+        check("table.csv")
+    with pytest.raises(ArpoError, match="there is no such file"):
+        check("nowhere.jsonl")
+
+
+# The examples, on files made here.
+
+
+def table(path: Path, values: list[dict[str, Any]]) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(values), path)
+
+
+def example_rows(name: str) -> list[dict[str, Any]]:
+    """Rows in the layout of the set that the example is for; answers count up from 1."""
+    if name == "gsm8k.toml":
+        return [{"question": f"{n - 1} + 1?", "answer": f"<<{n - 1}+1={n}>>\n#### {n}"} for n in range(1, 21)]
+    good = [verl(f"{n - 1} + 1?", str(n), "math" if n % 2 else "qa", metadata=None) for n in range(1, 21)]
+    return [*good, verl("Nobody knows?", " ")]  # the released set has such a row
+
+
+@pytest.mark.parametrize("name", ["arpo_10k.toml", "gsm8k.toml"])
+def test_an_example_reads_its_files_and_rolls_out(here: Path, tokenizer: Any, name: str) -> None:
+    """Twenty questions go through every tool to the right answer, by a script that reads the question."""
+    shown = load_config(EXAMPLES / name)
+    for source in (shown.data.train, shown.data.test):
+        assert source is not None
+        if source.endswith(".parquet"):
+            table(here / source, example_rows(name))
+        else:
+            write(source, *example_rows(name))
+    write("wiki.jsonl", {"title": "One", "text": "One is a number."})
+    search = [f"tools.search={here / 'wiki.jsonl'}"] if "search" in shown.tools.enabled else []
+    config = load_config(EXAMPLES / name, [*search, "rollout.leaves=2"])
+    calls = {"search": lambda number: "one", "python": lambda number: f"print({number} + 1)"}
+
+    def script(prefix: str, seed: int) -> str:
+        number = int(prefix.partition(" + 1?")[0].split()[-1].rpartition(">")[2])
+        done = prefix.count("</result>")
+        if done < len(config.tools.enabled):
+            tool = config.tools.enabled[done]
+            return f"<think>Look.</think><{tool}>{calls[tool](number)}</{tool}>"
+        return f"<think>Done.</think><answer>\\boxed{{{number + 1}}}</answer>"
+
+    bench = make_bench(config)
+    with bench.tools:
+        agent = scripted(tokenizer, bench.tools, script)
+        bench = fit_prompts(bench, agent, config.data.max_prompt_tokens)
+        assert [task.answers for task in bench.train] == [(str(n),) for n in range(1, 21)]
+        grown = asyncio.run(rollouts(agent, bench.train, config.rollout, config.branching, range(20)))
+    reward = make_reward(config.reward.accuracy, config.reward.bonus, config.reward.bonus_tools)
+    earned = [reward(tree.task, tree, leaf) for tree in grown for leaf in tree.leaves]
+    assert len(earned) == 40
+    assert {(each.total, each.parts["correct"]) for each in earned} == {(1.0 + config.reward.bonus, 1.0)}
+    assert all(f"{tree.task.answers[0]}" in node.text for tree in grown for node in tree.nodes if _is_python(node))
+
+
+def _is_python(node: Node) -> bool:
+    return node.call is not None and node.call.name == "python"
+
+
+# On the real files, where they are: ARPO_DATA names the folder.
+
+
+@pytest.mark.skipif("ARPO_DATA" not in os.environ, reason="ARPO_DATA names no folder of data")
+def test_the_real_files() -> None:
+    folder = Path(os.environ["ARPO_DATA"])
+    reading = read_tasks(str(folder / "arpo" / "train_10k.parquet"), Columns())
+    assert (len(reading.tasks), [p.partition(", ")[2].partition(":")[0] for p in reading.problems]) == (
+        9999,
+        ["row 5275"],
+    )
+    assert Counter(task.kind for task in reading.tasks) == {"math": 4999, "qa": 5000}
+    assert not any("tool" in task.question for task in reading.tasks[:5])
+    grade_school = load_tasks(str(folder / "gsm8k" / "train.jsonl"), Columns(answer_after="####"))
+    assert (len(grade_school.tasks), grade_school.tasks[0].answers) == (7473, ("72",))
+    there = {path.stem: path for path in (folder / "benchmarks").glob("*.jsonl") if path.stem in BENCHMARKS}
+    assert len(there) == 9
+    assert {len(load_benchmark(name, str(path))) for name, path in there.items()} == {30, 40}
+    for name in ("hotpotqa", "musique"):
+        assert len(load_benchmark(name, str(folder / "multihop" / f"{name}_100.json"))) == 100

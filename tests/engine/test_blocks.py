@@ -1,0 +1,255 @@
+"""The tree of blocks against an obvious model of it: texts by block number, nothing else."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from itertools import count
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from arpo.engine.local.blocks import Block, BlockTree, common
+
+SIZE = 3
+TEXT = st.lists(st.integers(0, 1), min_size=1, max_size=14)
+
+
+def slow_common(a: Any, b: Any) -> int:
+    """Length of the common prefix, one by one."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def walk(tree: BlockTree) -> dict[int, tuple[int, list[int]]]:
+    """Every block in the tree by number: its parent's number, and all text from the root to its end."""
+    found: dict[int, tuple[int, list[int]]] = {}
+
+    def visit(block: Block, before: list[int]) -> None:
+        for first, children in block.children.items():
+            assert children
+            for child in children:
+                assert child.number not in found and child.parent is block and child.tokens[0] == first
+                found[child.number] = block.number, [*before, *child.tokens]
+                visit(child, [*before, *child.tokens])
+
+    visit(tree.root, [])
+    return found
+
+
+class Blocks(RuleBasedStateMachine):
+    """Sequences come, share, fork, grow and go; the model knows which text every block number must hold."""
+
+    @initialize(blocks=st.integers(2, 9))
+    def build(self, blocks: int) -> None:
+        self.blocks, self.tree = blocks, BlockTree(blocks, SIZE)
+        self.forget()
+
+    def forget(self) -> None:
+        self.texts: dict[int, list[int]] = {}  # by block number: everything from the start of the sequence
+        self.parents: dict[int, int] = {}
+        self.left: dict[int, int] = {}  # when a block was last let go
+        self.users: Counter[int] = Counter()
+        self.sequences: list[list[Block]] = []
+        self.time = count(1)
+
+    def hold(self, path: list[Block]) -> None:
+        self.tree.hold(path)
+        self.users.update(block.number for block in path)
+
+    def release(self, path: list[Block]) -> None:
+        self.tree.release(path)
+        now = next(self.time)
+        for block in path:
+            self.users[block.number] -= 1
+            self.left[block.number] = now
+
+    def grow(self, parent: Block) -> Block | None:
+        """Grow in both; the model says which number it must be."""
+        free = [n for n in range(self.blocks) if n not in self.texts and not self.users[n]]
+        leaves = [n for n in self.texts if not self.users[n] and n not in self.parents.values()]
+        expected = min(free) if free else min(leaves, key=lambda n: self.left[n], default=None)
+        block = self.tree.grow(parent)
+        assert (block and block.number) == expected
+        if block is None:
+            return None
+        self.texts.pop(block.number, None)
+        self.parents.pop(block.number, None)
+        self.users[block.number] += 1
+        return block
+
+    def fill(self, block: Block, tokens: list[int]) -> None:
+        assert block.parent is not None
+        self.tree.fill(block, tokens)
+        before = self.texts.get(block.number, self.texts.get(block.parent.number, []))
+        self.texts[block.number] = [*before, *tokens]
+        self.parents[block.number] = block.parent.number
+
+    @rule(known=st.none() | st.integers(0, 8), tokens=TEXT, copy=st.booleans())
+    def start(self, known: int | None, tokens: list[int], copy: bool) -> None:
+        tokens = [*self.texts.get(known, []), *tokens] if known is not None else tokens
+        path, tail = self.tree.match(tokens)
+        self.check_match(tokens, path, tail)
+        self.hold(path)
+        if tail is not None:
+            block, shared = tail
+            writable = not block.users and shared == len(block.tokens)
+            self.hold([block])
+            if writable and not copy:
+                path = [*path, block]
+            else:
+                twin = self.grow(path[-1] if path else self.tree.root)
+                self.release([block])
+                if twin is not None:
+                    self.fill(twin, tokens[len(path) * SIZE :][:shared])
+                    path = [*path, twin]
+        self.sequences.append(path)
+        self.write(path, tokens[sum(len(block.tokens) for block in path) :])
+
+    @rule(tokens=TEXT)
+    def start_alone(self, tokens: list[int]) -> None:
+        """One that computes what others are computing at the same time."""
+        self.sequences.append([])
+        self.write(self.sequences[-1], tokens)
+
+    def check_match(self, tokens: list[int], path: list[Block], tail: tuple[Block, int] | None) -> None:
+        numbers = [block.number for block in path]
+        for i, number in enumerate(numbers):
+            assert self.texts[number] == tokens[: (i + 1) * SIZE]
+            assert self.parents[number] == (numbers[i - 1] if i else -1)
+        known = max((slow_common(text, tokens) for text in self.texts.values()), default=0)
+        assert len(path) * SIZE + (tail[1] if tail else 0) == known
+        if tail is None:
+            return
+        block, shared = tail
+        parent = numbers[-1] if numbers else -1
+        assert 0 < shared < SIZE and self.parents[block.number] == parent
+        assert slow_common(self.texts[block.number], tokens) == known
+        ready = [n for n, text in self.texts.items() if text == tokens[:known] and not self.users[n] and known % SIZE]
+        if any(self.parents[n] == parent for n in ready):
+            assert block.number in ready
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data(), tokens=TEXT)
+    def extend(self, data: st.DataObject, tokens: list[int]) -> None:
+        self.write(data.draw(st.sampled_from(self.sequences)), tokens)
+
+    def write(self, path: list[Block], tokens: list[int]) -> None:
+        """Go on writing where the sequence alone may: in its own last block, or in new ones."""
+        while tokens:
+            room = SIZE - len(path[-1].tokens) if path else 0
+            if not room:
+                block = self.grow(path[-1] if path else self.tree.root)
+                if block is None:
+                    assert self.tree.available == 0
+                    return
+                path.append(block)
+                room = SIZE
+            self.fill(path[-1], tokens[:room])
+            tokens = tokens[room:]
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data(), more=st.booleans())
+    def stop(self, data: st.DataObject, more: bool) -> None:
+        path = data.draw(st.sampled_from(self.sequences))
+        if more and (not path or len(path[-1].tokens) == SIZE):
+            empty = self.grow(path[-1] if path else self.tree.root)  # given back with nothing in it
+            path += [empty] if empty else []
+        self.sequences = [other for other in self.sequences if other is not path]
+        self.release(path)
+
+    @precondition(lambda self: not any(self.users.values()))
+    @rule()
+    def clear(self) -> None:
+        self.tree.clear()
+        self.forget()
+
+    @invariant()
+    def the_tree_is_the_model(self) -> None:
+        found = walk(self.tree)
+        assert {number: text for number, (_, text) in found.items()} == self.texts
+        assert {number: parent for number, (parent, _) in found.items()} == self.parents
+        held = [number for number, users in self.users.items() if users]
+        assert self.tree.available == self.blocks - len(held)
+        for path in self.sequences:
+            assert all(block.users == self.users[block.number] for block in path)
+
+
+TestBlocks = Blocks.TestCase
+TestBlocks.settings = settings(max_examples=150, stateful_step_count=25, deadline=None, derandomize=True)
+
+
+def written(tree: BlockTree, tokens: list[int]) -> list[Block]:
+    """A sequence written block by block, sharing nothing."""
+    path: list[Block] = []
+    for start in range(0, len(tokens), tree.size):
+        block = tree.grow(path[-1] if path else tree.root)
+        assert block is not None
+        tree.fill(block, tokens[start : start + tree.size])
+        path.append(block)
+    return path
+
+
+def test_of_two_blocks_with_the_same_tokens_the_one_that_goes_on_is_found() -> None:
+    """Two paths that sampled the same beginning: going on with the second must find all of it."""
+    tree = BlockTree(6, 2)
+    written(tree, [1, 2, 3, 4])
+    second = written(tree, [1, 2, 5, 6])
+    assert tree.match([1, 2, 5, 6, 7]) == (second, None)
+
+
+def test_a_block_in_use_is_copied_and_an_idle_one_is_written_on() -> None:
+    tree = BlockTree(4, 4)
+    busy, idle = written(tree, [1, 2, 3]), written(tree, [1, 2])
+    tree.release(idle)
+    assert tree.match([1, 2, 9]) == ([], (idle[0], 2))
+    assert tree.match([1, 2, 3]) == ([], (busy[0], 3))
+    tree.hold(idle)
+    assert tree.match([1, 2, 9])[1] == (busy[0], 2)
+
+
+def test_of_two_idle_blocks_the_one_with_nothing_else_in_it_is_written_on() -> None:
+    tree = BlockTree(4, 4)
+    more, just = written(tree, [1, 2, 3]), written(tree, [1, 2])
+    tree.release(more)
+    tree.release(just)
+    assert tree.match([1, 2, 9]) == ([], (just[0], 2))
+
+
+def test_the_block_left_alone_for_longest_goes_first_and_inner_ones_last() -> None:
+    tree = BlockTree(4, 1)
+    first, second = written(tree, [1, 2]), written(tree, [3, 4])
+    tree.release(second)
+    tree.release(first)
+    order = [tree.grow(tree.root) for _ in range(5)]
+    numbers = [block and block.number for block in order]
+    assert numbers == [second[1].number, second[0].number, first[1].number, first[0].number, None]
+
+
+def test_what_is_used_again_is_kept_longer() -> None:
+    tree = BlockTree(2, 1)
+    first, second = written(tree, [1]), written(tree, [2])
+    tree.release(first)
+    tree.release(second)
+    tree.hold(first)
+    tree.release(first)
+    assert tree.grow(tree.root) is not None
+    assert tree.match([1]) == (first, None)
+    assert tree.match([2]) == ([], None)
+
+
+def test_after_clear_everything_is_free() -> None:
+    tree = BlockTree(5, 2)
+    tree.release(written(tree, [1, 2, 3, 4, 5]))
+    tree.clear()
+    assert tree.available == 5
+    assert tree.match([1, 2]) == ([], None)
+    assert [block and block.number for block in (tree.grow(tree.root) for _ in range(6))] == [0, 1, 2, 3, 4, None]
+
+
+def test_the_common_prefix() -> None:
+    rng = random.Random(0)
+    for _ in range(300):
+        a, b = ([rng.randrange(2) for _ in range(rng.randrange(12))] for _ in range(2))
+        assert common(a, b) == slow_common(a, b)

@@ -1,0 +1,454 @@
+"""Evaluation on benchmarks from end to end: a model here, a model behind an endpoint, stopped and gone on with."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from chat_server import ChatServer, chat_server, said
+from questions import rows
+from test_cli import Outcome, call, mistake
+
+from arpo.evaluation import benchmarks as module
+from arpo.evaluation.benchmarks import Plan, identity, load_questions
+from arpo.config.loading import load_config
+from arpo.data.benchmarks import BENCHMARKS
+from arpo.data.published import PUBLISHED
+from arpo.evaluation.report import Results, markdown, picture, results_json, terminal_table
+from arpo.evaluation.samples import Sample
+from arpo.evaluation.statistics import summarise
+from arpo.trainer.checkpoint import save_pretrained
+from arpo.builtin.model import build_model
+from arpo.runs.trees import tree_from_json
+from arpo.types import ArpoError
+
+# Rows in the columns of the sets as they are published.
+GSM8K = [
+    {"question": f"What is {n} + {n}?", "answer": f"{n}+{n} = <<{n}+{n}={2 * n}>>{2 * n}\n#### {2 * n}"}
+    for n in range(6)
+]
+HOTPOTQA = [
+    {
+        "id": f"h{n}",
+        "question": f"Where was person {n} born?",
+        "golden_answers": ["Upper Kelso"],
+        "metadata": {"level": level},
+    }
+    for n, level in enumerate(["easy", "hard", "hard", "medium"])
+]
+MATH500 = [
+    {"problem": "Half of 1?", "answer": "\\frac{1}{2}", "level": 2, "unique_id": "test/1.json", "subject": "Algebra"}
+]
+SMALL = ("rollout.max_tokens=30", 'tools.enabled=["search"]', "tools.search=docs.jsonl")
+
+Arpo = Callable[..., Outcome]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    save_pretrained(build_model(tokenizer, hidden=32, layers=1, max_context=512, seed=0), tokenizer, directory)
+    return directory
+
+
+@pytest.fixture
+def arpo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Arpo:
+    """Runs the command line in a directory with benchmark files under `sets` and one document."""
+    torch.set_num_threads(1)
+    monkeypatch.chdir(tmp_path)
+    write_files(tmp_path)
+
+    def run(*arguments: object) -> Outcome:
+        capsys.readouterr()
+        code = call(*arguments)
+        captured = capsys.readouterr()
+        return Outcome(code, captured.out, captured.err)
+
+    return run
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ChatServer]:
+    pytest.importorskip("httpx2")
+    monkeypatch.setattr("arpo.net.chat.PAUSE_SECONDS", 0.001)
+    with chat_server() as served:
+        yield served
+
+
+def write_files(folder: Path) -> None:
+    (folder / "sets").mkdir()
+    for name, content in (("gsm8k", GSM8K), ("hotpotqa", HOTPOTQA), ("math500", MATH500)):
+        (folder / "sets" / f"{name}.jsonl").write_text(rows(*content))
+    (folder / "docs.jsonl").write_text('{"title": "Mira", "text": "Mira was born in Upper Kelso."}\n')
+
+
+def kept(out: Path, name: str) -> dict[tuple[str, int], Any]:
+    """Every answer that is kept, without how long it took."""
+    found = {}
+    for line in (out / "samples" / f"{name}.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        tree = tree_from_json(record.pop("tree")).tree
+        record.pop("seconds")
+        words = [(node.parent, node.kind, node.tokens, node.text, node.call) for node in tree.nodes]
+        found[record["task"], record["number"]] = record, words, tree.leaves
+    return found
+
+
+def without_seconds(results: Any) -> Any:
+    if isinstance(results, dict):
+        return {key: without_seconds(value) for key, value in results.items() if key != "seconds"}
+    return results
+
+
+def evaluated(out: str = "out") -> Any:
+    return json.loads(Path(out, "results.json").read_text())
+
+
+# A model of one's own.
+
+
+def test_a_model_on_two_benchmarks(arpo: Arpo, model_dir: Path) -> None:
+    command = ("eval", model_dir, "--benchmarks", "gsm8k,hotpotqa", "--data-dir", "sets", "--out", "out", *SMALL)
+    outcome = arpo(*command, "--samples", 3, "--k", "1,3", "--questions", 4)
+    assert (outcome.code, outcome.err) == (0, "")
+    lines = outcome.out.splitlines()
+    assert "24 of 24 answers" in lines and lines[-1] == "results.md, .json, .svg and all answers are in out"
+    assert any(line.split()[:2] == ["GSM8K", "4"] for line in lines)
+    assert [line.split()[:2] for line in lines if line.startswith("  ") and line.strip()][-3:] == [
+        ["easy", "1"],
+        ["hard", "2"],
+        ["medium", "1"],
+    ]
+    result = evaluated()
+    gsm8k, hotpotqa = result["benchmarks"].values()
+    assert (gsm8k["questions"], gsm8k["answers"], gsm8k["failed"], gsm8k["metric"]) == (4, 12, 0, "math")
+    assert list(gsm8k["pass_at"]) == ["1", "3"] and gsm8k["tokens"] > 0
+    assert list(hotpotqa["levels"]) == ["easy", "hard", "medium"]
+    assert sorted(kept(Path("out"), "gsm8k")) == [(f"gsm8k.jsonl:{n}", i) for n in (1, 2, 3, 4) for i in (0, 1, 2)]
+    ElementTree.parse("out/results.svg")
+    assert "| HotpotQA | token F1 | 0.0 (0.0 to " in Path("out/results.md").read_text()
+    tokens = {tuple(n[2] for n in words) for _, words, _ in kept(Path("out"), "gsm8k").values()}
+    assert len(tokens) == 12  # every answer has a seed of its own
+
+
+def test_the_same_again_asks_nothing_and_more_goes_on(arpo: Arpo, model_dir: Path) -> None:
+    command = ("eval", model_dir, "--benchmarks", "gsm8k", "--data-dir", "sets", *SMALL)
+    assert arpo(*command, "--out", "out", "--samples", 2, "--questions", 2).code == 0
+    before = Path("out/samples/gsm8k.jsonl").read_bytes()
+    outcome = arpo(*command, "--out", "out", "--samples", 2, "--questions", 2, "rollout.concurrency=3")
+    assert "4 of 4 answers are there already" in outcome.out
+    assert Path("out/samples/gsm8k.jsonl").read_bytes() == before
+    assert arpo(*command, "--out", "out", "--samples", 3, "--questions", 4).code == 0
+    assert Path("out/samples/gsm8k.jsonl").read_bytes().startswith(before)
+    assert arpo(*command, "--out", "whole", "--samples", 3, "--questions", 4).code == 0
+    assert kept(Path("out"), "gsm8k") == kept(Path("whole"), "gsm8k")
+    assert without_seconds(evaluated("out")) == without_seconds(evaluated("whole"))
+    assert arpo(*command, "--out", "out", "--questions", 1).code == 0  # less is asked for: only that counts
+    assert evaluated()["benchmarks"]["gsm8k"]["answers"] == 1
+
+
+def test_other_settings_are_refused(arpo: Arpo, model_dir: Path) -> None:
+    command = ("eval", model_dir, "--benchmarks", "gsm8k", "--data-dir", "sets", "--out", "out", *SMALL)
+    assert arpo(*command, "--questions", 1).code == 0
+    message = mistake(arpo(*command, "seed=1", "eval.temperature=0.9", "rollout.max_tokens=31"))
+    assert message.splitlines()[1:4] == [
+        "  seed: 0 -> 1",
+        "  rollout.max_tokens: 30 -> 31",
+        "  eval.temperature: 0.6 -> 0.9",
+    ]
+    Path("sets/gsm8k.jsonl").write_text(rows({"question": "Another?", "answer": "#### 1"}))
+    assert "is another one" in mistake(arpo(*command))
+
+
+SHORT_LIVED = """
+import signal
+from arpo.cli.main import main
+from arpo.evaluation.samples import SampleLog
+append = SampleLog.append
+def and_die(log, sample, *rest):
+    append(log, sample, *rest)
+    if log.path("gsm8k").stat().st_size > 10_000 and not any(signal.getitimer(signal.ITIMER_REAL)):
+        signal.setitimer(signal.ITIMER_REAL, 0.002)  # the kernel kills it then, whatever it is doing
+SampleLog.append = and_die
+main()
+"""
+
+
+def test_killed_at_any_moment_and_gone_on_with_it_equals_one_that_was_not(arpo: Arpo, model_dir: Path) -> None:
+    command = ["eval", str(model_dir), "--benchmarks", "gsm8k,hotpotqa", "--data-dir", "sets", *SMALL]
+    command += ["--samples", "5", "--k", "1,5", "rollout.concurrency=4"]
+    done = subprocess.run([sys.executable, "-c", SHORT_LIVED, *command, "--out", "out"], capture_output=True)
+    assert done.returncode == -signal.SIGALRM, "it was done before it could be killed"
+    path = Path("out/samples/gsm8k.jsonl")
+    with path.open("ab") as file:
+        file.write(b'{"benchmark": "gsm8k", "task')  # as if it had been in the middle of a line
+    outcome = arpo(*command, "--out", "out")
+    assert outcome.code == 0 and "of 50 answers are there already" in outcome.out
+    there = int(outcome.out.split()[0])
+    assert 1 <= there < 50
+    assert arpo(*command, "--out", "whole").code == 0
+    for name in ("gsm8k", "hotpotqa"):
+        assert kept(Path("out"), name) == kept(Path("whole"), name)
+    assert without_seconds(evaluated("out")) == without_seconds(evaluated("whole"))
+
+
+# A model behind an endpoint.
+
+
+def solving(request: dict[str, Any]) -> Any:
+    """Adds rightly, but only in answers whose seed is even."""
+    question = request["messages"][1]["content"]
+    number = int(question.split()[2])
+    right = 2 * number if request["seed"] % 2 == 0 else 99
+    return said(f"<think>add</think><answer>\\boxed{{{right}}}", usage=(20, 7))
+
+
+def endpoint_command(server: ChatServer, *more: object) -> tuple[object, ...]:
+    own = ("--endpoint", server.url, "--model", "m", "--data-dir", "sets", "--out", "out")
+    return ("eval", "tools.enabled=[]", "--benchmarks", "gsm8k", *own, *more)
+
+
+def test_an_endpoint_on_a_benchmark(arpo: Arpo, server: ChatServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("math_verify")
+    together, seen = threading.Barrier(2), itertools.count()
+
+    def reply(request: dict[str, Any]) -> Any:
+        if next(seen) < 2:  # the first is not answered before there is a second
+            together.wait(60)
+        return solving(request)
+
+    server.reply, server.delay = reply, 0.02
+    monkeypatch.setenv("CHAT_KEY", "sk-secret")
+    outcome = arpo(*endpoint_command(server, "--samples", 4, "--k", "1,2,4", "eval.endpoint_key_env=CHAT_KEY"))
+    assert outcome.code == 0, outcome
+    assert set(server.keys) == {"Bearer sk-secret"} and 1 < server.most <= 8
+    right = {key: record["correct"] for key, (record, *_) in kept(Path("out"), "gsm8k").items()}
+    found = evaluated()["benchmarks"]["gsm8k"]
+    per_question = [sum(right[f"gsm8k.jsonl:{n}", i] for i in range(4)) for n in range(1, 7)]
+    assert 0 < sum(per_question) < 24
+    assert found["score"]["value"] == pytest.approx(sum(per_question) / 24)
+    assert found["pass_at"]["4"]["value"] == pytest.approx(sum(c > 0 for c in per_question) / 6)
+    assert (found["tokens"], found["format"], found["calls"]) == (7.0, 1.0, 0.0)
+    for path in Path("out").rglob("*.*"):
+        assert b"sk-secret" not in path.read_bytes()
+    assert "sk-secret" not in outcome.out
+
+
+def test_failures_are_not_counted_and_asked_for_again(arpo: Arpo, server: ChatServer) -> None:
+    pytest.importorskip("math_verify")
+
+    def reply(request: dict[str, Any]) -> Any:
+        return (500, b"") if "2 + 2" in request["messages"][1]["content"] else solving(request)
+
+    server.reply = reply
+    outcome = arpo(*endpoint_command(server, "--samples", 2))
+    assert outcome.code == 1
+    assert (
+        "2 answers failed and are not counted, the first because the endpoint answers with HTTP status 500"
+        in outcome.out
+    )
+    result = evaluated()
+    assert [(f["task"], f["number"]) for f in result["failures"]] == [("gsm8k.jsonl:3", 0), ("gsm8k.jsonl:3", 1)]
+    assert (result["benchmarks"]["gsm8k"]["questions"], result["benchmarks"]["gsm8k"]["failed"]) == (5, 2)
+    server.reply = solving
+    server.requests.clear()
+    outcome = arpo(*endpoint_command(server, "--samples", 2))
+    assert outcome.code == 0 and len(server.requests) == 2
+    assert (evaluated()["failures"], evaluated()["benchmarks"]["gsm8k"]["questions"]) == ([], 6)
+
+
+def test_an_answer_that_a_broken_tool_spoilt_is_asked_for_again(arpo: Arpo, server: ChatServer) -> None:
+    Path("broken.py").write_text(
+        "from arpo.tools.base import ToolUnavailable, tool\nfrom pathlib import Path\n\n@tool(retries=0)\n"
+        'def lookup(query: str) -> str:\n    """Look."""\n    if Path("down").exists():\n'
+        '        raise ToolUnavailable("down")\n    return "4"\n'
+    )
+    Path("down").touch()
+    server.reply = lambda request: (
+        said("<lookup>x") if len(request["messages"]) == 2 else said("<think>.</think><answer>\\boxed{4}")
+    )
+    command = endpoint_command(server, "--questions", 2, 'tools.enabled=["broken.py:lookup"]')
+    outcome = arpo(*command)
+    assert outcome.code == 1 and "the first because a tool was unavailable" in outcome.out
+    Path("down").unlink()
+    assert arpo(*command).code == 0
+    lines = Path("out/samples/gsm8k.jsonl").read_text().splitlines()
+    assert [json.loads(line)["failed"] for line in lines] == ["a tool was unavailable"] * 2 + [None] * 2
+
+
+def test_an_endpoint_that_is_down_is_given_up(arpo: Arpo, server: ChatServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("arpo.net.chat.RETRIES", 0)
+    server.reply = lambda request: (503, b"")
+    message = mistake(arpo(*endpoint_command(server, "--samples", 50)))
+    assert message.startswith(f"{module.GIVE_UP} answers in a row failed, the last because the endpoint answers with ")
+    assert len(server.requests) <= module.GIVE_UP + 8
+    server.reply = lambda request: (401, b"")
+    assert "check eval.endpoint" in mistake(arpo(*endpoint_command(server)))
+    server.reply = solving
+    assert arpo(*endpoint_command(server, "--questions", 1, "eval.temperature=0.1")).code == 0  # nothing was settled
+
+
+def test_settings_of_a_file_for_an_endpoint(arpo: Arpo, server: ChatServer) -> None:
+    server.reply = solving
+    server.delay = 0.02
+    Path("my.toml").write_text(
+        "[tools]\nenabled = []\n[eval]\ntemperature = 0.25\n[rollout]\nmax_tokens = 77\nconcurrency = 2\n"
+    )
+    command = ("eval", "my.toml", "--benchmarks", "gsm8k", "--data-dir", "sets")
+    assert arpo(*command, "--endpoint", server.url, "--model", "m").code == 0
+    assert (server.requests[0]["temperature"], server.requests[0]["max_tokens"]) == (0.25, 77)
+    assert server.most <= 2
+    assert Path("evals/my.toml/results.json").is_file()
+
+
+# Mistakes.
+
+
+def test_mistakes(arpo: Arpo, model_dir: Path) -> None:
+    base = ("eval", model_dir, "--data-dir", "sets", "--out", "out")
+    assert "there is no benchmark 'gsm9k'" in mistake(arpo(*base, "--benchmarks", "gsm9k"))
+    assert "--benchmarks: name some" in mistake(arpo(*base, "--benchmarks", ","))
+    for k in ("0", "a", "1,-2", ","):
+        assert f"--k: got {k!r}" in mistake(arpo(*base, "--benchmarks", "gsm8k", "--k", k))
+    message = mistake(arpo(*base, "--benchmarks", "gsm8k", "--k", "1,5", "--samples", 3))
+    assert message == "--k 5 needs at least as many --samples; there are 3"
+    assert mistake(arpo(*base)).endswith("need --benchmarks")
+    assert mistake(arpo("eval", model_dir, "--k", "3")).endswith("need --benchmarks")
+    assert "name what is to be evaluated" in mistake(arpo("eval"))
+    assert "tools.search: name where to look" in mistake(arpo(*base, "--benchmarks", "gsm8k"))
+    Path("sets/webwalker.jsonl").write_text(rows({"question": "Q?", "answer": "A"}))
+    assert "reward.judge_url" in mistake(arpo(*base, "--benchmarks", "webwalker", *SMALL))
+    assert "go together" in mistake(
+        arpo("eval", "--endpoint", "http://x/v1", "--benchmarks", "gsm8k", "--data-dir", "sets", "--out", "out")
+    )
+    assert not Path("out").exists()
+
+
+def test_sets_come_from_files_or_the_hub_and_gated_ones_say_so(
+    arpo: Arpo, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    outcome = arpo("eval", model_dir, "--benchmarks", "gaia", "--data-dir", "sets", *SMALL)
+    assert "GAIA is gated" in mistake(outcome) and "taken from the hub" in outcome.out
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.Table.from_pylist(GSM8K), "sets/aime24.parquet")
+    Path("sets/bamboogle.json").write_text(json.dumps(HOTPOTQA))
+    plan = Plan(("aime24", "bamboogle", "math500"), Path("out"), questions=2, data_dir=Path("sets"))
+    found = load_questions(plan, "refuse")
+    assert [(name, len(tasks)) for name, tasks in found.items()] == [("aime24", 2), ("bamboogle", 2), ("math500", 1)]
+    assert found["math500"][0].kind == "level 2"
+
+
+def test_questions_with_the_same_id_stay_apart(tmp_path: Path) -> None:
+    (tmp_path / "hotpotqa.jsonl").write_text(rows(*[HOTPOTQA[0]] * 3, HOTPOTQA[1]))
+    tasks = load_questions(Plan(("hotpotqa",), tmp_path / "out", data_dir=tmp_path), "refuse")["hotpotqa"]
+    assert [task.id for task in tasks] == ["h0", "h0#2", "h0#3", "h1"]
+
+
+def test_what_decides_an_answer() -> None:
+    def changed(*overrides: str) -> bool:
+        return identity(load_config(None, overrides)) != identity(load_config(None))
+
+    same = (
+        "eval.samples=3",
+        "eval.questions=9",
+        "rollout.concurrency=2",
+        "reward.workers=1",
+        "train.lr=1",
+        "run.dir=x",
+    )
+    assert not any(map(changed, same))
+    other = ("seed=1", "model.path=x", "tools.timeout=3", "rollout.max_calls=9", "eval.top_p=0.5", "eval.top_k=5")
+    assert all(map(changed, (*other, "reward.judge_model=x", "rollout.format=json", "eval.endpoint=http://x")))
+    remote = ("eval.endpoint=http://x", "eval.endpoint_model=m")
+    with_key = identity(load_config(None, [*remote, "eval.endpoint_key_env=K", "model.path=x"]))
+    assert with_key == identity(load_config(None, remote))
+
+
+# What is shown.
+
+
+def results(agent: str = "m") -> Results:
+    """Two sets by hand: of GAIA 1 of 2 questions right at two levels; of GSM8K nothing counts."""
+    gaia = [
+        Sample("gaia", "a", 0, "level 1", 1.0, 1.0, 1.0, 2, 1000, 3.0),
+        Sample("gaia", "b", 0, "<b>|2", 0.0, 0.0, 0.0, 4, 2000, 5.0),
+    ]
+    failed = [Sample("gsm8k", "x", 0, failed="down")]
+    return Results(agent, {"gaia": summarise(gaia, (1,)), "gsm8k": summarise(failed, (1,))}, failed)
+
+
+def test_the_markdown_has_a_row_per_benchmark_beside_what_is_published() -> None:
+    text = markdown(results("a|b *c*\n# d"))
+    lines = text.splitlines()
+    assert lines[0] == "# Evaluation of a\\|b \\*c\\* \\# d"
+    cells = [cell.strip() for cell in lines[4].strip("|").split(" | ")]
+    assert cells[:10] == ["GAIA", "LLM judge", *["50.0 (9.5 to 90.5)"] * 2, "2", "2", "3.00", "1,500", "50.0", "4.00"]
+    assert "ARPO Qwen3-14B pass@1 43.7" in cells[10] and "ARPO Qwen3-14B pass@5 61.2" in cells[10]
+    assert lines[5].startswith("| GSM8K | maths equality | none | none | 0 | 0 | none |")
+    assert "Published figures: arXiv 2507.19849, arXiv 2510.14545;" in text
+    assert "1 answers failed" in text and "| GAIA | \\<b\\>\\|2 | 0.0 (0.0 to 79.3) |" in text
+    only = Results("m", {"gsm8k": results().summaries["gaia"]})
+    assert "ublished" not in markdown(only)  # nothing is known for it
+
+
+def test_the_picture_is_well_formed_whatever_the_name_is() -> None:
+    root = ElementTree.fromstring(picture(results('<script>"&\x00\ud800</script>')))
+    tags = {element.tag.rpartition("}")[2] for element in root.iter()}
+    assert tags == {"svg", "rect", "text", "path", "line"}
+    texts = [element.text for element in root.iter() if element.tag.endswith("text")]
+    assert '<script>"&\\x00\\ud800</script>: score and pass@k; lines are 95 % intervals' in texts
+    assert {"GAIA", "score 50.0", "pass@1 50.0", "score: none"} <= set(texts)
+    bars = [float(e.get("width", "")) for e in root.iter() if e.tag.endswith("rect")][1:]
+    assert bars == [250.0, 250.0]
+
+
+def test_the_json_and_the_table_hold_everything() -> None:
+    found = results_json(results())
+    json.dumps(found, allow_nan=False)
+    expected = {"value": 0.5, "low": 0.0945, "high": 0.9055, "questions": 2}
+    assert found["benchmarks"]["gaia"]["score"] == pytest.approx(expected, abs=1e-4)
+    assert found["benchmarks"]["gsm8k"]["score"] is None
+    assert found["failures"] == [{"benchmark": "gsm8k", "task": "x", "number": 0, "reason": "down"}]
+    assert terminal_table(results()).row_count == 4
+
+
+def test_published_rows_are_of_known_sets_and_each_once() -> None:
+    keys = [(row.benchmark, row.method, row.model, row.measure) for row in PUBLISHED]
+    assert len(set(keys)) == len(keys) and {key[0] for key in keys} <= BENCHMARKS.keys()
+
+
+# On the real files, where they are: ARPO_DATA names the folder.
+
+
+@pytest.mark.skipif("ARPO_DATA" not in os.environ, reason="ARPO_DATA names no folder of data")
+def test_the_real_sets(arpo: Arpo, server: ChatServer) -> None:
+    pytest.importorskip("math_verify")
+    folder = Path(os.environ["ARPO_DATA"]) / "benchmarks"
+    names = [name for name in BENCHMARKS if (folder / f"{name}.jsonl").is_file() and BENCHMARKS[name].metric != "judge"]
+    assert len(names) >= 8
+    golds = {
+        task.question.strip(): task.answers[0]
+        for tasks in load_questions(Plan(tuple(names), Path("x"), data_dir=folder), "refuse").values()
+        for task in tasks
+    }
+    server.reply = lambda request: said(
+        f"<think>.</think><answer>\\boxed{{{golds[request['messages'][1]['content']]}}}</answer>"
+    )
+    command = ("eval", "tools.enabled=[]", "--endpoint", server.url, "--model", "oracle", "--data-dir", folder)
+    assert arpo(*command, "--benchmarks", ",".join(names), "--out", "out").code == 0
+    for name, found in evaluated()["benchmarks"].items():
+        assert found["score"]["value"] == 1.0, name
+    with pytest.raises(ArpoError, match="judge_url"):
+        raise ArpoError(mistake(arpo(*command, "--benchmarks", "webwalker", "--out", "other")))

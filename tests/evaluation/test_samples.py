@@ -1,0 +1,160 @@
+"""The answers of an evaluation on disk: whole whatever happens, gone on with only under the same settings."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trees import TASK, model, prompt, searched, tool, tree
+
+from arpo.rewards import make_reward
+from arpo.evaluation.samples import Sample, SampleLog, open_samples, refuse_other, sample_of, written_tokens
+from arpo.runs.trees import tree_from_json
+from arpo.types import ArpoError, Fault, Reward, RolloutTree, Task
+
+SETTINGS = {"seed": 0, "rollout": {"format": "tags", "max_calls": 3}}
+TASKS = [replace(TASK, id=f"q{n}") for n in range(3)]
+F1 = make_reward("f1", 0.1, ["search"])
+
+
+def scored(path: RolloutTree, number: int = 0, tokens: int | None = None) -> Sample:
+    return sample_of("hotpotqa", number, path, F1(path.task, path, path.leaves[0]), tokens)
+
+
+def answered(task: Task, text: str = "Upper Kelso") -> RolloutTree:
+    path = searched(last=f"<think>so</think><answer>\\boxed{{{text}}}</answer>")
+    return replace(path, task=task)
+
+
+def fill(log: SampleLog, count: int) -> None:
+    for number in range(count):
+        path = answered(TASKS[number % 3], "Lower Kelso" if number % 2 else "Upper Kelso")
+        log.append(scored(path, number // 3), path, F1(path.task, path, path.leaves[0]))
+
+
+def test_scores_of_trees_made_by_hand() -> None:
+    right = scored(searched(), tokens=7)
+    assert right == Sample("hotpotqa", "q1", 0, "", 1.0, 1.0, 1.0, 1, 7, 0.0)
+    half = scored(answered(replace(TASK, kind="hard"), "Kelso"))
+    assert (half.score, half.correct, half.level) == (pytest.approx(2 / 3), 0.0, "hard")  # one of two words
+    no_format = scored(tree([prompt(), model(0, [3], "<answer>\\boxed{Upper Kelso}</answer>")], [1]))
+    assert (no_format.score, no_format.correct, no_format.format, no_format.calls) == (1.0, 1.0, 0.0, 0)
+    silent = scored(tree([prompt(), model(0, [3], "well")], [1]))
+    assert (silent.score, silent.correct, silent.format, silent.failed) == (0.0, 0.0, 0.0, None)
+    wrong_call = tree([prompt(), model(0, [3], "x"), tool(1, fault=Fault.MODEL), model(2, [4], "y")], [3])
+    assert (scored(wrong_call).failed, scored(wrong_call).calls) == (None, 1)
+    assert scored(searched(fault=Fault.INFRA)).failed == "a tool was unavailable"
+    timed = replace(searched(), nodes=tuple(replace(node, seconds=1.5) for node in searched().nodes))
+    assert scored(timed).seconds == 6.0
+    assert written_tokens(searched()) == 2
+
+
+def test_what_the_judge_could_not_say() -> None:
+    parts = {"accuracy": 0.0, "correct": 0.0, "format": 1.0}
+    long = sample_of("gaia", 0, searched(), Reward(0.0, {**parts, "judge.long": 1.0}), None)
+    assert (long.faults, long.failed) == (("judge.long",), None)
+    down = sample_of("gaia", 0, searched(), Reward(0.0, {**parts, "judge.unavailable": 1.0}), None)
+    assert down.failed == "the judge was unavailable"
+
+
+def test_what_is_kept_can_be_read_again(tmp_path: Path) -> None:
+    with open_samples(tmp_path / "out", SETTINGS) as log:
+        assert not (tmp_path / "out" / "settings.json").exists()  # nothing is settled before the first answer
+        assert log.read("hotpotqa", TASKS) == {}
+        fill(log, 5)
+    with open_samples(tmp_path / "out", json.loads(json.dumps(SETTINGS))) as log:
+        found = log.read("hotpotqa", TASKS)
+        lines = log.path("hotpotqa").read_text().splitlines()
+    assert list(found) == [("q0", 0), ("q1", 0), ("q2", 0), ("q0", 1), ("q1", 1)]
+    assert [s.correct for s in found.values()] == [1.0, 0.0, 1.0, 0.0, 1.0]
+    assert found["q0", 0] == scored(answered(TASKS[0]))
+    kept = tree_from_json(json.loads(lines[0])["tree"])
+    assert kept.tree == answered(TASKS[0]) and kept.rewards[0].total == 1.1
+
+
+def test_a_line_that_was_cut_off_anywhere_is_dropped(tmp_path: Path) -> None:
+    with open_samples(tmp_path, SETTINGS) as log:
+        fill(log, 3)
+        path = log.path("hotpotqa")
+    whole = path.read_bytes()
+    last = whole.rindex(b"\n", 0, -1) + 1
+    for cut in [*range(last, len(whole), 97), len(whole) - 1]:
+        path.write_bytes(whole[:cut])
+        with open_samples(tmp_path, SETTINGS) as log:
+            found = log.read("hotpotqa", TASKS)
+            assert list(found) == [("q0", 0), ("q1", 0)]
+            assert path.read_bytes() == whole[:last]  # what is appended next starts on a line of its own
+            log.append(scored(answered(TASKS[2])), answered(TASKS[2]), Reward(1.1, {"correct": 1.0}))
+            assert list(log.read("hotpotqa", TASKS)) == [("q0", 0), ("q1", 0), ("q2", 0)]
+
+
+@pytest.mark.parametrize("damage", [b"{}\n", b"nonsense\n", b"[1]\n", b'{"tree": 3}\n'])
+def test_other_damage_is_named(tmp_path: Path, damage: bytes) -> None:
+    with open_samples(tmp_path, SETTINGS) as log:
+        fill(log, 2)
+        path = log.path("hotpotqa")
+        first, second = path.read_bytes().splitlines(keepends=True)
+        path.write_bytes(first + damage + second)
+        with pytest.raises(ArpoError, match=r"hotpotqa\.jsonl: line 2 is damaged"):
+            log.read("hotpotqa", TASKS)
+
+
+def test_of_two_lines_for_an_answer_the_last_counts(tmp_path: Path) -> None:
+    with open_samples(tmp_path, SETTINGS) as log:
+        broken = replace(searched(fault=Fault.INFRA), task=TASKS[0])
+        log.append(scored(broken), broken, F1(TASKS[0], broken, broken.leaves[0]))
+        assert log.read("hotpotqa", TASKS)["q0", 0].failed is not None
+        fill(log, 1)
+        assert log.read("hotpotqa", TASKS)["q0", 0].failed is None
+
+
+def test_other_questions_are_refused(tmp_path: Path) -> None:
+    with open_samples(tmp_path, SETTINGS) as log:
+        fill(log, 2)
+        for change in ({"question": "Who?"}, {"answers": ("Nowhere",)}):
+            with pytest.raises(ArpoError, match="line 2: question 'q1' is another one"):
+                log.read("hotpotqa", [TASKS[0], replace(TASKS[1], **change)])
+        assert len(log.read("hotpotqa", TASKS[:1])) == 2  # that some are not asked now is no reason
+
+
+def test_other_settings_are_refused_with_what_differs(tmp_path: Path) -> None:
+    with open_samples(tmp_path, SETTINGS) as log:
+        fill(log, 1)
+    other: dict[str, Any] = {"seed": 1, "rollout": {"format": "tags", "max_calls": 3, "max_tokens": 5}}
+    for attempt in (open_samples, refuse_other):
+        with pytest.raises(ArpoError) as caught:
+            attempt(tmp_path, other)
+        assert str(caught.value) == (
+            f"{tmp_path}: holds answers that were given with other settings:\n  seed: 0 -> 1\n"
+            "  rollout.max_tokens: unset -> 5\nGive those again to go on, or choose another --out"
+        )
+    open_samples(tmp_path, SETTINGS).__exit__()
+
+
+def test_settings_may_change_as_long_as_nothing_was_answered(tmp_path: Path) -> None:
+    open_samples(tmp_path, {"seed": 1}).__exit__()
+    with open_samples(tmp_path, SETTINGS) as log:
+        fill(log, 1)
+    assert json.loads((tmp_path / "settings.json").read_text()) == SETTINGS
+
+
+def test_directories_that_cannot_be_used(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ArpoError, match="is a file"):
+        open_samples(tmp_path / "file", SETTINGS)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.txt").touch()
+    with pytest.raises(ArpoError, match="is not empty and holds no evaluation; choose another --out"):
+        open_samples(tmp_path / "other", SETTINGS)
+    with (
+        open_samples(tmp_path / "mine", SETTINGS),
+        pytest.raises(ArpoError, match=r"is writing this evaluation; stop it or choose another --out"),
+    ):
+        open_samples(tmp_path / "mine", SETTINGS)
+    open_samples(tmp_path / "mine", SETTINGS).__exit__()
+    (tmp_path / "mine" / "settings.json").write_text("[")
+    with pytest.raises(ArpoError, match="is damaged"):
+        open_samples(tmp_path / "mine", SETTINGS)

@@ -1,0 +1,318 @@
+"""Maths answers: verdicts checked by hand, hostile ones in bounded time, and no process left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import string
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("math_verify")
+
+from trees import searched
+
+from arpo.rewards import maths, reward_from
+from arpo.rewards.maths import MAX_CHARS, MathJudge, Verdict, cheap_verdict, math_equal
+from arpo.rewards.scorer import Scorer
+from arpo.config.schema import Rewards
+from arpo.types import ArpoError, Task
+
+EQUAL = [
+    (r"\frac{2}{4}", r"\frac12"), ("1/2", "0.5"), (r"0.333333", r"\frac13"), (r"3\frac{1}{2}", "3.5"),
+    (r"\frac12", "50\\%"), ("50%", "50"), (r"\boxed{5}", "5"), ("$5$", "5"), (r"\$5", "5"), (r"\(5\)", "5"),
+    ("1,000", "1000"), ("10^6", "1000000"), ("[0,1)", "[0, 1)"), (r"(0,\infty)", "x>0"), (r"x \in [1,2]", "[1,2]"),
+    (r"(-\infty,2)\cup(3,\infty)", r"(3,\infty)\cup(-\infty,2)"),
+    (r"\{1,2\}", r"\{2,1\}"), ("2, 1", "1,2"), ("5, 6", r"\{6,5\}"),
+    ("5 cm", "5"), (r"5\text{ cm}", "5"), (r"5\,\mathrm{cm}", "5"), (r"90^\circ", "90"),
+    ("1+x", "x+1"), ("(x+1)^2", "x^2+2x+1"), (r"\sqrt{8}", r"2\sqrt{2}"), ("x=5", "5"), ("y=2x+1", "2x+1"),
+    (r"\pi", "3.14159265"), ("10!", "3628800"), (r"\text{Monday}", "monday"),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1\\ 2\end{pmatrix}"),
+]  # fmt: skip
+DIFFERENT = [
+    ("0.33", r"\frac13"), (r"\frac{1}{3}", r"\frac{2}{3}"), ("[0,1)", "[0,1]"), ("(1,2)", "[1,2]"), ("(2,1)", "(1,2)"),
+    ("5,6", "5"), ("5 or 6", "6"), ("x+1", "x-1"), ("x^2=4", "x=2"), ("Tuesday", "Monday"), (r"\frac{5", "5"),
+    ("", "5"), ("-5", "5"), (r"\sqrt{2}", "1.4"), ("__import__('os').getpid()", "5"), ("{}", "5"), ("$", "5"),
+    ("5", ""), ("", ""),
+]  # fmt: skip
+HANGS = "(" * 900 + "1" + ")" * 900
+HOSTILE = [
+    "9^{9^{9^{9}}}", "10^{10^{8}}", "1000000!", "{" * MAX_CHARS, HANGS, "x^{" * 300 + "}" * 300,
+    r"\frac{1}{" * 200 + "1" + "}" * 200, r"\sum_{k=1}^{10000000} k^k", "1+" * 900 + "1", "\x00", "\ud800", "é" * 500,
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def judge() -> Iterator[MathJudge]:
+    with MathJudge(workers=2, seconds=60.0) as opened:
+        yield opened
+
+
+def group_of(pid: int) -> list[int]:
+    """Processes of a group: a worker and the fork at work."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            state, _, group = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
+        except OSError:
+            continue
+        if int(group) == pid and state not in "ZX":
+            found.append(int(entry.name))
+    return found
+
+
+def pids(judge: MathJudge) -> list[int]:
+    return [worker._process.pid for worker in judge._workers if worker._process is not None]
+
+
+def wait_until_gone(*gone: int, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while any(group_of(pid) for pid in gone):
+        assert time.monotonic() < deadline, "a process was left behind"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(("pairs", "equal"), [(EQUAL, True), (DIFFERENT, False)])
+def test_answers_checked_by_hand(judge: MathJudge, pairs: list[tuple[str, str]], equal: bool) -> None:
+    for prediction, gold in pairs:
+        assert judge.verdict(prediction, [gold]) == Verdict(equal), (prediction, gold)
+    assert judge.verdict(pairs[0][0], ["x^7", pairs[0][1]]) == Verdict(equal)
+
+
+def test_equal_strings_and_plain_numbers_need_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(maths, "_start", None)
+    with MathJudge(1) as lazy:
+        for prediction, gold, equal in [
+            (" x + 1", "$x+1$", True), ("12", "12.0", True), ("1/3", "0.333333", True), ("0.3333", "1/3", False),
+            ("", "5", False), ("", "", False), (r"\frac{1}{2}", ".5", True), ("-5", "5", False), ("7", "8", False),
+        ]:  # fmt: skip
+            assert lazy.verdict(prediction, [gold]).equal is cheap_verdict(prediction, gold) is equal
+        assert lazy.verdict("7", ["8", "x", "7.0"]) == Verdict(True)
+        assert lazy.verdict("x" * (MAX_CHARS + 1), ["y"]) == Verdict(False, "long")
+        assert lazy.verdict("x" * 100_000, ["x" * 100_000]) == Verdict(True)
+    assert cheap_verdict("50%", "0.5") is cheap_verdict("x+1", "1+x") is None
+
+
+def verdicts_of(judge: MathJudge, answers: list[str], gold: str) -> dict[str, Verdict]:
+    """Every answer's verdict, from three threads at a time."""
+    found: dict[str, Verdict] = {}
+
+    def work(mine: list[str]) -> None:
+        for answer in mine:
+            found[answer] = judge.verdict(answer, [gold])
+
+    threads = [threading.Thread(target=work, args=(answers[i::3],)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_hostile_and_random_answers_get_a_verdict_in_time() -> None:
+    pieces = [
+        *string.printable[:94],
+        "\\frac{",
+        "\\sqrt{",
+        "}{",
+        "}",
+        "^{",
+        "\\boxed{",
+        "\\text{",
+        "\\left(",
+        "\\",
+        "∞",
+    ]
+    rng = random.Random(0)
+    answers = [*HOSTILE, *("".join(rng.choices(pieces, k=rng.randint(1, 25))) for _ in range(60))]
+    with MathJudge(workers=2, seconds=2.0) as judge:
+        found = verdicts_of(judge, answers, "x^2+1")
+        assert len(found) == len(set(answers))
+        assert not any(verdict.equal for verdict in found.values())
+        assert found["9^{9^{9^{9}}}"].reason == found[HANGS].reason == "timeout"
+        assert found["\ud800"].reason == ""
+        assert judge.verdict("x+1", ["1+x"]) == Verdict(True)
+
+
+def test_memory_is_bounded() -> None:
+    with MathJudge(1, seconds=60.0, memory_mb=1) as cramped:  # less than it has already
+        assert not cramped.verdict("x+1", ["1+x"]).equal  # the library may keep the reason to itself
+        assert not cramped.verdict("x+2", ["2+x"]).equal
+
+
+def test_who_is_killed_is_replaced_and_only_the_answer_at_work_is_lost() -> None:
+    with MathJudge(1, seconds=120.0) as judge:
+
+        def kill_at_work(victim: Callable[[int], None]) -> Verdict:
+            told: list[Verdict] = []
+            (worker,) = pids(judge)
+            thread = threading.Thread(target=lambda: told.append(judge.verdict(HANGS, ["x"])))
+            thread.start()
+            while len(group_of(worker)) < 2:
+                time.sleep(0.01)
+            victim(worker)
+            thread.join(60)
+            return told[0]
+
+        def crash_fork(worker: int) -> None:
+            os.kill(next(pid for pid in group_of(worker) if pid != worker), signal.SIGSEGV)
+
+        assert judge.verdict("x+1", ["1+x"]).equal
+        (first,) = pids(judge)
+        assert kill_at_work(crash_fork) == Verdict(False, "died")
+        assert judge.verdict("x+1", ["1+x"]).equal and pids(judge) == [first]
+        os.killpg(first, signal.SIGKILL)
+        wait_until_gone(first)
+        assert judge.verdict("x+1", ["1+x"]).equal  # it was idle, so nothing is lost
+        assert kill_at_work(lambda worker: os.killpg(worker, signal.SIGKILL)) == Verdict(False, "died")
+        assert judge.verdict("x+1", ["1+x"]).equal
+
+
+def test_a_worker_that_says_nothing_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    with MathJudge(1, seconds=1.0) as judge:
+        judge.verdict("x+1", ["1+x"])
+        (worker,) = pids(judge)
+        os.kill(worker, signal.SIGSTOP)
+        monkeypatch.setattr(maths, "GRACE_SECONDS", -0.5)  # only now: before, it may take its time
+        assert judge.verdict("x+1", ["1+x"]) == Verdict(False, "timeout")
+        wait_until_gone(worker)
+
+
+def test_closing_ends_busy_workers_and_starts_no_other() -> None:
+    judge = MathJudge(2, seconds=300.0)
+    judge.verdict("x+1", ["1+x"])
+    told: list[Verdict] = []
+    ask = lambda: told.append(judge.verdict(HANGS, ["x"]))  # noqa: E731
+    threads = [threading.Thread(target=ask) for _ in range(3)]  # one has to wait
+    for thread in threads:
+        thread.start()
+    while sum(len(group_of(pid)) for pid in pids(judge)) < 4:
+        time.sleep(0.01)
+    started = pids(judge)
+    judge.close()
+    for thread in threads:
+        thread.join(60)
+    assert told == [Verdict(False, "died")] * 3
+    wait_until_gone(*started)
+    assert judge.verdict("x+2", ["2+x"]) == Verdict(False, "died")
+    assert pids(judge) == []
+
+
+SCRIPT = """
+import signal, sys, threading, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are started to ignore it
+from arpo.rewards.maths import shared_judge
+judge = shared_judge(1, float(sys.argv[2]))
+print(judge.verdict("x+1", ["1+x"]).equal, judge._workers[0]._process.pid, flush=True)
+threading.Thread(target=judge.verdict, args=("(" * 900 + "1" + ")" * 900, ["x"]), daemon=True).start()
+while not judge._idle.empty():
+    time.sleep(0.01)
+time.sleep(0.2)
+print("busy", flush=True)
+time.sleep(float(sys.argv[1]))
+"""
+
+
+def test_no_process_outlives_ours() -> None:
+    def start(seconds: str, limit: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", SCRIPT, seconds, limit]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+
+    ends = {None: start("0", "300"), signal.SIGINT: start("600", "300")}
+    ends |= {end: start("600", "5") for end in (signal.SIGTERM, signal.SIGKILL)}
+    left: list[int] = []
+    try:
+        for end, ours in ends.items():
+            assert ours.stdout is not None
+            said, pid = ours.stdout.readline().split()
+            assert (said, ours.stdout.readline()) == ("True", "busy\n")
+            left.append(int(pid))
+            if end is not None:
+                assert group_of(int(pid))
+                ours.send_signal(end)
+            ours.wait(60)
+            if end in (None, signal.SIGINT):
+                wait_until_gone(int(pid))  # at once, not when its time is up
+    finally:
+        for ours in ends.values():
+            ours.kill()
+            ours.communicate()
+    wait_until_gone(*left)  # after a SIGKILL, the fork at work has the rest of its time
+
+
+def test_nothing_is_evaluated_in_a_fork(tmp_path: Path) -> None:
+    worker = Path(maths.__file__).with_name("math_worker.py")
+    code = f"""
+import os, runpy, socket, subprocess
+own = runpy.run_path({str(worker)!r})
+from sympy import Number, sympify
+own["confine"](20, 4096)
+assert Number("12") == 12 and abs(Number("1.5e3") - 1500) < 1
+def tries(what):
+    try:
+        what()
+    except RuntimeError as error:
+        print(error)
+tries(lambda: sympify("__import__('os')"))
+tries(lambda: eval("1+1"))
+tries(lambda: exec("Integer (1 ); x"))
+tries(lambda: exec("def monomial_mul(A, B):\\n    return A.b0"))
+tries(lambda: exec("def monomial_mul(A, B):\\n    return exit(0)"))
+tries(lambda: subprocess.run(["true"]))
+tries(lambda: os.system("true"))
+tries(lambda: socket.create_connection(("127.0.0.1", 9)))
+tries(lambda: open({str(tmp_path / "x")!r}, "w"))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    refused = [line.split()[0] for line in done.stdout.splitlines()]
+    assert refused == ["compile"] * 5 + ["subprocess.Popen", "os.system", "socket.connect", "open"]
+    assert not (tmp_path / "x").exists()
+
+
+def test_as_a_reward_the_reason_is_counted() -> None:
+    reward = reward_from(Rewards(accuracy="math", bonus=0.0, math_seconds=2.0))
+    boxes = {"\\frac{1}{2}": (1.0, {}), "x": (0.0, {}), HANGS: (0.0, {"judge.timeout": 1.0})}
+    for box, (total, faults) in boxes.items():
+        answered = searched(last=f"<think>b</think><answer>\\boxed{{{box}}}</answer>")
+        given = reward(Task("q", "How much?", ("\\frac{2}{4}", "y")), answered, answered.leaves[0])
+        assert given.total == total
+        assert {name: value for name, value in given.parts.items() if name.startswith("judge.")} == faults
+
+
+def test_scoring_does_not_hold_up_the_event_loop() -> None:
+    reward = reward_from(Rewards(accuracy="math", bonus=0.0, math_seconds=2.0))
+    slow = searched(last=f"<think>b</think><answer>\\boxed{{{HANGS}}}</answer>")
+
+    async def count() -> int:
+        ticks = 0
+        with Scorer(reward, 2) as scorer:
+            scorer.add(slow)
+            waiting = asyncio.create_task(scorer.rewards([slow]))
+            while not waiting.done():
+                ticks += 1
+                await asyncio.sleep(0.01)
+            assert waiting.result()[0][0].parts["judge.timeout"] == 1.0
+        return ticks
+
+    assert asyncio.run(count()) > 2  # as many as there would be if it had to wait
+
+
+def test_the_shared_judge_needs_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert math_equal("x+1", "1+x") and not math_equal("x+1", "x")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ArpoError, match=r"pip install 'arpo\[math\]'"):
+        MathJudge()
+
+
+def test_a_worker_that_cannot_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(maths, "_WORKER", Path("/no/such/worker.py"))
+    with MathJudge(1) as judge, pytest.raises(ArpoError, match="does not start"):
+        judge.verdict("x+1", ["1+x"])

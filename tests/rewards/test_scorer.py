@@ -1,0 +1,130 @@
+"""Scoring in threads while trees grow, and pass@k."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from itertools import combinations
+from statistics import fmean
+
+import pytest
+from trees import model, prompt, searched, tree
+
+from arpo.evaluation.evaluate import Evaluation, pass_at_k
+from arpo.rewards import Scorer
+from arpo.types import Leaf, Reward, RolloutTree, Task
+
+
+def grown(number: int, leaves: int = 2) -> RolloutTree:
+    """A tree of its own, whose paths all end at once."""
+    return tree([prompt(), model(0, [number])], [1] * leaves, task=Task(str(number), "Why?", ("x",)))
+
+
+def test_rewards_come_in_order_whatever_is_done_first() -> None:
+    trees = [grown(number, leaves=1 + number % 3) for number in range(12)]
+    at_once = most = seen = 0
+    lock, together = threading.Lock(), threading.Barrier(3)
+
+    def reward(task: Task, tree: RolloutTree, leaf: Leaf) -> Reward:
+        nonlocal at_once, most, seen
+        with lock:
+            seen += 1
+            first = seen <= 3
+            at_once += 1
+            most = max(most, at_once)
+        if first:
+            together.wait(60)
+        time.sleep(0.02 if int(task.id) % 2 else 0.001)
+        with lock:
+            at_once -= 1
+        return Reward(float(task.id))
+
+    async def score() -> list[tuple[Reward, ...]]:
+        with Scorer(reward, 3) as scorer:
+            for tree in reversed(trees[2:]):  # two were never announced
+                scorer.add(tree)
+            return await scorer.rewards(trees)
+
+    assert asyncio.run(score()) == [(Reward(float(n)),) * (1 + n % 3) for n in range(12)]
+    assert most == 3
+
+
+def test_scoring_begins_when_a_tree_is_added_and_the_loop_goes_on() -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def reward(task: Task, tree: RolloutTree, leaf: Leaf) -> Reward:
+        begun.set()
+        assert go_on.wait(60)
+        return Reward(1.0)
+
+    async def score() -> list[tuple[Reward, ...]]:
+        with Scorer(reward, 1) as scorer:
+            scorer.add(only := searched())
+            while not begun.is_set():
+                await asyncio.sleep(0.001)  # other trees grow here
+            go_on.set()
+            return await scorer.rewards([only])
+
+    assert asyncio.run(score()) == [(Reward(1.0),)]
+
+
+@pytest.mark.parametrize("error", [ValueError("a bug"), StopIteration(), SystemExit(3)])
+def test_an_error_in_a_reward_is_raised_where_rewards_are_asked_for(error: BaseException) -> None:
+    def reward(task: Task, tree: RolloutTree, leaf: Leaf) -> Reward:
+        if task.id == "1":
+            raise error
+        return Reward(1.0)
+
+    async def score() -> None:
+        with Scorer(reward, 2) as scorer:
+            await asyncio.wait_for(scorer.rewards([grown(0), grown(1), grown(2)]), 60)
+
+    with pytest.raises((ValueError, RuntimeError), match=f"a bug|{type(error).__name__}"):
+        asyncio.run(score())
+
+
+def test_leaving_waits_for_nobody_and_ends_the_threads() -> None:
+    before, go_on = threading.active_count(), threading.Event()
+    calls: list[str] = []
+
+    def reward(task: Task, tree: RolloutTree, leaf: Leaf) -> Reward:
+        calls.append(task.id)
+        go_on.wait(600)
+        return Reward(1.0)
+
+    started = time.monotonic()
+    with Scorer(reward, 2) as scorer:
+        for number in range(5):
+            scorer.add(grown(number, leaves=1))
+    assert time.monotonic() - started < 60
+    go_on.set()
+    deadline = time.monotonic() + 60
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert threading.active_count() <= before
+    assert len(calls) <= 2  # the rest was forgotten
+
+
+@pytest.mark.parametrize("n", range(1, 7))
+def test_pass_at_k_equals_a_count_over_all_subsets(n: int) -> None:
+    for c in range(n + 1):
+        right = [True] * c + [False] * (n - c)
+        for k in range(1, n + 1):
+            assert pass_at_k(n, c, k) == pytest.approx(fmean(any(chosen) for chosen in combinations(right, k)))
+
+
+def test_pass_at_k_known_values() -> None:
+    assert pass_at_k(4, 1, 2) == 0.5
+    assert pass_at_k(10_000, 1, 5_000) == pytest.approx(0.5)
+    for n, c, k in ((3, 4, 1), (3, -1, 1), (3, 1, 4), (3, 1, 0), (0, 0, 1)):
+        with pytest.raises(ValueError, match="means nothing"):
+            pass_at_k(n, c, k)
+
+
+def test_an_evaluation_knows_its_pass_at_k_and_what_was_not_judged() -> None:
+    right, wrong = Reward(1.0, {"correct": 1.0}), Reward(0.0, {"correct": 0.0, "judge.timeout": 1.0})
+    trees = (grown(0, 4), grown(1, 4))
+    result = Evaluation(trees, ((right, wrong, wrong, wrong), (wrong,) * 4))
+    assert (result.pass_at(1), result.pass_at(2), result.pass_at(4)) == (0.125, 0.25, 0.5)
+    assert result.faults == {"judge.timeout": 7.0}

@@ -1,0 +1,408 @@
+"""A run directory: exact round trips, one writer, and nothing lost or half-written in a crash."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from arpo.training.checkpoints import run_dir as runlog
+from arpo.runs.run_dir import RunLog, create, open_run
+from arpo.runs.trees import ScoredTree, pack_trees, tree_from_json, tree_to_json, unpack_tree
+from arpo.types import (
+    ArpoError,
+    Credit,
+    Decision,
+    End,
+    Fault,
+    Kind,
+    Leaf,
+    Node,
+    Reward,
+    RolloutTree,
+    Task,
+    ToolCall,
+    ToolResult,
+)
+
+
+def _tree(name: str = "q1", text: str = "hm <search>x</search>") -> RolloutTree:
+    task = Task(name, "Where?", ("Upper Kelso", "Kelso"), kind="hop1", meta={"hops": [1, 2], "note": None})
+    nodes = (
+        Node(None, Kind.PROMPT, (1, 2, 3), "Where?"),
+        Node(
+            0, Kind.MODEL, (4, 5), text, (-0.1, -1e-300), (0.3, 2 / 3), stop="</search>", policy_version=3, seconds=0.5
+        ),
+        Node(
+            1,
+            Kind.TOOL,
+            (6,),
+            "<result>\u2028\x00</result>",
+            call=ToolCall("search", {"query": "x", "deep": {"k": [1.5, True]}}, error="odd"),
+            result=ToolResult("gone", Fault.INFRA, 1.25, 2, cached=True),
+            decision=Decision(0.1, 0.2, 0.05, 0.51, 1, "P > tau", 20),
+        ),
+        Node(2, Kind.MODEL, (7,), "a", (-0.0,), (0.0,)),
+        Node(2, Kind.MODEL, (8,), "b", (-2.5,), (1.0,)),
+    )
+    return RolloutTree(task, nodes, (Leaf(3, End.ANSWER), Leaf(4, End.LENGTH)))
+
+
+REWARDS = (Reward(1.1, {"accuracy": 1.0, "bonus": 0.1}), Reward(-1.0))
+CREDITS = (Credit(0.7, {1: 0.1, 3: 0.7}), Credit(0.0, {}, kept=False))
+
+
+def _scored(name: str = "q1") -> ScoredTree:
+    return ScoredTree(_tree(name), REWARDS, CREDITS)
+
+
+def _save(log: RunLog, step: int, *names: str) -> None:
+    log.write_trees(step, [_tree(name) for name in names], [REWARDS] * len(names), [CREDITS] * len(names))
+
+
+def _checkpoint(text: str) -> Any:
+    def write(folder: Path) -> None:
+        (folder / "inner").mkdir()
+        (folder / "inner" / "weights").write_text(text)
+
+    return write
+
+
+# --- trees
+
+
+def test_tree_round_trip_is_exact() -> None:
+    scored = _scored()
+    back = tree_from_json(json.loads(json.dumps(tree_to_json(scored), allow_nan=False)))
+    assert back == scored
+    assert [type(node.kind) for node in back.tree.nodes] == [Kind] * 5
+    assert type(back.tree.leaves[0].end) is End
+    assert back.tree.nodes[2].result is not None and type(back.tree.nodes[2].result.fault) is Fault
+    assert math.copysign(1, back.tree.nodes[3].logprobs[0]) == -1
+    hash(back.tree.nodes[1].tokens)  # tuples, not lists
+    assert back.tree.branch_points == 1
+
+
+@given(st.text(st.characters() | st.characters(categories=["Cs"], max_codepoint=0xDBFF)))
+def test_any_text_survives_lone_surrogates_too(text: str) -> None:
+    scored = ScoredTree(_tree(text=text), REWARDS, CREDITS)
+    assert unpack_tree(pack_trees([scored])[0]) == scored
+
+
+@given(st.lists(st.floats(allow_nan=False, allow_infinity=False)))
+def test_floats_survive_to_the_last_bit(values: list[float]) -> None:
+    node = Node(0, Kind.MODEL, (1,) * len(values), "", tuple(values), tuple(values))
+    tree = RolloutTree(_tree().task, (_tree().nodes[0], node), (Leaf(1, End.EOS),))
+    scored = ScoredTree(tree, (Reward(0.0),), (Credit(0.0, {}, kept=False),))
+    assert repr(unpack_tree(pack_trees([scored])[0]).tree.nodes[1]) == repr(node)
+
+
+def test_a_frame_that_would_fill_the_memory_or_hides_its_size_is_damaged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("arpo.runs.trees.MOST_BYTES", 1999)
+    text = json.dumps({"task": "x" * 2000}).encode()
+    hidden = zstandard.ZstdCompressor(write_content_size=False).compress(b"{}")
+    for frame in (zstandard.compress(text), hidden):
+        with pytest.raises(ValueError, match="more than 1,999 bytes"):
+            unpack_tree(frame)
+
+
+def test_a_reward_too_few_is_refused() -> None:
+    with pytest.raises(ValueError, match="2 leaves, 1 rewards, 2 credits"):
+        ScoredTree(_tree(), REWARDS[:1], CREDITS)
+
+
+def test_trees_are_read_one_by_one_or_together(tmp_path: Path) -> None:
+    log = create(tmp_path / "run", {})
+    _save(log, 12, "a", "b", "\ud800")
+    reader = open_run(tmp_path / "run")
+    assert reader.read_tree(12, 1) == _scored("b")
+    assert reader.read_trees(12) == [_scored("a"), _scored("b"), _scored("\ud800")]
+    assert [(e.task, e.mean_reward, e.leaves, e.branch_points) for e in reader.tree_index(12)] == [
+        (name, (1.1 - 1.0) / 2, 2, 1) for name in ("a", "b", "\ud800")
+    ]
+    assert reader.tree_steps() == [12]
+    with pytest.raises(ArpoError, match="no tree 3 in step 12, which has 3 trees"):
+        reader.read_tree(12, 3)
+    with pytest.raises(ArpoError, match="no trees of step 1"):
+        reader.read_trees(1)
+
+
+def test_an_index_tells_what_is_worth_knowing_of_a_tree() -> None:
+    task = replace(_tree().task, question="x" * 1000)
+    scored = ScoredTree(replace(_tree(), task=task), (REWARDS[0], Reward(1.1, {"correct": 1.0})), CREDITS)
+    entry = pack_trees([scored])[1][0]
+    assert (entry.question, entry.kind, entry.best, entry.worst) == ("x" * 300, "hop1", 1.1, 1.1)
+    assert (entry.tool_calls, entry.tool_errors, entry.mixed, entry.correct) == (1, 1, False, 1.0)
+    other = pack_trees([_scored()])[1][0]
+    assert (other.best, other.worst, other.mixed, other.correct) == (1.1, -1.0, True, None)
+
+
+@pytest.mark.parametrize("bad", ["{}", '{"trees": [{"offset": 1}]}', '{"trees": 5}', "[]", "[" * 100_000])
+def test_a_damaged_index_is_told(tmp_path: Path, bad: str) -> None:
+    log = create(tmp_path / "run", {})
+    _save(log, 1, "a")
+    log.tree_files(1)[1].write_text(bad)
+    with pytest.raises(ArpoError, match="damaged"):
+        log.read_tree(1, 0)
+
+
+def test_a_node_with_ends_has_one_for_every_token() -> None:
+    with pytest.raises(ValueError, match="2 tokens, 1 ends"):
+        Node(0, Kind.MODEL, (1, 2), "ab", (0.0, 0.0), (0.0, 0.0), ends=(1,))
+
+
+def test_one_tree_is_read_without_its_neighbours(tmp_path: Path) -> None:
+    log = create(tmp_path / "run", {})
+    _save(log, 1, "a", "b")
+    path = tmp_path / "run/trees/step_000001.jsonl.zst"
+    length = log.tree_index(1)[0].length
+    path.write_bytes(b"\xff" * length + path.read_bytes()[length:])
+    assert log.read_tree(1, 1) == _scored("b")
+    with pytest.raises(ArpoError, match=r"step_000001\.jsonl\.zst: damaged"):
+        log.read_tree(1, 0)
+
+
+def test_tree_file_is_plain_json_lines_for_other_programs(tmp_path: Path) -> None:
+    _save(create(tmp_path / "run", {}), 1, "a", "b")
+    path = tmp_path / "run/trees/step_000001.jsonl.zst"
+    with path.open("rb") as file:
+        text = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True).read()
+    assert [json.loads(line)["task"]["id"] for line in text.splitlines()] == ["a", "b"]
+    if shutil.which("zstd"):
+        assert subprocess.run(["zstd", "-dc", path], capture_output=True, check=True).stdout == text
+
+
+def test_trees_without_index_are_not_there_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = create(tmp_path / "run", {})
+    _save(log, 1, "a", "b")
+    write = runlog.write_atomically
+
+    def crash_at_index(path: Path, content: bytes) -> None:
+        if path.name.endswith(".index.json"):
+            raise KeyboardInterrupt
+        write(path, content)
+
+    monkeypatch.setattr(runlog, "write_atomically", crash_at_index)
+    for step in (1, 2):
+        with pytest.raises(KeyboardInterrupt):
+            _save(log, step, "c")
+    assert log.tree_steps() == []  # step 1's old index does not describe the new data
+    log.rewind(1)
+    assert [path.name for path in (tmp_path / "run/trees").iterdir()] == ["step_000001.jsonl.zst"]
+
+
+# --- starting and locking
+
+
+def test_create_writes_the_configuration(tmp_path: Path) -> None:
+    directory = tmp_path / "deep" / "run"
+    create(directory, {"seed": 3, "model": {"path": "tiny"}})
+    assert open_run(directory).config() == {"seed": 3, "model": {"path": "tiny"}}
+    assert sorted(path.name for path in directory.iterdir()) == ["config.json", "run.lock"]
+
+
+def test_create_never_touches_a_used_directory(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    create(directory, {"seed": 1}).close()
+    with pytest.raises(ArpoError, match=r"already holds a run; go on with it \(--resume\) or choose another run\.dir"):
+        create(directory, {"seed": 2})
+    assert open_run(directory).config() == {"seed": 1}
+    with pytest.raises(ArpoError, match="is not empty and holds no run"):
+        create(tmp_path, {})
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    (tmp_path / "file").touch()
+    with pytest.raises(ArpoError, match="is a file"):
+        create(tmp_path / "file", {})
+    with pytest.raises(ArpoError, match="cannot be made: Not a directory"):
+        create(tmp_path / "file" / "run", {})
+
+
+def test_create_goes_on_after_a_crash_in_create(tmp_path: Path) -> None:
+    (tmp_path / "run.lock").write_text("1\n")
+    (tmp_path / "config.json.tmp").write_text("{")
+    create(tmp_path, {"seed": 1})
+    assert open_run(tmp_path).config() == {"seed": 1}
+
+
+def test_open_needs_a_run(tmp_path: Path) -> None:
+    with pytest.raises(ArpoError, match=r"not a run \(it has no config\.json\)"):
+        open_run(tmp_path / "nothing")
+
+
+def test_two_processes_cannot_write_one_run(tmp_path: Path) -> None:
+    create(tmp_path / "run", {}).close()
+    code = (
+        "import sys, pathlib; from arpo.runs.run_dir import open_run\n"
+        "log = open_run(pathlib.Path(sys.argv[1]), write=True); print('locked', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "run")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdout.readline() == "locked\n"
+        with pytest.raises(ArpoError, match=rf"run\.lock: another process \(pid {other.pid}\) is writing this run"):
+            open_run(tmp_path / "run", write=True)
+        assert open_run(tmp_path / "run").read_metrics() == []  # looking on is allowed
+        other.kill()
+    with open_run(tmp_path / "run", write=True) as log:  # the lock died with its process
+        log.append(1, {})
+    open_run(tmp_path / "run", write=True)  # and is given back
+
+
+def test_a_reader_cannot_write(tmp_path: Path) -> None:
+    create(tmp_path / "run", {}).close()
+    log = open_run(tmp_path / "run")
+    attempts: list[Callable[[], None]] = [
+        lambda: log.append(1, {}),
+        lambda: log.rewind(0),
+        lambda: _save(log, 1, "a"),
+        lambda: log.commit_checkpoint(1, _checkpoint("x"), 1),
+    ]
+    for attempt in attempts:
+        with pytest.raises(RuntimeError, match="opened for reading"):
+            attempt()
+
+
+# --- metrics
+
+
+def test_metrics_are_valid_json_lines(tmp_path: Path) -> None:
+    log = create(tmp_path / "run", {})
+    log.append(1, {"loss": 0.1 + 0.2, "tokens": 7, "note": "ä\n\ud800"})
+    log.append(2, {"loss": math.nan, "up": math.inf, "down": -math.inf})
+    expected = [
+        {"step": 1, "loss": 0.1 + 0.2, "tokens": 7, "note": "ä\n\ud800"},
+        {"step": 2, "loss": None, "up": None, "down": None},
+    ]
+    assert open_run(tmp_path / "run").read_metrics() == expected
+    assert len((tmp_path / "run/metrics.jsonl").read_bytes().splitlines()) == 2
+    with pytest.raises(ValueError, match="not a metric"):
+        log.append(3, {"step": 4})
+
+
+@pytest.mark.parametrize("torn", [b"{", b'{"step": 3, "a": "\xc3', b'{"step": 3}'])
+def test_a_torn_last_line_is_left_out_and_mended(tmp_path: Path, torn: bytes) -> None:
+    with create(tmp_path / "run", {}) as log:
+        log.append(1, {})
+        log.append(2, {})
+    path = tmp_path / "run/metrics.jsonl"
+    path.write_bytes(path.read_bytes() + torn)
+    assert open_run(tmp_path / "run").read_metrics() == [{"step": 1}, {"step": 2}]
+    with open_run(tmp_path / "run", write=True) as log:
+        log.append(3, {"a": 1})
+    assert open_run(tmp_path / "run").read_metrics() == [{"step": 1}, {"step": 2}, {"step": 3, "a": 1}]
+
+
+@pytest.mark.parametrize("damage", [b"{\n", b"[1]\n", b"\n", b"\xff\n"])
+def test_any_other_damage_is_an_error(tmp_path: Path, damage: bytes) -> None:
+    log = create(tmp_path / "run", {})
+    (tmp_path / "run/metrics.jsonl").write_bytes(b'{"step": 1}\n' + damage)
+    with pytest.raises(ArpoError, match=r"metrics\.jsonl: line 2 is damaged"):
+        log.read_metrics()
+
+
+def test_rewind_leaves_what_a_run_stopped_there_has(tmp_path: Path) -> None:
+    logs = [create(tmp_path / name, {}) for name in ("whole", "short")]
+    for log, steps in zip(logs, (5, 3), strict=True):
+        for step in range(1, steps + 1):
+            log.append(step, {"loss": 1 / step, "bad": math.nan})
+            _save(log, step, f"q{step}")
+            log.commit_checkpoint(step, _checkpoint(str(step)), keep=9)
+    logs[0].rewind(3)
+
+    def contents(log: RunLog) -> dict[str, bytes]:
+        files = [path for path in log.directory.rglob("*") if path.is_file() and path.name != "run.lock"]
+        return {str(path.relative_to(log.directory)): path.read_bytes() for path in files}
+
+    assert contents(logs[0]) == contents(logs[1])
+    assert logs[0].latest_checkpoint() == (3, tmp_path / "whole/checkpoints/step_000003")
+
+
+# --- checkpoints
+
+
+def test_checkpoints_keep_the_newest(tmp_path: Path) -> None:
+    log = create(tmp_path / "run", {})
+    assert log.latest_checkpoint() is None
+    for step in (1, 2, 10, 1_000_000):
+        log.commit_checkpoint(step, _checkpoint(str(step)), keep=2)
+    assert log.checkpoint_steps() == [10, 1_000_000]
+    latest = log.latest_checkpoint()
+    assert latest == (1_000_000, log.checkpoint_path(1_000_000))
+    assert (latest[1] / "inner/weights").read_text() == "1000000"
+    assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir()) == ["step_000010", "step_1000000"]
+    with pytest.raises(ValueError, match="never replaced"):
+        log.commit_checkpoint(10, _checkpoint("x"), keep=2)
+    with pytest.raises(ValueError, match="keep is 0"):
+        log.commit_checkpoint(11, _checkpoint("x"), keep=0)
+
+
+def test_a_crash_while_writing_leaves_the_old_checkpoint(tmp_path: Path) -> None:
+    log = create(tmp_path / "run", {})
+    log.commit_checkpoint(1, _checkpoint("old"), keep=1)
+
+    def crash(folder: Path) -> None:
+        (folder / "weights").write_text("half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        log.commit_checkpoint(2, crash, keep=1)
+    assert log.latest_checkpoint() == (1, log.checkpoint_path(1))
+    log.commit_checkpoint(3, _checkpoint("new"), keep=1)
+    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step_000003"]
+
+
+@pytest.mark.parametrize("call", ["rename", "rmtree", "sync"])
+def test_a_crash_at_any_later_point_leaves_a_complete_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Stop at the first, second, ... such call of a commit; whatever has a checkpoint's name must be whole."""
+    owner, name = {"rename": (Path, "rename"), "rmtree": (shutil, "rmtree"), "sync": (runlog, "_sync")}[call]
+    original = getattr(owner, name)
+    for allowed in range(6):
+        directory = tmp_path / f"{call}{allowed}"
+        log = create(directory, {})
+        log.commit_checkpoint(1, _checkpoint("1"), keep=1)
+        left = [allowed]
+
+        def crashing(*args: Any, left: list[int] = left) -> Any:
+            if not left[0]:
+                if call == "rmtree":
+                    next(path for path in args[0].rglob("*") if path.is_file()).unlink()  # half done
+                raise KeyboardInterrupt
+            left[0] -= 1
+            return original(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, crashing)
+            try:
+                log.commit_checkpoint(2, _checkpoint("2"), keep=1)
+            except KeyboardInterrupt:
+                assert left == [0]
+        latest = log.latest_checkpoint()
+        assert latest is not None
+        for step in log.checkpoint_steps():
+            assert (log.checkpoint_path(step) / "inner/weights").read_text() == str(step)
+        log.commit_checkpoint(3, _checkpoint("3"), keep=1)
+        assert [path.name for path in (directory / "checkpoints").iterdir()] == ["step_000003"]
+
+
+def test_everything_in_a_checkpoint_is_on_disk_before_it_gets_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = create(tmp_path / "run", {})
+    log.append(1, {})
+    synced: list[tuple[str, bool]] = []
+    monkeypatch.setattr(runlog, "_sync", lambda path: synced.append((path.name, log.checkpoint_path(1).exists())))
+    log.commit_checkpoint(1, _checkpoint("x"), keep=1)
+    names = ["weights", "inner", "step_000001.tmp", "metrics.jsonl"]
+    assert synced == [(name, False) for name in names] + [("checkpoints", True), ("run", True)]

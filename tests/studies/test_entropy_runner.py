@@ -1,0 +1,148 @@
+"""`arpo entropy`: on the trees of a run, on new ones, and every mistake before slow work."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_cli import Arpo, arpo, mistake, model_dir, one_thread, trained  # noqa: F401  (fixtures)
+from test_pilot import about, earned, looked, wrote
+from trees import prompt, tool, tree
+
+from arpo.studies.entropy.runner import the_folder
+from arpo.runs.run_dir import create
+from arpo.types import Credit
+
+K = 2
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the picture, which takes most of the time."""
+    monkeypatch.setattr("arpo.studies.entropy.report.draw", lambda *_: {})
+
+
+@pytest.fixture
+def saved(trained: Path, tmp_path: Path) -> Path:  # noqa: F811
+    """A run with trees of two steps: five questions with Python in the first, twelve with search in the second."""
+    config = json.loads((trained / "config.json").read_text())
+    config["branching"]["probe_tokens"] = K
+    with create(tmp_path / "saved", config) as log:
+        for step, name, count in ((1, "python", 5), (2, "search", 12)):
+            nodes = [
+                prompt(),
+                wrote(0, 1.0, 1.0, 1.0),
+                looked(tool(1, name=name), 0.1, 1),
+                wrote(2, 2.0),
+                wrote(2, 3.0),
+            ]
+            trees = [tree(nodes, [3, 4], about(f"{name} {number}")) for number in range(count)]
+            log.write_trees(step, trees, [earned(0, 1)] * count, [(Credit(0.0, {}),) * 2] * count)
+    return tmp_path / "saved"
+
+
+def test_entropy_of_a_run_uses_its_trees(arpo: Arpo, saved: Path) -> None:  # noqa: F811
+    outcome = arpo("entropy", saved, "--tokens", 1, "--out", "here")
+    assert (outcome.code, outcome.err) == (0, "")
+    told = json.loads(Path("here/entropy.json").read_bytes())
+    assert (told["trees"], told["tree_count"], told["questions"]) == ("trees of steps 1 to 2", 17, 17)
+    assert (told["probe_tokens"], told["threshold"]) == (K, 0)
+    assert [(row["place"], row["turns"]) for row in told["places"]] == [
+        ("start of the reasoning", 17),
+        ("after python", 10),
+        ("after search", 24),
+    ]
+    assert [len(row["positions"]) for row in told["places"]] == [1, 1, 1]
+    assert told["places"][2]["first_tokens"]["value"] == 2.5
+    lines = outcome.out.splitlines()
+    row = next(line for line in lines if "after python" in line)
+    assert " ".join(row.split()) == "after python 5 10 2.500 (2.500 to 2.500) +1.000 (+1.000 to +1.000) 100% 5"
+    assert "17 branch points; 100% of 17 told something." in lines
+    assert lines[-1] == "entropy.md, .json, .svg and .png are in here"
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_entropy_of_some_steps(arpo: Arpo, saved: Path) -> None:  # noqa: F811
+    for steps, trees in (("1", 5), ("2-9", 12), ("1-2", 17)):
+        assert arpo("entropy", saved, "--steps", steps, "--out", "here").code == 0
+        assert json.loads(Path("here/entropy.json").read_bytes())["tree_count"] == trees
+    assert mistake(arpo("entropy", saved, "--steps", "3-4")) == "--steps 3-4: there are trees of steps 1 to 2"
+    for wrong in ("x", "1-", "-1", "1-2-3", "२"):
+        assert "expected a step or a range of them, like 1-10" in mistake(arpo("entropy", saved, f"--steps={wrong}"))
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_entropy_grows_trees_for_a_file_a_run_or_a_model(arpo: Arpo, trained: Path, model_dir: Path) -> None:  # noqa: F811
+    own = (
+        "world.entities=60",
+        "world.train_questions=20",
+        "world.test_questions=6",
+        "rollout.max_tokens=60",
+        "data.train=world",
+    )
+    for target, options in (("small.toml", ()), (trained, ("--sample",)), (model_dir, own)):
+        outcome = arpo("entropy", target, *options, "rollout.leaves=4", "--questions", 3, "--out", "here")
+        assert (outcome.code, outcome.err) == (0, "")
+        told = json.loads(Path("here/entropy.json").read_bytes())
+        assert (told["name"], told["trees"], told["questions"]) == (str(target), "3 held-out questions, seed 0", 3)
+        assert told["places"][0]["first_tokens"]["count"] == 3
+        assert "nothing to say" in outcome.out
+    again = Path("here/entropy.json").read_bytes()
+    assert arpo("entropy", model_dir, *own, "rollout.leaves=4", "--questions", 3, "--out", "here").code == 0
+    assert Path("here/entropy.json").read_bytes() == again
+    assert not Path("run").exists()
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_entropy_asks_training_questions_where_there_are_no_others(arpo: Arpo) -> None:  # noqa: F811
+    Path("mine.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
+    outcome = arpo("entropy", "small.toml", "data.train=mine.jsonl", 'tools.enabled=["python"]', "reward.bonus=0")
+    assert outcome.code == 0
+    told = json.loads(Path("entropy/small.toml/entropy.json").read_bytes())
+    assert (told["trees"], told["tree_count"]) == ("1 training questions, seed 0", 1)
+    Path("held.jsonl").write_text('{"question": "1 + 2?", "answer": "3"}\n{"question": "2 + 2?", "answer": "4"}\n')
+    own = ("data.train=mine.jsonl", "data.test=held.jsonl", 'tools.enabled=["python"]', "reward.bonus=0")
+    assert arpo("entropy", "small.toml", *own).code == 0
+    told = json.loads(Path("entropy/small.toml/entropy.json").read_bytes())
+    assert (told["trees"], told["tree_count"]) == ("2 held-out questions, seed 0", 2)
+
+
+def test_results_go_to_a_folder_named_after_what_was_studied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = {"../runs/six": "runs-six", "..": "here", "Qwen/Qwen3-0.6B": "Qwen-Qwen3-0.6B", "/a b/c.gguf": "a-b-c.gguf"}
+    for target, name in names.items():
+        assert the_folder(target, None) == Path("entropy", name) and Path("entropy", name).is_dir()
+    assert the_folder("..", tmp_path / "mine") == tmp_path / "mine"
+
+
+def test_mistakes_are_told_before_slow_work(arpo: Arpo, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    monkeypatch.setattr("arpo.studies.entropy.runner.open_session", lambda *_: pytest.fail("began to load"))
+    told = mistake(arpo("entropy", "nosuch"))
+    assert told.startswith("nosuch is no run and no TOML file, and a model alone has no questions: name some with")
+    assert mistake(arpo("entropy", "none.toml")) == "none.toml: there is no such file"
+    assert mistake(arpo("entropy", trained, "seed=3")) == "settings and --questions are for new trees: add --sample"
+    assert mistake(arpo("entropy", trained, "--questions", 3)) == mistake(arpo("entropy", trained, "seed=3"))
+    told = mistake(arpo("entropy", trained, "--sample", "--steps", "1"))
+    assert told == "--steps goes with the saved trees of a run, and not with --sample"
+    Path("file").touch()
+    for out in ("file", "file/below"):
+        told = mistake(arpo("entropy", "small.toml", "--out", out))
+        assert told == f"--out: {out} cannot be a folder, as there is a file of that name"
+    shutil.copytree(trained, "bare", ignore=shutil.ignore_patterns("trees"))
+    told = mistake(arpo("entropy", "bare"))
+    assert told == "bare: holds no trees; --sample grows new ones with its last checkpoint"
+
+    real = builtins.__import__
+
+    def without(name: str, *rest: Any) -> Any:
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    for target in ("small.toml", trained):
+        assert mistake(arpo("entropy", target)) == "pictures need matplotlib: pip install 'arpo[figures]'"

@@ -1,0 +1,62 @@
+"""What tests of runs on a cluster share: small settings, and what a run must have left behind."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import cluster_toys
+
+from arpo.cli.main import main as cli
+from arpo.data.order import batch_of
+from arpo.runs.run_dir import RunLog
+from arpo.config.schema import Config
+from arpo.training.setup import make_bench
+from arpo.types import Kind
+
+BASE = Path(cli.__file__).parent / "models" / "base"  # the built-in model before its cold start
+SMALL = [
+    "model.device=cpu", "world.entities=60", "world.train_questions=40", "world.test_questions=4", "eval.questions=3",
+    'tools.enabled=["search"]', "reward.bonus=0", "rollout.leaves=4", "rollout.concurrency=4", "rollout.max_tokens=80",
+    "rollout.max_calls=2", "train.prompts=6", "train.lr=1e-3", "branching.rule=stochastic", "run.checkpoint_every=1",
+]  # fmt: skip
+
+
+def toys_in(folder: Path) -> Path:
+    """A folder with the reward, and what that leaves there."""
+    (folder / "toys").mkdir(parents=True, exist_ok=True)
+    shutil.copy(cluster_toys.__file__, folder / "toys" / "toys.py")
+    return folder / "toys"
+
+
+def tokens_of(log: RunLog, step: int) -> list[Any]:
+    """Of each tree, the tokens of its paths, in no order: which path ends first depends on what else is sampled."""
+    return [
+        sorted([scored.tree.nodes[i].tokens for i in scored.tree.path(leaf.node)] for leaf in scored.tree.leaves)
+        for scored in log.read_trees(step)
+    ]
+
+
+def ages(log: RunLog) -> list[int]:
+    """By how much the weights that sampled each tree were older than those that it trained; all of it by one."""
+    found = []
+    for step in log.tree_steps():
+        for scored in log.read_trees(step):
+            [version] = {n.policy_version for n in scored.tree.nodes if n.kind is Kind.MODEL}
+            found.append(step - 1 - version)
+    return found
+
+
+def assert_all_there(log: RunLog, config: Config) -> None:
+    """Every question of every step once, and metrics that add up to the saved trees."""
+    parts = make_bench(config).parts
+    rows = log.read_metrics()
+    assert [row["step"] for row in rows] == log.tree_steps() == list(range(1, config.train.steps + 1))
+    for row in rows:
+        trees = [scored.tree for scored in log.read_trees(row["step"])]
+        wanted = batch_of(parts, config.train.prompts, row["step"], config.seed)
+        assert [tree.task.id for tree in trees] == [task.id for task in wanted]
+        assert row["paths"] == sum(len(tree.leaves) for tree in trees) == 4 * config.train.prompts
+        assert row["tool_calls"] == sum(n.kind is Kind.TOOL for tree in trees for n in tree.nodes)
+    assert sum(row["tool_calls"] for row in rows) > 10

@@ -1,0 +1,223 @@
+"""The slow, obvious way to train on trees: every kept path by itself, each term straight from its formula.
+
+    loss = - sum over kept paths i, over its model tokens t, of w_i (f_t term + entropy * H_t - kl * k3_t)
+
+`plain_loss` is the oracle of every faster way: one forward pass per path, the loss with its graph. `padded_learn` is
+the usual way, rows padded to the longest: the baseline of the benchmark. Neither shares code with `arpo.algorithm.batch`,
+`arpo.algorithm.loss` or `arpo.trainer`.
+
+Shapes: T model tokens of one path; B rows, L positions; N model tokens of a micro-batch; H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from arpo.config.schema import Loss
+from arpo.types import Credit, Kind, RolloutTree
+
+LOGITS_CHUNK = 2048  # tokens whose logits exist at the same time
+Old = Mapping[tuple[int, int], Sequence[float]]  # (tree, node) -> log-probs of its tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """One kept path: all its tokens and, per model token, where it stands, its node, advantage and log-prob."""
+
+    tokens: tuple[int, ...]
+    positions: tuple[int, ...]
+    sources: tuple[tuple[int, int, int], ...]  # tree, node, offset in the node
+    advantages: tuple[float, ...]
+    engine: tuple[float, ...]
+
+
+def paths_of(trees: Sequence[RolloutTree], credits: Sequence[Sequence[Credit]]) -> list[Path]:
+    """One path per kept leaf, in order."""
+    found = []
+    for number, (tree, tree_credits) in enumerate(zip(trees, credits, strict=True)):
+        for leaf, credit in zip(tree.leaves, tree_credits, strict=True):
+            if not credit.kept:
+                continue
+            tokens: list[int] = []
+            model: list[tuple[int, tuple[int, int, int], float, float]] = []
+            for index in tree.path(leaf.node):
+                node = tree.nodes[index]
+                if node.kind is Kind.MODEL:
+                    for offset, logprob in enumerate(node.logprobs):
+                        place = len(tokens) + offset
+                        model.append((place, (number, index, offset), credit.by_node[index], logprob))
+                tokens.extend(node.tokens)
+            positions, sources, advantages, engine = zip(*model, strict=True) if model else ((), (), (), ())
+            found.append(Path(tuple(tokens), positions, sources, advantages, engine))
+    return found
+
+
+def path_weight(path: Path, paths: Sequence[Path], aggregation: str, max_tokens: int) -> float:
+    """What each model token of this path weighs."""
+    if aggregation == "token-mean":
+        return 1 / sum(len(other.positions) for other in paths)
+    if aggregation == "sequence-mean":
+        return 1 / (len(paths) * len(path.positions))
+    assert aggregation == "constant"
+    return 1 / (len(paths) * max_tokens)
+
+
+def path_numbers(model: Any, path: Path, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies of the path's model tokens, from one plain forward pass over it alone."""
+    logits_LV = model(torch.tensor([path.tokens], device=model.device)).logits[0].double()
+    all_LV = (logits_LV / temperature).log_softmax(-1)
+    before = [position - 1 for position in path.positions]
+    assert min(before) >= 0
+    all_TV = all_LV[before]
+    tokens_T = torch.tensor([path.tokens[position] for position in path.positions], device=model.device)
+    return all_TV.gather(1, tokens_T[:, None])[:, 0], -(all_TV.exp() * all_TV).sum(-1)
+
+
+def plain_loss(
+    model: Any,
+    trees: Sequence[RolloutTree],
+    credits: Sequence[Sequence[Credit]],
+    loss: Loss,
+    temperature: float,
+    max_tokens: int,
+    old: Old | None = None,
+    reference_model: Any = None,
+) -> Tensor:
+    """The loss with its graph, one path at a time; without `old` the old policy is the one that is trained."""
+    paths = paths_of(trees, credits)
+    total = torch.zeros((), dtype=torch.float64, device=model.device)
+    for path in paths:
+        if not path.positions:
+            continue
+        new_T, entropy_T = path_numbers(model, path, temperature)
+        engine_T, advantage_T = new_T.new_tensor(path.engine), new_T.new_tensor(path.advantages)
+        old_T = (
+            new_T.detach()
+            if old is None
+            else new_T.new_tensor([old[tree, node][at] for tree, node, at in path.sources])
+        )
+        gain_T = path_terms(new_T, old_T, advantage_T, loss)
+        if loss.importance_cap is not None:
+            gain_T = gain_T * (old_T - engine_T).exp().clamp(max=loss.importance_cap)
+        if loss.kl:
+            with torch.no_grad():
+                reference_T = path_numbers(reference_model, path, temperature)[0]
+            away_T = (reference_T - new_T).clamp(-20, 20)
+            gain_T = gain_T - loss.kl * (away_T.exp() - away_T - 1)
+        gain_T = gain_T + loss.entropy * entropy_T
+        total = total - path_weight(path, paths, loss.aggregation, max_tokens) * gain_T.sum()
+    return total
+
+
+def path_terms(new_T: Tensor, old_T: Tensor, advantage_T: Tensor, loss: Loss) -> Tensor:
+    """The policy's term of each model token of one path."""
+    move_T = new_T - old_T
+    if loss.kind == "gspo":
+        move_T = move_T.mean().expand_as(move_T)
+    ratio_T = move_T.clamp(-20, 20).exp()
+    clipped_T = ratio_T.clamp(1 - loss.clip_low, 1 + loss.clip_high)
+    if loss.kind == "cispo":
+        return clipped_T.detach() * advantage_T * new_T
+    term_T = torch.minimum(ratio_T * advantage_T, clipped_T * advantage_T)
+    if loss.clip_keeps_gradient:
+        above_T = (advantage_T > 0) & (ratio_T > 1 + loss.clip_high)
+        kept_T = (1 + loss.clip_high) * advantage_T * (move_T - move_T.detach() + 1)  # its value, with log r's slope
+        term_T = torch.where(above_T, kept_T, term_T)
+    if loss.dual_clip is not None:
+        term_T = torch.where(advantage_T < 0, torch.maximum(term_T, loss.dual_clip * advantage_T), term_T)
+    return term_T
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A micro-batch of paths, padded on the right: places of model tokens count through all rows."""
+
+    tokens_BL: Tensor
+    places_N: Tensor
+    advantages_N: Tensor
+    weights_N: Tensor
+
+
+def padded_learn(
+    model: Any,
+    trees: Sequence[RolloutTree],
+    credits: Sequence[Sequence[Credit]],
+    loss: Loss,
+    temperature: float,
+    max_tokens: int,
+    micro_tokens: int,
+) -> float:
+    """Add the gradient of the ppo loss at ratio 1, over padded rows; returns the loss."""
+    return learn_rows(model, padded_rows(trees, credits, loss, max_tokens, micro_tokens), loss, temperature)
+
+
+def padded_rows(
+    trees: Sequence[RolloutTree], credits: Sequence[Sequence[Credit]], loss: Loss, max_tokens: int, micro_tokens: int
+) -> list[Rows]:
+    """The paths that teach, in micro-batches of at most `micro_tokens` padded tokens (but at least one path)."""
+    if loss.kind != "ppo" or loss.kl or loss.entropy or loss.importance_cap is not None:
+        raise ValueError("padded rows know the plain ppo loss only")
+    paths = paths_of(trees, credits)
+    found = []
+    for rows in micro_batches([path for path in paths if any(path.advantages)], micro_tokens):
+        longest = len(rows[0].tokens)
+        weights = [path_weight(row, paths, loss.aggregation, max_tokens) for row in rows for _ in row.positions]
+        found.append(
+            Rows(
+                torch.tensor([[*row.tokens, *[0] * (longest - len(row.tokens))] for row in rows]),
+                torch.tensor([number * longest + at for number, row in enumerate(rows) for at in row.positions]),
+                torch.tensor([value for row in rows for value in row.advantages]),
+                torch.tensor(weights),
+            )
+        )
+    return found
+
+
+def micro_batches(paths: Sequence[Path], max_tokens: int) -> Iterator[list[Path]]:
+    """The paths in lots of at most `max_tokens` padded tokens (but at least one path), longest first."""
+    rows = sorted(paths, key=lambda path: -len(path.tokens))
+    while rows:
+        count = max(1, max_tokens // len(rows[0].tokens))
+        yield rows[:count]
+        rows = rows[count:]
+
+
+def learn_rows(model: Any, batches: Sequence[Rows], loss: Loss, temperature: float) -> float:
+    """Add the gradient of these micro-batches; returns the loss.
+
+    Causal attention alone never sees padding on the right, so it needs no mask. Logits are made only for trained
+    tokens, a chunk at a time, and again in the backward pass.
+    """
+    total = torch.zeros((), device=model.device)
+    for rows in batches:
+        tokens_BL, places_N = rows.tokens_BL.to(model.device), rows.places_N.to(model.device)
+        hidden_BLH = model.get_decoder()(input_ids=tokens_BL, use_cache=False).last_hidden_state
+        before_NH, tokens_N = hidden_BLH.flatten(0, 1)[places_N - 1], tokens_BL.flatten()[places_N]
+        chunks = zip(before_NH.split(LOGITS_CHUNK), tokens_N.split(LOGITS_CHUNK), strict=True)
+        parts = [checkpoint(_head, model, *chunk, temperature, use_reentrant=False)[0] for chunk in chunks]
+        logprobs_N, advantages_N = torch.cat(parts), rows.advantages_N.to(model.device)
+        terms_N = path_terms(logprobs_N, logprobs_N.detach(), advantages_N, loss)
+        part = -(rows.weights_N.to(model.device) * terms_N).sum()
+        part.backward()  # type: ignore[no-untyped-call]
+        total += part.detach()
+    return total.item()
+
+
+def _head(model: Any, hidden_NH: Tensor, tokens_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-prob and, without gradient, entropy (which every trainer reports) of each token."""
+    all_NV = (_logits(model, hidden_NH).float() / temperature).log_softmax(-1)
+    with torch.no_grad():
+        entropy_N = -(all_NV.exp() * all_NV).sum(-1)
+    return all_NV.gather(1, tokens_N[:, None])[:, 0], entropy_N
+
+
+def _logits(model: Any, hidden_NH: Tensor) -> Tensor:
+    logits_NV: Tensor = model.get_output_embeddings()(hidden_NH)
+    cap = getattr(model.config, "final_logit_softcapping", None)
+    return logits_NV if cap is None else cap * (logits_NV / cap).tanh()

@@ -1,0 +1,184 @@
+"""The walls one by one: emptying scratch, counting what is on disk, and the list of system calls, executed here."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import struct
+from pathlib import Path
+
+import pytest
+
+from arpo.tools.sandbox import seccomp, walls
+
+
+def test_wiping_follows_no_link_and_stops_at_nothing(tmp_path: Path) -> None:
+    outside, folder = tmp_path / "outside", tmp_path / "folder"
+    outside.mkdir()
+    (outside / "kept").write_text("kept")
+    folder.mkdir()
+    (folder / "link").symlink_to(outside)
+    (folder / "deep").mkdir()
+    (folder / "deep" / "link").symlink_to(outside)
+    (folder / "deep" / "file").symlink_to(outside / "kept")
+    (folder / "dangling").symlink_to("/nowhere")
+    (folder / "shut").mkdir()
+    (folder / "shut" / "inner").mkdir()
+    (folder / "shut" / "inner" / "file").write_text("x")
+    (folder / "shut" / "inner").chmod(0)
+    (folder / "shut").chmod(0)
+    os.mkfifo(folder / "fifo")
+    Path(os.fsdecode(bytes(folder) + b"/\xff\xfe\n")).write_text("x")
+    here = os.open(folder, os.O_RDONLY)
+    for _ in range(300):
+        os.mkdir("d" * 50, dir_fd=here)
+        below = os.open("d" * 50, os.O_RDONLY, dir_fd=here)
+        os.close(here)
+        here = below
+    os.close(here)
+    folder.chmod(0)
+    walls.wipe(str(folder))
+    assert list(folder.iterdir()) == []
+    assert [path.name for path in outside.iterdir()] == ["kept"]
+    walls.remove(str(folder))
+    walls.remove(str(folder))
+    assert not folder.exists()
+
+
+def test_what_is_put_on_disk_is_counted(tmp_path: Path) -> None:
+    disk = walls.Disk(str(tmp_path), 1 << 20, os.getpid())
+    disk.limit = 1 << 40
+    assert not disk.overfull()  # what this process has ever written does not matter below
+    disk.limit, allowed = 1 << 20, walls.MAX_WRITTEN
+    try:
+        walls.MAX_WRITTEN = 1 << 40
+        (tmp_path / "a").mkdir()
+        (tmp_path / "a" / "file").write_bytes(b"x" * 500_000)
+        assert not disk.overfull()
+        (tmp_path / "more").write_bytes(b"x" * 600_000)
+        assert disk.overfull()
+        (tmp_path / "more").unlink()
+        assert not disk.overfull()
+        deep = tmp_path / "/".join("d" * walls.MAX_DEPTH)
+        deep.mkdir(parents=True)
+        assert not disk.overfull()
+        (deep / "deeper").mkdir()
+        assert disk.overfull()
+        shutil.rmtree(tmp_path / "d")
+        for number in range(walls.ON_DISK - 2):
+            (tmp_path / f"link{number}").symlink_to("x")
+        assert not disk.overfull()
+        (tmp_path / "one more").symlink_to("x")
+        assert disk.overfull()
+        (tmp_path / "one more").unlink()
+        (tmp_path / "link0").unlink()
+        (tmp_path / "way").symlink_to("/usr")
+        assert not disk.overfull()
+        walls.MAX_WRITTEN = 0
+        assert disk.overfull()
+    finally:
+        walls.MAX_WRITTEN = allowed
+        disk.close()
+
+
+def decided(program: bytes, machine: str, number: int, *arguments: int, arch: int | None = None) -> int:
+    """What a filter answers, by executing it."""
+    arguments = (*arguments, 0, 0, 0, 0, 0, 0)[:6]
+    data = struct.pack(
+        "iIQ6Q", number if number < 1 << 31 else number - (1 << 32), arch or seccomp.AUDIT_ARCH[machine], 0, *arguments
+    )
+    code = list(struct.iter_unpack("HBBI", program))
+    at = accumulator = 0
+    while True:
+        kind, yes, no, operand = code[at]
+        at += 1
+        if kind == 0x20:
+            (accumulator,) = struct.unpack_from("I", data, operand)
+        elif kind == 0x54:
+            accumulator &= operand
+        elif kind == 0x15:
+            at += yes if accumulator == operand else no
+        elif kind == 0x35:
+            at += yes if accumulator >= operand else no
+        else:
+            assert kind == 0x06
+            return int(operand)
+
+
+FILTERS = [(machine, apart) for machine in seccomp.AUDIT_ARCH for apart in (True, False)]
+
+
+@pytest.mark.parametrize(("machine", "apart"), FILTERS)
+def test_the_filter_allows_what_the_tables_name(machine: str, apart: bool) -> None:
+    program = seccomp.program(apart, machine)
+    assert len(program) // 8 < 4096
+    checked = set(seccomp.numbers(seccomp._CHECKED, machine))
+    allowed = set(seccomp.numbers(seccomp._TABLE, machine))
+    allowed |= set(seccomp.numbers(seccomp._APART, machine)) if apart else set()
+    assert len(allowed) > 90
+    assert not allowed & checked
+    for number in set(range(600)) - checked:
+        expected = seccomp.ALLOW if number in allowed else seccomp.DENY
+        assert decided(program, machine, number) == expected, number
+        assert decided(program, machine, number, *[(1 << 64) - 1] * 6) == expected, number
+    for number in (*range(600), (1 << 30) - 1, (1 << 31) - 1, (1 << 32) - 1):
+        assert decided(program, machine, number | 0x40000000) == seccomp.DENY
+    for number in (10**4, 10**6, (1 << 30) - 1):
+        assert decided(program, machine, number) == seccomp.DENY
+    others = {0x40000003, 0x40000028, 0, 0xC000003E, 0xC00000B7, 0xC00000F3} - {seccomp.AUDIT_ARCH[machine]}
+    for arch in others:
+        assert {decided(program, machine, number, arch=arch or 1) for number in range(600)} == {seccomp.KILL}
+
+
+@pytest.mark.parametrize(("machine", "apart"), FILTERS)
+def test_the_filter_looks_at_arguments(machine: str, apart: bool) -> None:
+    program = seccomp.program(apart, machine)
+    names = [entry.split()[0] for entry in seccomp._CHECKED.split(",")]
+    number = dict(zip(names, seccomp.numbers(seccomp._CHECKED, machine), strict=True))
+
+    def allowed(name: str, *arguments: int) -> bool:
+        return decided(program, machine, number[name], *arguments) == seccomp.ALLOW
+
+    values = {*range(0, 70), 1024, 1025, 1026, 1030, 1031, 1032, *range(0x5400, 0x5460), 0x8901, 0x53564D41, 1 << 31}
+    values |= {random.Random(0).getrandbits(32) for _ in range(300)}
+    high = 1 << 32
+    assert {value for value in values if allowed("fcntl", 5, value)} == {0, 1, 2, 3, 4, 5, 6, 7, 1030, 1032}
+    assert {value for value in values if allowed("ioctl", 5, value)} == {0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451}
+    assert {value for value in values if allowed("prctl", value)} == {15, 16, 0x53564D41}
+    assert {value for value in values if allowed("prlimit64", value, 8)} == {0}
+    assert not allowed("fcntl", 0, 8 + high)
+    for name in ("sendto", "recvfrom"):
+        assert allowed(name, 3, high, 5, 0, 0, 0)
+        for address in (1, high, 1 << 63, (1 << 64) - 1):
+            assert not allowed(name, 3, 0, 5, 0, address, 0)
+    kinds = {(family, kind) for family in range(50) for kind in range(16) if allowed("socketpair", family, kind)}
+    assert kinds == {(1, 1)}
+    assert allowed("socketpair", 1, 1 | 0o2000000 | 0o4000)
+    assert not allowed("socketpair", 1, 2 | 0o2000000)
+    assert decided(program, machine, number["clone3"]) == seccomp.ABSENT
+    thread = 0x3D0F00
+    assert allowed("clone", thread) is apart
+    assert allowed("clone", thread | high) is apart
+    for flags in (0, 17, 0x100, 0x4111, *(1 << bit for bit in range(32) if bit != 16)):
+        assert not allowed("clone", flags), hex(flags)
+    for flag in (0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000):
+        assert not allowed("clone", thread | flag)
+    shared, shared_checked, private, anonymous = 1, 3, 2, 0x20
+    assert allowed("mmap", 0, 4096, 7, private, 3)
+    assert allowed("mmap", 0, 4096, 3, private | anonymous)
+    assert allowed("mmap", 0, 4096, 3, shared | anonymous)
+    for kind in (shared, shared_checked, shared | 0x4000):
+        assert allowed("mmap", 0, 4096, 1, kind, 3) is apart
+
+
+def test_the_filter_of_this_machine_is_installed_whole() -> None:
+    assert seccomp.supported()
+    assert seccomp.program(True) == seccomp.program(True, os.uname().machine)
+    assert seccomp.program(True) != seccomp.program(False)
+
+
+def test_scratch_hides_nothing_that_is_to_be_read() -> None:
+    assert walls.scratch_place(["/usr/lib", "/home/me/tmp/lib", "/tmpfs/lib"]) == "/tmp"
+    assert walls.scratch_place(["/usr/lib", "/tmp/venv/lib"]) == "/scratch"
+    assert walls.scratch_place(["/tmp"]) == "/scratch"

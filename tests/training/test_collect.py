@@ -1,0 +1,143 @@
+"""Traces sampled from a model: only what was all right is kept, once, and it is read back as it was sampled."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_cli import call
+from traces import formats, python, sum_row, sums_config, write_model, write_rows
+from trees import model, prompt, tool, tree
+
+from arpo.training.collect import right_traces, sample_traces
+from arpo.builtin.traces import Trace
+from arpo.engine.scripted import ScriptedEngine
+from arpo.agent.traces import encode_trace, read_traces
+from arpo.algorithm.rollout import Agent
+from arpo.training.sft import open_course, teach
+from arpo.training.loop import open_session
+from arpo.types import ArpoError, End, Fault, Kind, Node, Reward, RolloutTree, Task
+
+CALL, END = "<think>a</think><python>1 + 2</python>", "<think>b</think><answer>\\boxed{3}</answer>"
+TASK = Task("q", "What is 1 plus 2?", ("3",))
+RIGHT = Reward(1.0, {"correct": 1.0, "format": 1.0})
+
+
+@pytest.fixture
+def agent(tokenizer: Any) -> Agent:
+    return Agent(ScriptedEngine(tokenizer, lambda text, seed: ""), tokenizer, {"python": python}, formats())
+
+
+def path(agent: Agent, first: str = CALL, last: str = END, fault: Fault | None = None) -> list[Node]:
+    """The nodes of a path, with the tokens that it would have if it were sampled as it is written."""
+    segments = ((Kind.MODEL, first), (Kind.TOOL, "3"), (Kind.MODEL, last))
+    pieces = [tuple(ids) for _, ids in encode_trace(Trace(TASK, segments), agent.tokenizer, agent.format).pieces]
+    return [
+        prompt(pieces[0]),
+        model(0, pieces[1], first),
+        tool(1, pieces[2], "3", "python", fault=fault),
+        model(2, pieces[3], last),
+    ]
+
+
+def kept(agent: Agent, nodes: list[Node], reward: Reward = RIGHT, end: End = End.ANSWER) -> tuple[int, list[str]]:
+    left_out: Counter[str] = Counter()
+    traces = right_traces(agent, tree(nodes, [len(nodes) - 1], TASK, end), [reward], 4, left_out)
+    return len(traces), list(left_out)
+
+
+def test_only_what_is_all_right_is_kept(agent: Agent) -> None:
+    assert kept(agent, path(agent)) == (1, [])
+    wrong = "not right, or not in the right format"
+    assert kept(agent, path(agent), Reward(0.0, {"correct": 0.0, "format": 1.0})) == (0, [wrong])
+    assert kept(agent, path(agent), Reward(0.9, {"correct": 0.9, "format": 1.0})) == (0, [wrong])
+    assert kept(agent, path(agent), Reward(-1.0, {"correct": 1.0, "format": 0.0})) == (0, [wrong])
+    assert kept(agent, path(agent), end=End.LENGTH) == (0, [wrong])
+    assert kept(agent, path(agent, fault=Fault.INFRA)) == (0, ["a tool was broken"])
+    assert kept(agent, path(agent, fault=Fault.MODEL)) == (1, [])
+
+
+def test_what_would_be_tokenised_otherwise_is_left_out(agent: Agent) -> None:
+    nodes = path(agent)
+    letters = [i for c in END for i in agent.tokenizer(c).input_ids]  # the same text from smaller tokens
+    assert agent.tokenizer.decode(letters) == END
+    nodes[3] = model(2, letters, END)
+    reason = "would be tokenised otherwise than it was sampled"
+    assert kept(agent, nodes) == (0, [reason])
+    assert kept(agent, path(agent, last=END + "!")) == (0, [reason])
+
+
+def test_equal_paths_are_kept_once_and_not_too_many(agent: Agent) -> None:
+    ends = [END, END, END.replace("b", "c"), END.replace("b", "d")]
+    nodes = path(agent)[:3]
+    nodes += [path(agent, last=end)[3] for end in ends]
+    left_out: Counter[str] = Counter()
+    grown = tree(nodes, [3, 4, 5, 6], TASK)
+    traces = right_traces(agent, grown, [RIGHT] * 4, 2, left_out)
+    assert [trace.segments[2][1] for trace in traces] == [ends[0], ends[2]]
+    assert left_out == {"the same as another path": 1, "more than enough paths for one question": 1}
+
+
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that has learnt a handful of sums by heart."""
+    folder = tmp_path_factory.mktemp("taught")
+    write_model(folder / "model", hidden=64)
+    sums = [(a, b) for a in range(4) for b in range(4)]
+    write_rows(folder / "traces.jsonl", [sum_row(a, b) for a, b in sums])
+    write_rows(
+        folder / "questions.jsonl", [{"question": f"What is {a} plus {b}?", "answer": str(a + b)} for a, b in sums]
+    )
+    config = sums_config(folder, "sft.lr=1e-2", "sft.epochs=60", f"data.train={folder / 'questions.jsonl'}")
+    with open_course(config) as course:
+        asyncio.run(teach(course))
+    return folder
+
+
+def test_sampled_traces_are_read_back_with_the_tokens_that_were_sampled(
+    taught: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From the command line: sample a run, and teach a model what was kept."""
+    seen: list[RolloutTree] = []
+    original = right_traces
+
+    def watch(agent: Agent, grown: RolloutTree, *more: Any) -> Any:
+        seen.append(grown)
+        return original(agent, grown, *more)
+
+    monkeypatch.setattr("arpo.training.collect.right_traces", watch)
+    out, settings = tmp_path / "out.jsonl", ["rollout.leaves=6", "rollout.initial=6", "branching.policy=never"]
+    assert call("data", "sample", taught / "run", "--out", out, "--per-question", 2, "--questions", 10, *settings) == 0
+    assert "of 60 paths became traces" in capsys.readouterr().out
+    config = sums_config(taught)
+    session = open_session(config)
+    fmt, tokenizer = session.agent.format, session.agent.tokenizer
+    reading = read_traces(str(out), fmt)
+    assert reading.problems == () and len(reading.traces) > 5
+    sampled = {grown.tokens(leaf.node) for grown in seen for leaf in grown.leaves}
+    for trace in reading.traces:
+        pieces = encode_trace(trace, tokenizer, fmt, config.tools.result_tokens).pieces
+        assert tuple(token for _, ids in pieces for token in ids) in sampled
+    by_question = Counter(trace.task.question for trace in reading.traces)
+    assert max(by_question.values()) <= 2
+    assert len({(trace.task.question, trace.segments) for trace in reading.traces}) == len(reading.traces)
+    assert [grown.task.id for grown in seen] == [f"questions.jsonl:{n}" for n in range(1, 11)]
+    again = tmp_path / "again.jsonl"
+    monkeypatch.setattr("arpo.training.collect.AT_A_TIME", 3)
+    assert (
+        call("data", "sample", taught / "run", "--out", again, "--per-question", 2, "--questions", 10, *settings) == 0
+    )
+    assert again.read_bytes() == out.read_bytes()
+    with open_course(sums_config(taught, f"sft.data={out}", f"run.dir={tmp_path / 'run'}", "sft.epochs=1")) as course:
+        assert len(course.lessons) == len(reading.traces)
+        assert asyncio.run(teach(course)) == 1
+
+
+def test_a_model_that_gets_nothing_right_leaves_no_file(taught: Path, tmp_path: Path) -> None:
+    config = sums_config(taught, f"data.train={taught / 'questions.jsonl'}", "rollout.leaves=2", "rollout.max_tokens=9")
+    with pytest.raises(ArpoError, match="no traces were found"):
+        asyncio.run(sample_traces(open_session(config), tmp_path / "out.jsonl"))
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,28 @@
+"""The viewer on a folder, for tests with a browser."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from arpo.viewer.folder import Folder
+from arpo.viewer.server import make_server
+
+Open = Callable[..., Any]
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[str]:
+    """The viewer on a folder, at a free port; gives its address."""
+    server = make_server(Folder(folder), "127.0.0.1", 0)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+    thread.start()
+    try:
+        yield server.url
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
