@@ -24,18 +24,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class ArpoError(Exception):
-    """A mistake in what the user gave us; its text says what to do. The CLI prints it and exits with code 2."""
-
-
-class Diverged(ArpoError):
-    """Training came to a number that is not finite."""
-
-
-class Collapsed(ArpoError):
-    """A run that collapsed and was taken back to a checkpoint before that; the CLI exits with code 3."""
-
-
 class Kind(StrEnum):
     """Who wrote a node's tokens."""
 

@@ -20,8 +20,8 @@ from pathlib import Path
 from statistics import fmean
 
 from arpo.cli.main import main as cli
-from arpo.cluster.sampler import Pool
 from arpo.cluster.connect import on_cluster
+from arpo.cluster.sampler import Pool
 from arpo.config.loading import load_config
 from arpo.runs.run_dir import open_run as read_run
 from arpo.training.loop import open_run, train

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from bench_engine import make_model
 
-from arpo.engine.local.kv_cache import token_bytes
 from arpo.engine.local.engine import LocalEngine
+from arpo.engine.local.kv_cache import token_bytes
 from arpo.types import SamplingParams
 
 

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 
-from arpo.training import loop as training
 from arpo.config.loading import load_config
 from arpo.plan.fit import fit
 from arpo.plan.hardware import measure
@@ -31,6 +30,7 @@ from arpo.plan.load import load_of_run, turn_spread
 from arpo.plan.planner import Planner, Setup
 from arpo.plan.shape import find_shape
 from arpo.runs.run_dir import open_run
+from arpo.training import loop as training
 
 
 def main() -> None:

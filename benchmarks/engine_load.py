@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from arpo.engine.local.engine import LocalEngine
 from arpo.builtin.model import build_tokenizer
+from arpo.engine.local.engine import LocalEngine
 from arpo.types import SamplingParams
 
 PROMPT, TURN, RESULT = (100, 300), (16, 96), (30, 150)  # shortest and longest, in tokens

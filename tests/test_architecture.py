@@ -238,9 +238,20 @@ class Bare:
 
 
 def test_the_import_check_finds_what_goes_up_or_sideways() -> None:
-    everything = ["arpo.runs.run_dir", "arpo.algorithm.loss", "arpo.trainer.trainer", "arpo.cli.main", "arpo.training.loop"]
+    everything = [
+        "arpo.runs.run_dir",
+        "arpo.algorithm.loss",
+        "arpo.trainer.trainer",
+        "arpo.cli.main",
+        "arpo.training.loop",
+    ]
     assert forbidden_imports("arpo.algorithm.metrics", BAD) == everything
-    assert forbidden_imports("arpo.runs.run_dir", BAD) == ["arpo.runs.run_dir", "arpo.trainer.trainer", "arpo.cli.main", "arpo.training.loop"]
+    assert forbidden_imports("arpo.runs.run_dir", BAD) == [
+        "arpo.runs.run_dir",
+        "arpo.trainer.trainer",
+        "arpo.cli.main",
+        "arpo.training.loop",
+    ]
     assert forbidden_imports("arpo.training.loop", BAD) == ["arpo.cli.main", "arpo.training.loop"]
     assert forbidden_imports("arpo.cli.doctor", BAD) == ["arpo.cli.main"]
     assert forbidden_imports("arpo.types", BAD) == ["arpo.runs.run_dir", "arpo.types", *everything[1:]]

@@ -14,27 +14,28 @@ from test_chat import UNCLOSED
 from test_render import CHATML, QWEN, STRICT, make_tokenizer
 from traces import sum_row, sums_config, write_rows
 
-from arpo.evaluation.benchmarks import identity
-from arpo.cli.chat import Conversation
-from arpo.training.collect import right_traces
-from arpo.config.loading import load_config
-from arpo.builtin.traces import Trace
-from arpo.net.chat import Endpoint
-from arpo.engine.scripted import ScriptedEngine
-from arpo.agent.traces import encode_examples, read_examples
-from arpo.evaluation.endpoint import RemoteAgent, remote_path
 from arpo.agent.formats import CallFormat, encode_follow_up, encode_prompt, make_format
-from arpo.rewards.format import format_ok
+from arpo.agent.traces import encode_examples, read_examples
 from arpo.algorithm.rollout import Agent, rollout
+from arpo.builtin.model import build_model
+from arpo.builtin.traces import Trace
+from arpo.cli.chat import Conversation
+from arpo.config.loading import load_config
 from arpo.config.schema import Branching, Rollout
-from arpo.training.setup import fit_prompts, make_agent, make_bench, open_sandbox
+from arpo.engine.scripted import ScriptedEngine
+from arpo.errors import ArpoError
+from arpo.evaluation.benchmarks import identity
+from arpo.evaluation.endpoint import RemoteAgent, remote_path
+from arpo.net.chat import Endpoint
+from arpo.rewards.format import format_ok
 from arpo.tools.base import tool
 from arpo.tools.executor import Toolbox, call_tool
 from arpo.tools.python.tool import build_python
 from arpo.tools.search import build_search
 from arpo.trainer.checkpoint import save_pretrained
-from arpo.builtin.model import build_model
-from arpo.types import ArpoError, Document, Kind, Reward, RolloutTree, Task, ToolCall
+from arpo.training.collect import right_traces
+from arpo.training.setup import fit_prompts, make_agent, make_bench, open_sandbox
+from arpo.types import Document, Kind, Reward, RolloutTree, Task, ToolCall
 
 TASK = Task("q", "What is 3 plus 4?", ("7",))
 SHIPPED = Path(__file__).parent.parent / "examples"

@@ -26,7 +26,8 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any, ClassVar
 
-from arpo.types import ArpoError, ToolCall, ToolSpec
+from arpo.errors import ArpoError
+from arpo.types import ToolCall, ToolSpec
 
 PROTOCOL_TAGS = ("think", "answer", "result", "tool_call", "tool_response")
 """Tags with a meaning of their own; every tool's name is one more."""

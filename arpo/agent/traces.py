@@ -22,9 +22,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from arpo.data.rows import read_rows, source_name
-from arpo.data.tasks import Row, as_object, complaint, question_of
-from arpo.builtin.traces import Segment, Trace
 from arpo.agent.formats import (
     ANSWER_STOP,
     CallFormat,
@@ -33,7 +30,11 @@ from arpo.agent.formats import (
     encode_prompt,
     encode_result,
 )
-from arpo.types import ArpoError, Credit, End, Kind, Leaf, Node, RolloutTree, Task, ToolCall, ToolResult
+from arpo.builtin.traces import Segment, Trace
+from arpo.data.rows import read_rows, source_name
+from arpo.data.tasks import Row, as_object, complaint, question_of
+from arpo.errors import ArpoError
+from arpo.types import Credit, End, Kind, Leaf, Node, RolloutTree, Task, ToolCall, ToolResult
 
 LAYOUTS = ("messages", "text", "segments")
 WRITERS = {"model": Kind.MODEL, "tool": Kind.TOOL}

@@ -19,15 +19,15 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from arpo.algorithm.branching import WHEN_ENDED, balanced, decide
 from arpo.agent.char_offsets import token_ends
-from arpo.engine.base import Engine
 from arpo.agent.formats import CallFormat, encode_next_question, encode_prompt, encode_result
+from arpo.algorithm.branching import WHEN_ENDED, balanced, decide
 from arpo.config.schema import Branching, Rollout
+from arpo.engine.base import Engine
+from arpo.errors import ArpoError
 from arpo.tools.base import Tool
 from arpo.tools.executor import call_tool
 from arpo.types import (
-    ArpoError,
     Completion,
     End,
     Fault,

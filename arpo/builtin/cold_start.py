@@ -19,16 +19,17 @@ from typing import Any
 
 import torch
 
+from arpo.agent.formats import make_format
+from arpo.builtin.imitate import Progress, batches_of, imitate, trace_rows
 from arpo.builtin.traces import PER_WORLD, write_traces
 from arpo.builtin.world import World
-from arpo.builtin.imitate import Progress, batches_of, imitate, trace_rows
-from arpo.agent.formats import make_format
 from arpo.config.schema import Coldstart, Model
+from arpo.errors import ArpoError
+from arpo.models.load import load_model
 from arpo.tools.base import Tool
 from arpo.tools.executor import call_tool
 from arpo.trainer.checkpoint import save_pretrained
-from arpo.models.load import load_model
-from arpo.types import ArpoError, ToolCall
+from arpo.types import ToolCall
 
 ToolsFor = Callable[[World], Mapping[str, Tool]]  # the tools over a world's documents
 MAX_CONTEXT = 512
@@ -61,7 +62,7 @@ def coldstart(settings: Coldstart, world: World, tools_for: ToolsFor, progress: 
 
 def start_from_base(settings: Coldstart, world: World, tools_for: ToolsFor, progress: Progress) -> tuple[Any, Any]:
     """The base after imitating traces of the world's difficulty."""
-    with resources.as_file(resources.files("arpo").joinpath("models", "base")) as base:
+    with resources.as_file(resources.files("arpo.builtin").joinpath("base")) as base:
         model, tokenizer = load_model(Model(path=str(base), device="cpu"))  # the same everywhere
     progress(0, settings.steps, math.nan)
     traces = write_traces(
@@ -96,7 +97,7 @@ def _fingerprint(settings: Coldstart, world: World, tools_for: ToolsFor) -> str:
         world, PER_WORLD, lambda other: caller(tools_for(other)), settings.seed, world.settings.difficulty
     )
     digest = hashlib.sha256(f"{RECIPE} {settings.model_dump_json()} {torch.__version__} {traces!r}".encode())
-    base = resources.files("arpo").joinpath("models", "base")
+    base = resources.files("arpo.builtin").joinpath("base")
     for name in sorted(path.name for path in base.iterdir()):
         digest.update(base.joinpath(name).read_bytes())
     return digest.hexdigest()[:16]

@@ -8,8 +8,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from arpo.config.loading import load_config
 from arpo.cli.display import console
+from arpo.config.loading import load_config
 from arpo.evaluation.evaluate import Evaluation
 from arpo.training.loop import Run, open_run, test, train
 
@@ -22,7 +22,7 @@ result, and makes what led to right answers likelier."""
 
 def run_demo(seed: int, run_async: Callable[[Coroutine[Any, Any, Any]], Any]) -> None:
     """Cold start, ARPO, and accuracy on held-out questions before and after."""
-    with resources.as_file(resources.files("arpo").joinpath("demo.toml")) as path:
+    with resources.as_file(resources.files("arpo.builtin").joinpath("demo.toml")) as path:
         config = load_config(path, [f"seed={seed}", f"run.dir={_free_directory()}"])
     console.print(INTRODUCTION + "\n")
     with open_run(config) as run:

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from arpo.builtin.traces import Trace
-from arpo.agent.traces import encode_trace
 from arpo.agent.formats import CallFormat
+from arpo.agent.traces import encode_trace
+from arpo.builtin.traces import Trace
 from arpo.types import Kind
 
 Row = tuple[list[int], list[bool]]  # token ids, and which of them are trained on

@@ -17,18 +17,18 @@ from typing import Any
 
 import torch
 
+from arpo.agent.formats import make_format
 from arpo.builtin.cold_start import MAX_CONTEXT, caller
-from arpo.config.loading import load_config
+from arpo.builtin.imitate import Progress, Row, batches_of, imitate, trace_rows
+from arpo.builtin.model import build_model, build_tokenizer
 from arpo.builtin.traces import Trace, write_traces
 from arpo.builtin.world import World, world_vocabulary
 from arpo.cli.display import progress_bar
-from arpo.builtin.imitate import Progress, Row, batches_of, imitate, trace_rows
-from arpo.agent.formats import make_format
+from arpo.config.loading import load_config
 from arpo.config.schema import Config
-from arpo.training.setup import make_bench, world_tools
-from arpo.trainer.checkpoint import save_pretrained
 from arpo.models.load import pick_device
-from arpo.builtin.model import build_model, build_tokenizer
+from arpo.trainer.checkpoint import save_pretrained
+from arpo.training.setup import make_bench, world_tools
 
 STEPS, BATCH_TOKENS, LR, TRACES, HIDDEN, LAYERS = 6_000, 16_384, 3e-3, 60_000, 160, 4
 SEED = 1  # of four that were tried, the one that learnt to copy soonest (docs/LOG.md)

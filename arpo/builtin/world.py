@@ -19,7 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from arpo.config.schema import World as WorldSection
-from arpo.types import ArpoError, Document, Task, derive_seed
+from arpo.errors import ArpoError
+from arpo.types import Document, Task, derive_seed
 
 
 @dataclass(frozen=True, slots=True)

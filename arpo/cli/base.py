@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from arpo.trainer.dist import launch
 from arpo.config.loading import load_config
-from arpo.runs.run_dir import is_run, open_run
 from arpo.config.schema import Config
-from arpo.types import ArpoError
+from arpo.errors import ArpoError
+from arpo.runs.run_dir import is_run, open_run
+from arpo.trainer.dist import launch
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine

@@ -22,15 +22,16 @@ from typing import Any
 
 from rich.console import Console
 
-from arpo.builtin.world import make_world
-from arpo.cli.display import COLOURS, printable
 from arpo.agent.formats import ANSWER_STOP, encode_follow_up, encode_result
 from arpo.algorithm.rollout import Agent
-from arpo.training.sampler import open_session
+from arpo.builtin.world import make_world
+from arpo.cli.display import COLOURS, printable
 from arpo.config.schema import Config, Rollout
-from arpo.training.setup import Bench, make_tools
+from arpo.errors import ArpoError
 from arpo.tools.executor import call_tool
-from arpo.types import ArpoError, Completion, End, Kind, SamplingParams, Task, ToolCall, ToolResult, derive_seed
+from arpo.training.sampler import open_session
+from arpo.training.setup import Bench, make_tools
+from arpo.types import Completion, End, Kind, SamplingParams, Task, ToolCall, ToolResult, derive_seed
 
 COMMANDS = {
     "/new": "begin a new conversation",

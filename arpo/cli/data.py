@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from arpo.cli.base import Overrides, config_of, run_async
-from arpo.config.loading import load_config
 from arpo.cli.display import console, printable, progress_bar, show_reading
-from arpo.types import ArpoError
+from arpo.config.loading import load_config
+from arpo.errors import ArpoError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

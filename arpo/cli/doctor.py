@@ -12,7 +12,7 @@ import torch
 
 import arpo
 from arpo.builtin.cold_start import cache_directory
-from arpo.types import ArpoError
+from arpo.errors import ArpoError
 
 TIERS = {
     "namespaces": "namespaces, Landlock and a list of system calls (the best tier)",

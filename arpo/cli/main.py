@@ -16,15 +16,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from arpo.trainer.dist import launch
 from arpo.cli.base import Overrides, config_of, model_config, run_async
 from arpo.cli.data import data_app, index_app
+from arpo.cli.display import console, print_tree, tool_lines
 from arpo.cli.plan import plan
 from arpo.cli.study import compare, entropy
 from arpo.cli.view import show, view
 from arpo.config.loading import load_config
-from arpo.cli.display import console, print_tree, tool_lines
-from arpo.types import ArpoError, Collapsed, Task, derive_seed
+from arpo.errors import ArpoError, Collapsed
+from arpo.trainer.dist import launch
+from arpo.types import Task, derive_seed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -85,9 +86,9 @@ def train(
 
             grower = stack.enter_context(on_cluster(settings))
         if launch.ranks() > 1:
-            from arpo.trainer.dist.worker import follow
             from arpo.models.load import pick_device
             from arpo.trainer.dist.process_group import join_ranks
+            from arpo.trainer.dist.worker import follow
 
             ranks = stack.enter_context(join_ranks(pick_device(settings.model.device)))
             if not ranks.leads:
@@ -173,8 +174,8 @@ def evaluate(
     if not Path(target).exists() and not target.endswith(".toml"):
         raise ArpoError(f"{target}: a model alone has no questions: give a run or a TOML file, or name --benchmarks")
     config = config_of(Path(target), given)
-    from arpo.training.sampler import open_session
     from arpo.training.loop import test
+    from arpo.training.sampler import open_session
 
     with closing(open_session(config)) as session:
         _show_evaluation(run_async(test(session)), session.bench.tools)
@@ -191,8 +192,8 @@ def rollout(
 ) -> None:
     """Grow the tree of one question and show it."""
     from arpo.algorithm.rollout import rollout as grow
-    from arpo.training.sampler import open_session
     from arpo.training.loop import need_test_questions
+    from arpo.training.sampler import open_session
 
     with closing(open_session(config_of(target, overrides or []))) as session:
         held_out = session.bench.test

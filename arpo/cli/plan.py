@@ -11,10 +11,10 @@ from typing import Annotated, Any
 import typer
 
 from arpo.cli.base import Overrides
-from arpo.config.loading import load_config
 from arpo.cli.display import console
+from arpo.config.loading import load_config
+from arpo.errors import ArpoError
 from arpo.runs.run_dir import CONFIG, is_run, open_run
-from arpo.types import ArpoError
 
 
 def plan(

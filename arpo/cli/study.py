@@ -11,8 +11,8 @@ import typer
 
 from arpo.cli.base import Overrides, model_config, run_async
 from arpo.cli.display import console
+from arpo.errors import ArpoError
 from arpo.runs.run_dir import is_run
-from arpo.types import ArpoError
 
 ALGORITHMS = (
     "presets or TOML files, like arpo,grpo,mine.toml; `arpo compare` shows the presets if it knows none of them"
@@ -37,10 +37,10 @@ def compare(
     drop_models: Annotated[bool, typer.Option(help="delete a run's model when its numbers are known")] = False,
 ) -> None:
     """Train with several algorithms and seeds on one budget, and tell them apart. A stopped comparison goes on."""
-    from arpo.studies.compare.runner import compare as work
-    from arpo.studies.compare.runner import the_plan
     from arpo.figures.style import need_figures
     from arpo.studies.compare.report import show_comparison, write_comparison
+    from arpo.studies.compare.runner import compare as work
+    from arpo.studies.compare.runner import the_plan
 
     need_figures()
     plan = the_plan(

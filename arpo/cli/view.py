@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from arpo.cli.display import console, print_path, print_tree, printable
+from arpo.errors import ArpoError
 from arpo.runs.run_dir import CONFIG, RunLog, is_run, open_run
-from arpo.types import ArpoError
 
 PLACE = "a folder of runs, a run or a comparison"
 SCREENS = ("DISPLAY", "WAYLAND_DISPLAY")  # without one, a browser would take over the terminal

@@ -6,12 +6,12 @@ import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
-from arpo.trainer.dist import launch
-from arpo.cluster.sampler import Pool
 from arpo.cluster.ray_backend import ray_crew, start_trainers
+from arpo.cluster.sampler import Pool
 from arpo.config.schema import Config
+from arpo.errors import ArpoError
+from arpo.trainer.dist import launch
 from arpo.training.loop import need_cluster
-from arpo.types import ArpoError
 
 
 @contextmanager

@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 
+from arpo.cli.display import console, printable
 from arpo.cluster.sampler import Lost
 from arpo.cluster.scheduler import Machine, Place
 from arpo.cluster.worker import DONE, MISTAKE, Reply, Worker
-from arpo.cli.display import console, printable
-from arpo.types import ArpoError
+from arpo.errors import ArpoError
 
 GRACE = 10.0  # seconds that a trainer has to end by itself
 SEAT_SECONDS = 60.0  # in which a GPU that Ray counts must be free
@@ -172,9 +172,9 @@ class _Trainer:
     def follow(self, environment: dict[str, str], device: str) -> Reply:
         """Train as rank 0 says, to its end."""
         os.environ.update(environment)
-        from arpo.trainer.dist.worker import follow
         from arpo.models.load import pick_device
         from arpo.trainer.dist.process_group import join_ranks
+        from arpo.trainer.dist.worker import follow
 
         try:
             with join_ranks(pick_device(device)) as ranks:

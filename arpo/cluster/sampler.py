@@ -21,14 +21,15 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Protocol
 
+from arpo.cli.display import console
 from arpo.cluster.scheduler import LOSSES, Board, Deadly, Give, Machine, Place, places
 from arpo.cluster.worker import MISTAKE, Reply, order_to_bytes, unpack_scored, weights_of
-from arpo.cli.display import console
-from arpo.evaluation.evaluate import Evaluation, asked
-from arpo.training.sampler import Scored, Session
 from arpo.config.schema import Config
+from arpo.errors import ArpoError
+from arpo.evaluation.evaluate import Evaluation, asked
 from arpo.runs.trees import ScoredTree
-from arpo.types import ArpoError, Task
+from arpo.training.sampler import Scored, Session
+from arpo.types import Task
 
 LOOK = 3.0  # seconds between looks at which machines there are
 LONELY, STARTING = 300.0, 1800.0  # seconds without an actor, when none is starting and when one is

@@ -20,10 +20,11 @@ import torch
 from safetensors.torch import load, save
 
 from arpo.config.loading import config_from_resolved
+from arpo.errors import ArpoError
 from arpo.evaluation.evaluate import evaluate
-from arpo.training.sampler import Scored, Session, grow_here, open_session
 from arpo.runs.trees import ScoredTree, pack_trees, unpack_tree
-from arpo.types import ArpoError, Credit, Task
+from arpo.training.sampler import Scored, Session, grow_here, open_session
+from arpo.types import Credit, Task
 
 DONE, MISTAKE, BUG = "done", "mistake", "bug"
 Reply = tuple[str, Any]

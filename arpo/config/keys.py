@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from arpo.types import ArpoError
+from arpo.errors import ArpoError
 
 
 def key_from(variable: str, purpose: str) -> str:

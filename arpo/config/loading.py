@@ -25,7 +25,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from arpo.config.schema import Config
-from arpo.types import ArpoError
+from arpo.errors import ArpoError
 
 COMMAND_LINE = "command line"
 _ABSENT = object()
@@ -101,7 +101,7 @@ def _preset_choices(given: str) -> str:
 
 
 def _preset_folder() -> Traversable:
-    return resources.files("arpo").joinpath("presets")
+    return resources.files("arpo.config").joinpath("presets")
 
 
 def config_from_resolved(values: Mapping[str, Any]) -> Config:

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from arpo.types import ArpoError
+from arpo.errors import ArpoError
 
 
 def names_object(text: str) -> bool:

@@ -17,7 +17,8 @@ from itertools import cycle
 from typing import Any, Literal
 
 from arpo.data.tasks import Columns, Row, load_tasks, text_after
-from arpo.types import ArpoError, Task
+from arpo.errors import ArpoError
+from arpo.types import Task
 
 Metric = Literal["math", "f1", "em", "judge", "choice"]
 

@@ -28,7 +28,8 @@ from pathlib import Path
 
 from arpo.data.rows import read_text
 from arpo.data.tasks import complaint
-from arpo.types import ArpoError, Document, Task, derive_seed
+from arpo.errors import ArpoError
+from arpo.types import Document, Task, derive_seed
 
 HOPS = (2, 3)
 Fact = tuple[str, str, str]  # subject, relation, object

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from arpo.types import ArpoError
+from arpo.errors import ArpoError
 
 HUB = "hf:"
 Rows = Iterator[tuple[str, int, Any]]

@@ -18,9 +18,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from arpo.data.rows import JsonText, read_rows, source_name
 from arpo.config.schema import Data, Mix
-from arpo.types import ArpoError, Task
+from arpo.data.rows import JsonText, read_rows, source_name
+from arpo.errors import ArpoError
+from arpo.types import Task
 
 SHOWN = 20  # problems listed before "and N more"
 Row = Mapping[str, Any]

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from arpo.config.schema import Rollout
 from arpo.engine.base import Engine
 from arpo.engine.local.engine import LocalEngine
 from arpo.engine.vllm.completion import refuse_cuts
-from arpo.config.schema import Rollout
-from arpo.types import ArpoError
+from arpo.errors import ArpoError
 
 
 def make_engine(settings: Rollout, model: Any, tokenizer: Any, write: Callable[[Path], None], threaded: bool) -> Engine:

@@ -20,23 +20,24 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from arpo.data.benchmarks import BENCHMARKS, load_benchmark
+from arpo.agent.traces import read_examples
+from arpo.algorithm.rollout import Agent, rollout
 from arpo.builtin.world import make_world
 from arpo.cli.display import console, progress_bar, tool_lines
-from arpo.net.chat import Endpoint, EndpointFailure
-from arpo.evaluation.evaluate import whole_paths
-from arpo.agent.traces import read_examples
-from arpo.evaluation.endpoint import RemoteAgent, remote_path
-from arpo.evaluation.report import Results, show_results, write_results
-from arpo.rewards import RewardFn, Scorer, reward_from
-from arpo.algorithm.rollout import Agent, rollout
-from arpo.evaluation.samples import Key, Sample, SampleLog, open_samples, refuse_other, sample_of, written_tokens
-from arpo.training.sampler import open_session
 from arpo.config.schema import Branching, Config, Eval, Rewards, Rollout
-from arpo.training.setup import Bench, call_format, make_tools
+from arpo.data.benchmarks import BENCHMARKS, load_benchmark
+from arpo.errors import ArpoError
+from arpo.evaluation.endpoint import RemoteAgent, remote_path
+from arpo.evaluation.evaluate import whole_paths
+from arpo.evaluation.report import Results, show_results, write_results
+from arpo.evaluation.samples import Key, Sample, SampleLog, open_samples, refuse_other, sample_of, written_tokens
 from arpo.evaluation.statistics import summarise
+from arpo.net.chat import Endpoint, EndpointFailure
+from arpo.rewards import RewardFn, Scorer, reward_from
 from arpo.tools.executor import Toolbox
-from arpo.types import ArpoError, RolloutTree, Task, derive_seed
+from arpo.training.sampler import open_session
+from arpo.training.setup import Bench, call_format, make_tools
+from arpo.types import RolloutTree, Task, derive_seed
 
 GIVE_UP = 20  # answers in a row that fail
 ENDPOINT_AT_ONCE = 8  # answers that an endpoint is asked for, unless rollout.concurrency is set

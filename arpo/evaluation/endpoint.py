@@ -20,10 +20,10 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from arpo.builtin.traces import Trace
-from arpo.net.chat import Endpoint, Reply
 from arpo.agent.formats import ANSWER_STOP, CUT_NOTE, CallFormat, neutralise
+from arpo.builtin.traces import Trace
 from arpo.config.schema import Rollout
+from arpo.net.chat import Endpoint, Reply
 from arpo.tools.base import Tool
 from arpo.tools.executor import call_tool
 from arpo.types import (

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from math import comb
 from statistics import fmean
 
-from arpo.rewards import RewardFn, Scorer, fault_metrics
 from arpo.algorithm.rollout import Agent, rollouts
 from arpo.config.schema import Branching, Eval, Rollout
+from arpo.rewards import RewardFn, Scorer, fault_metrics
 from arpo.types import Reward, RolloutTree, Task, derive_seed
 
 

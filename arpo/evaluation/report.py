@@ -20,12 +20,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from arpo.cli.display import console, printable
 from arpo.data.benchmarks import BENCHMARKS
 from arpo.data.published import published_for
-from arpo.cli.display import console, printable
-from arpo.runs.run_dir import write_atomically
 from arpo.evaluation.samples import Sample
 from arpo.evaluation.statistics import LEVEL, Estimate, Summary
+from arpo.runs.run_dir import write_atomically
 
 INTERVAL = f"{LEVEL:.0%} Wilson interval over questions"
 METRICS = {"math": "maths equality", "f1": "token F1", "em": "exact match", "judge": "LLM judge", "choice": "choice"}

@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import IO, Any
 
 from arpo.config.loading import differences
-from arpo.runs.locks import LOCK, take_lock
+from arpo.errors import ArpoError
 from arpo.rewards import fault_metrics, unjudged
+from arpo.runs.locks import LOCK, take_lock
 from arpo.runs.run_dir import write_atomically
 from arpo.runs.trees import ScoredTree, tree_to_json
-from arpo.types import ArpoError, Credit, Kind, Reward, RolloutTree, Task
+from arpo.types import Credit, Kind, Reward, RolloutTree, Task
 
 SETTINGS, FOLDER = "settings.json", "samples"
 Key = tuple[str, int]

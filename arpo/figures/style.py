@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
-from arpo.types import ArpoError
+from arpo.errors import ArpoError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

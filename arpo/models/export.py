@@ -12,15 +12,15 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from arpo.config.loading import config_from_resolved
 from arpo.builtin.world import make_world
-from arpo.runs.run_dir import open_run
-from arpo.training.setup import Bench, find_model
-from arpo.tools.executor import Toolbox
+from arpo.config.loading import config_from_resolved
+from arpo.errors import ArpoError
 from arpo.models import lora
-from arpo.trainer.checkpoint import save_pretrained
 from arpo.models.load import load_model
-from arpo.types import ArpoError
+from arpo.runs.run_dir import open_run
+from arpo.tools.executor import Toolbox
+from arpo.trainer.checkpoint import save_pretrained
+from arpo.training.setup import Bench, find_model
 
 
 def export_model(run: Path, directory: Path, step: int | None = None) -> int:

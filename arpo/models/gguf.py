@@ -26,9 +26,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from arpo.errors import ArpoError
 from arpo.models.gguf_file import Array, GgufFile, read_gguf
 from arpo.models.gguf_tokenizer import read_tokenizer, special_ids, turn_ends
-from arpo.types import ArpoError
 
 _CLASSES: dict[str, tuple[Any, Any]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),

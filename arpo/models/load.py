@@ -16,9 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from arpo.config.schema import Model, Train
+from arpo.errors import ArpoError
 from arpo.models.gguf import load_gguf
 from arpo.models.lora import add_adapter, load_adapter, merge_adapter
-from arpo.types import ArpoError, derive_seed
+from arpo.types import derive_seed
 
 transformers_logging.disable_progress_bar()  # loading is quick, and bars of our own say what matters
 

@@ -24,7 +24,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from arpo.config.keys import key_from
-from arpo.types import ArpoError, SamplingParams
+from arpo.errors import ArpoError
+from arpo.types import SamplingParams
 
 MAX_REPLY_BYTES = 8_000_000
 MAX_STOPS = 4  # what the protocol allows; text after any other one is cut off here

@@ -14,9 +14,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from arpo.config.schema import Config
 from arpo.plan.hardware import Hardware
 from arpo.plan.shape import Shape
-from arpo.config.schema import Config
 
 TRAFFIC = 260.0  # bytes of 16-bit numbers, per layer, width and token, that a forward pass moves beside its matrices
 KEPT_WIDTH, KEPT_INNER = 23.0, 8.0  # bytes of activations kept for the backward pass, per layer and token

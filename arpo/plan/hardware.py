@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from arpo.types import ArpoError
+from arpo.errors import ArpoError
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,10 @@ from dataclasses import dataclass, fields, replace
 from itertools import islice
 from typing import Any
 
-from arpo.runs.run_dir import RunLog
 from arpo.config.schema import Config
-from arpo.types import ArpoError, Kind
+from arpo.errors import ArpoError
+from arpo.runs.run_dir import RunLog
+from arpo.types import Kind
 
 SPREAD = 0.5  # of the logarithm of a turn's length, where nothing is known
 P95 = 1.6449  # standard deviations from the median to the 95th percentile

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
+from arpo.config.schema import Config
+from arpo.errors import ArpoError
 from arpo.plan.cost import (
     SHARING_PAYS,
     USABLE,
@@ -26,8 +28,6 @@ from arpo.plan.hardware import Hardware
 from arpo.plan.load import Load
 from arpo.plan.shape import Shape
 from arpo.plan.simulate import Sampled, simulate
-from arpo.config.schema import Config
-from arpo.types import ArpoError
 
 SPLITS = 16  # at most so many sizes of the sampling half are tried, evenly spaced
 

@@ -15,7 +15,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from arpo.types import ArpoError
+from arpo.errors import ArpoError
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ SIZES = {
 def find_shape(model: str) -> Shape:
     """The shape of a model by size (14B), name (Qwen3-14B, Qwen/Qwen3-14B), or from its directory."""
     if model == "tiny":
-        text = resources.files("arpo").joinpath("models", "base", "config.json").read_text(encoding="utf-8")
+        text = resources.files("arpo.builtin").joinpath("base", "config.json").read_text(encoding="utf-8")
         return shape_of("tiny", json.loads(text))
     sizes = {size.lower(): name for size, name in SIZES.items()}
     name = sizes.get(model.lower(), model).lower().rpartition("/")[2].removesuffix("-instruct")

@@ -15,12 +15,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from arpo.config.plugins import load_object
+from arpo.config.schema import Rewards
+from arpo.errors import ArpoError
 from arpo.rewards.hierarchical import ACCURACIES, Accuracy, NoVerdict, RewardFn, make_reward
 from arpo.rewards.judge import LlmJudge
 from arpo.rewards.maths import shared_judge
 from arpo.rewards.text import numbers_equal
-from arpo.config.schema import Rewards
-from arpo.types import ArpoError, End, Leaf, Reward, RolloutTree, Task
+from arpo.types import End, Leaf, Reward, RolloutTree, Task
 
 NEEDED_PARTS = ("correct", "format")
 

@@ -29,9 +29,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from arpo.config.keys import key_from
+from arpo.errors import ArpoError
 from arpo.rewards.hierarchical import UNAVAILABLE, NoVerdict
 from arpo.rewards.text import exact_match
-from arpo.types import ArpoError, Task
+from arpo.types import Task
 
 RIGHT, WRONG = "CORRECT", "INCORRECT"
 MAX_ANSWER_CHARS = 4000

@@ -34,8 +34,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from arpo.errors import ArpoError
 from arpo.rewards.text import numbers_close, plain_number
-from arpo.types import ArpoError
 
 MAX_CHARS = 2000  # of an answer; no honest one is longer
 SECONDS = 3.0

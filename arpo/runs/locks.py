@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import IO
 
-from arpo.types import ArpoError
+from arpo.errors import ArpoError
 
 LOCK = "run.lock"
 TRIES = 5  # 20 ms apart: `is_live` holds the lock for a moment

@@ -30,7 +30,8 @@ from typing import IO, Any, NamedTuple
 
 from arpo.runs.locks import LOCK, take_lock
 from arpo.runs.trees import ScoredTree, TreeEntry, pack_trees, unpack_tree
-from arpo.types import ArpoError, Credit, Reward, RolloutTree
+from arpo.errors import ArpoError
+from arpo.types import Credit, Reward, RolloutTree
 
 CONFIG, METRICS = "config.json", "metrics.jsonl"
 

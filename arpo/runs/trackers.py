@@ -30,7 +30,7 @@ from arpo.runs.run_dir import RunLog
 from arpo.config.schema import Config
 from arpo.runs.trees import ScoredTree
 from arpo.figures.tree import tree_png, tree_svg
-from arpo.types import ArpoError
+from arpo.errors import ArpoError
 
 PATIENCE = 60.0  # seconds that a tracker has, at the end, for what it was not given yet
 PROJECT = "arpo"

@@ -15,20 +15,7 @@ from typing import Any
 
 import zstandard
 
-from arpo.types import (
-    Credit,
-    Decision,
-    End,
-    Fault,
-    Kind,
-    Leaf,
-    Node,
-    Reward,
-    RolloutTree,
-    Task,
-    ToolCall,
-    ToolResult,
-)
+from arpo.types import Credit, Decision, End, Fault, Kind, Leaf, Node, Reward, RolloutTree, Task, ToolCall, ToolResult
 
 MOST_BYTES = 1 << 29  # of one tree as JSON: a small file must not fill the memory
 QUESTION_CHARS = 300  # of a question in an index

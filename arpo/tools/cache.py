@@ -33,8 +33,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 from urllib.parse import quote
 
+from arpo.errors import ArpoError
 from arpo.tools.base import Tool, ToolUnavailable
-from arpo.types import ArpoError, Fault
+from arpo.types import Fault
 
 Mode = Literal["on", "record", "replay"]
 WRITE_WAIT_SECONDS = 10.0  # for other processes that write

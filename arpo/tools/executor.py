@@ -28,10 +28,11 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Self
 
+from arpo.errors import ArpoError
 from arpo.tools.base import BAD_INPUT, Tool, ToolError, ToolTimeout, ToolUnavailable
 from arpo.tools.cache import Answer, Question, ToolCache, question_of
 from arpo.tools.stats import Tally, ToolStats
-from arpo.types import ArpoError, Fault, ToolCall, ToolResult
+from arpo.types import Fault, ToolCall, ToolResult
 
 FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 5.0

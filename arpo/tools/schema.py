@@ -28,7 +28,8 @@ from referencing import Registry
 from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012
 
-from arpo.types import ArpoError, ToolSpec
+from arpo.errors import ArpoError
+from arpo.types import ToolSpec
 
 MAX_REFERENCES = 2000  # followed in one check: with recursive alternatives there may be exponentially many
 MAX_VALUE_CHARS = 60

@@ -21,9 +21,9 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from arpo.errors import ArpoError
 from arpo.models import lora
 from arpo.trainer.trainer import Trainer
-from arpo.types import ArpoError
 
 
 def save_checkpoint(trainer: Trainer, step: int, directory: Path) -> None:

@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from arpo.algorithm.batch import Part, cut
-from arpo.engine.local.attention import install
-from arpo.engine.local.runner import Network, check_supported
 from arpo.algorithm.loss import ADDITIVE, policy_loss
 from arpo.config.schema import Loss
+from arpo.engine.local.attention import install
+from arpo.engine.local.runner import Network, check_supported
 from arpo.trainer.attention import KV, TreePlan
 from arpo.trainer.logprobs import token_logprobs
 from arpo.types import TreeBatch

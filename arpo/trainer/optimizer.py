@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 
-from arpo.types import Diverged
+from arpo.errors import Diverged
 
 BETAS = (0.9, 0.99)
 _STATE = ("step", "exp_avg", "exp_avg_sq")  # what AdamW remembers of a parameter

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from arpo.algorithm.batch import Part, tree_batch
 from arpo.config.schema import Config
-from arpo.models.lora import adapters_off, has_adapter
 from arpo.models.load import recomputing
-from arpo.trainer.optimizer import Optimiser
+from arpo.models.lora import adapters_off, has_adapter
 from arpo.trainer.dist.shards import read_shards
 from arpo.trainer.forward_backward import accumulate, evaluate
+from arpo.trainer.optimizer import Optimiser
 from arpo.types import Credit, RolloutTree, TreeBatch
 
 Work = tuple[TreeBatch, Sequence[Part] | None]

@@ -12,14 +12,14 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from arpo.training.checkpoints import run_dir as runlog
 from arpo.config.loading import config_from_resolved, differences
-from arpo.runs.run_dir import RunLog
 from arpo.config.schema import Config
+from arpo.errors import ArpoError
+from arpo.runs.run_dir import RunLog
 from arpo.runs.trackers import Trackers, need_trackers
 from arpo.trainer.checkpoint import load_checkpoint, model_settings, save_checkpoint
 from arpo.trainer.trainer import Trainer
-from arpo.types import ArpoError
+from arpo.training.checkpoints import run_dir as runlog
 
 # Settings that any resumed run may have other than it began with.
 ALWAYS = ("run.", "eval.", "train.micro_tokens:", "train.checkpointing:", "train.on_collapse:", "model.device:")

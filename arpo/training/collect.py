@@ -17,19 +17,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from arpo.data.rows import read_rows, source_name
-from arpo.data.gsm8k import Program, make_program
-from arpo.data.tasks import as_object
+from arpo.agent.traces import check_segments, encode_trace, write_row
+from arpo.algorithm.rollout import Agent, rollouts
 from arpo.builtin.traces import Trace
 from arpo.cli.display import console, progress_bar
-from arpo.agent.traces import check_segments, encode_trace, write_row
+from arpo.data.gsm8k import Program, make_program
+from arpo.data.rows import read_rows, source_name
+from arpo.data.tasks import as_object
+from arpo.errors import ArpoError
 from arpo.rewards import Scorer, numbers_equal
-from arpo.algorithm.rollout import Agent, rollouts
-from arpo.training.sampler import Session
-from arpo.training.setup import open_sandbox
 from arpo.tools.executor import Toolbox, call_tool
 from arpo.tools.python.tool import build_python
-from arpo.types import ArpoError, End, Leaf, Reward, RolloutTree, ToolCall, derive_seed
+from arpo.training.sampler import Session
+from arpo.training.setup import open_sandbox
+from arpo.types import End, Leaf, Reward, RolloutTree, ToolCall, derive_seed
 
 AT_A_TIME = 256  # questions or programs under way
 THINK, ANSWER = "<think>{}</think>", "<think>The answer is {}.</think><answer>\\boxed{{{}}}</answer>"

@@ -17,22 +17,23 @@ from itertools import repeat
 from typing import TypeVar
 
 from arpo.algorithm.advantage import credit
-from arpo.data.order import batch_of, outcome
-from arpo.cli.display import HEADER, console, progress_bar, step_line
-from arpo.evaluation.evaluate import Evaluation
-from arpo.trainer.dist.worker import order
-from arpo.training.monitor import Guard
 from arpo.algorithm.metrics import rollout_metrics, staleness, tool_metrics
+from arpo.cli.display import HEADER, console, progress_bar, step_line
+from arpo.config.schema import Config
+from arpo.data.order import batch_of, outcome
+from arpo.errors import ArpoError, Diverged
+from arpo.evaluation.evaluate import Evaluation
 from arpo.rewards import fault_metrics, unjudged
 from arpo.runs.run_dir import RunLog
-from arpo.training.checkpoints import Keeper, open_directory
-from arpo.training.sampler import Grower, Here, Scored, Session, kept, open_session, teaches, without_room
-from arpo.config.schema import Config
-from arpo.training.setup import Bench, find_model, make_bench, make_model
 from arpo.trainer.dist.process_group import Ranks
 from arpo.trainer.dist.sharded import ShardedTrainer
+from arpo.trainer.dist.worker import order
 from arpo.trainer.trainer import Trainer
-from arpo.types import ArpoError, Diverged, Reward, RolloutTree, derive_seed
+from arpo.training.checkpoints import Keeper, open_directory
+from arpo.training.monitor import Guard
+from arpo.training.sampler import Grower, Here, Scored, Session, kept, open_session, teaches, without_room
+from arpo.training.setup import Bench, find_model, make_bench, make_model
+from arpo.types import Reward, RolloutTree, derive_seed
 
 # What may change when a run is resumed.
 MAY_CHANGE = (

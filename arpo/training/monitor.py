@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from arpo.cli.display import console
+from arpo.errors import Collapsed
 from arpo.training.checkpoints import Keeper
 from arpo.training.collapse import Sign, Watcher, last_sound, not_finite, spared
-from arpo.types import Collapsed
 
 
 class Guard:

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any, Protocol
 
+from arpo.algorithm.rollout import Agent, rollouts
 from arpo.cli.display import console, progress_bar
+from arpo.config.schema import Config
 from arpo.engine.local.kv_cache import BLOCK
 from arpo.evaluation.evaluate import Evaluation, evaluate
 from arpo.rewards import RewardFn, Scorer, overlong, reward_from, unjudged
-from arpo.algorithm.rollout import Agent, rollouts
-from arpo.config.schema import Config
 from arpo.training.setup import Bench, fit_prompts, make_agent, make_bench, make_model
 from arpo.types import Reward, RolloutTree, Task
 

@@ -10,20 +10,23 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from arpo.agent.formats import CallFormat, make_format
+from arpo.agent.traces import encode_examples, read_examples
+from arpo.algorithm.rollout import Agent
 from arpo.builtin.cold_start import coldstart
-from arpo.config.loading import config_from_resolved
-from arpo.data.order import Part
-from arpo.data.tasks import Columns, load_tasks
 from arpo.builtin.world import World, make_world
 from arpo.cli.display import console, printable
-from arpo.engine.build import make_engine
 from arpo.config.keys import key_from
-from arpo.agent.traces import encode_examples, read_examples
+from arpo.config.loading import config_from_resolved
 from arpo.config.plugins import load_object, names_object
-from arpo.agent.formats import CallFormat, make_format
-from arpo.algorithm.rollout import Agent
-from arpo.runs.run_dir import is_run, open_run
 from arpo.config.schema import Config, Mcp, Model
+from arpo.data.order import Part
+from arpo.data.tasks import Columns, load_tasks
+from arpo.engine.build import make_engine
+from arpo.errors import ArpoError
+from arpo.models.load import load_trainable
+from arpo.models.lora import has_adapter
+from arpo.runs.run_dir import is_run, open_run
 from arpo.tools.base import Tool
 from arpo.tools.cache import ToolCache
 from arpo.tools.executor import Toolbox
@@ -37,9 +40,7 @@ from arpo.tools.search import (
     web_search,
 )
 from arpo.trainer.checkpoint import model_settings, save_untied
-from arpo.models.lora import has_adapter
-from arpo.models.load import load_trainable
-from arpo.types import ArpoError, Task
+from arpo.types import Task
 
 if TYPE_CHECKING:
     from arpo.tools.mcp.server import McpServer

@@ -20,16 +20,16 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 
-from arpo.data.tasks import complaint
+from arpo.agent.formats import make_format
+from arpo.agent.traces import Lesson, encode_trace, need_traces, read_traces
 from arpo.builtin.world import make_world
 from arpo.cli.display import SFT_HEADER, console, printable, progress_bar, sft_line
-from arpo.agent.traces import Lesson, encode_trace, need_traces, read_traces
-from arpo.agent.formats import make_format
+from arpo.config.schema import Config, Loss
+from arpo.data.tasks import complaint
+from arpo.trainer.trainer import Trainer
 from arpo.training.checkpoints import Keeper, open_directory
 from arpo.training.sampler import load_shown
-from arpo.config.schema import Config, Loss
 from arpo.training.setup import Bench, make_tools
-from arpo.trainer.trainer import Trainer
 from arpo.types import derive_seed
 
 MAY_CHANGE = ("sft.epochs:", "sft.lr:", "train.steps:")  # when a run is resumed

@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from arpo.config.loading import changes, shareable
+from arpo.config.schema import Branching
+from arpo.errors import ArpoError
 from arpo.runs.locks import is_live
 from arpo.runs.run_dir import CONFIG, RunLog
-from arpo.config.schema import Branching
 from arpo.runs.trees import ScoredTree, TreeEntry, describe, tree_to_json
-from arpo.types import ArpoError, Reward, RolloutTree
+from arpo.types import Reward, RolloutTree
 from arpo.viewer.folder import Folder, NotThere
 
 HITS = 200  # of a search
@@ -134,8 +135,8 @@ def comparison(folder: Folder, name: str) -> dict[str, Any]:
 
 
 def _studied(log: RunLog, name: str, chosen: Sequence[int]) -> dict[str, Any]:
-    from arpo.studies.entropy.study import study  # only here: they take as long to load as all the rest
     from arpo.studies.entropy.report import Subject, findings, study_json
+    from arpo.studies.entropy.study import study  # only here: they take as long to load as all the rest
 
     settings = log.config()
     try:

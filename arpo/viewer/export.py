@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from arpo.errors import ArpoError
 from arpo.runs.run_dir import write_atomically
-from arpo.types import ArpoError
 from arpo.viewer import data
 from arpo.viewer.folder import Folder
 from arpo.viewer.server import dump, static_files

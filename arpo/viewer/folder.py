@@ -20,9 +20,9 @@ from os.path import exists, isdir, isfile  # which, unlike those of Path, also a
 from pathlib import Path
 from typing import Any
 
+from arpo.errors import ArpoError
 from arpo.runs.locks import LOCK
 from arpo.runs.run_dir import CONFIG, METRICS, RunLog, is_run, open_run, read_object
-from arpo.types import ArpoError
 
 DEPTH = 8  # folders in folders that are searched
 RESULTS = "results.json"

@@ -25,7 +25,7 @@ from math import isfinite
 from typing import Any
 from urllib.parse import parse_qs, unquote
 
-from arpo.types import ArpoError
+from arpo.errors import ArpoError
 from arpo.viewer import data
 from arpo.viewer.folder import Folder, NotThere
 

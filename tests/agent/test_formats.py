@@ -13,7 +13,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from arpo.agent.formats import encode_prompt, encode_result, make_format, neutralise
-from arpo.types import ArpoError, ToolCall, ToolSpec
+from arpo.errors import ArpoError
+from arpo.types import ToolCall, ToolSpec
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

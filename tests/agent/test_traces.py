@@ -12,12 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from traces import formats, sum_row, write_rows
 
-from arpo.engine.scripted import ScriptedEngine
 from arpo.agent.traces import encode_trace, need_traces, read_traces, write_row
 from arpo.algorithm.rollout import Agent, rollout
 from arpo.config.schema import Branching, Rollout
+from arpo.engine.scripted import ScriptedEngine
+from arpo.errors import ArpoError
 from arpo.tools.base import tool
-from arpo.types import ArpoError, Kind, ToolCall
+from arpo.types import Kind, ToolCall
 
 CALL, RESULT, END = "<think>a</think><python>1 + 2</python>", "3", "<think>b</think><answer>\\boxed{3}</answer>"
 SEGMENTS = ((Kind.MODEL, CALL), (Kind.TOOL, RESULT), (Kind.MODEL, END))

@@ -12,11 +12,12 @@ from test_train import assert_same, config_for, model_path, run_to_the_end, what
 from trees import model, prompt, tool, tree
 
 from arpo.data.order import batch_of
+from arpo.errors import ArpoError
 from arpo.rewards import overlong
 from arpo.runs.run_dir import open_run as read_run
-from arpo.training.loop import open_run, sample_step, train
 from arpo.trainer.trainer import Trainer
-from arpo.types import ArpoError, End, Leaf, Reward, RolloutTree, Task, derive_seed
+from arpo.training.loop import open_run, sample_step, train
+from arpo.types import End, Leaf, Reward, RolloutTree, Task, derive_seed
 
 __all__ = ["model_path"]
 

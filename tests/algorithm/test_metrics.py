@@ -11,8 +11,8 @@ from rich.console import Console
 from trees import TASK, model, prompt, searched, tool, tree, two_branches
 
 import arpo.cli.display as display
-from arpo.cli.display import HEADER, print_tree, printable, step_line, tool_lines
 from arpo.algorithm.metrics import rollout_metrics, tool_metrics
+from arpo.cli.display import HEADER, print_tree, printable, step_line, tool_lines
 from arpo.tools.stats import ToolStats
 from arpo.types import Decision, End, Fault, Leaf, Node, Reward, RolloutTree, Task, ToolResult
 

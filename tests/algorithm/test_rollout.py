@@ -14,13 +14,14 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from arpo.engine.scripted import Script, ScriptedEngine
 from arpo.agent.formats import make_format
-from arpo.rewards import make_reward
 from arpo.algorithm.rollout import Agent, rollout, rollouts
 from arpo.config.schema import Branching, Rollout
+from arpo.engine.scripted import Script, ScriptedEngine
+from arpo.errors import ArpoError
+from arpo.rewards import make_reward
 from arpo.tools.base import Tool, ToolError, ToolUnavailable, tool
-from arpo.types import ArpoError, End, Fault, Kind, Node, RolloutTree, Task
+from arpo.types import End, Fault, Kind, Node, RolloutTree, Task
 
 TASK = Task("q1", "Where was Mira Tolven born?", ("Upper Kelso",))
 SEARCH = "<think> Find it.</think><search> birthplace of Mira Tolven</search>"

@@ -10,19 +10,20 @@ from typing import Any
 import pytest
 
 import arpo.builtin.demo
+from arpo.agent.formats import make_format
+from arpo.algorithm.rollout import rollout
 from arpo.builtin.cold_start import coldstart
-from arpo.config.loading import load_config
-from arpo.builtin.world import World, world_vocabulary
-from arpo.evaluation.evaluate import evaluate
 from arpo.builtin.imitate import batches_of, trace_rows
 from arpo.builtin.pretrain import pretrain
-from arpo.agent.formats import make_format
-from arpo.rewards import make_reward
-from arpo.algorithm.rollout import rollout
+from arpo.builtin.world import World, world_vocabulary
+from arpo.config.loading import load_config
 from arpo.config.schema import Config, Model
-from arpo.training.setup import make_agent, make_bench, world_tools
+from arpo.errors import ArpoError
+from arpo.evaluation.evaluate import evaluate
 from arpo.models.load import load_model
-from arpo.types import ArpoError, Kind
+from arpo.rewards import make_reward
+from arpo.training.setup import make_agent, make_bench, world_tools
+from arpo.types import Kind
 
 BASE = Path(arpo.builtin.demo.__file__).parent / "models" / "base"
 SMALL = ["world.entities=120", "world.train_questions=20", "world.test_questions=40", "rollout.max_calls=6"]

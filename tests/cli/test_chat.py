@@ -22,7 +22,10 @@ from test_render import CHATML, DROPPING, QWEN, STRICT, make_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from arpo.training.checkpoints import run_dir as runlog
+from arpo.agent.formats import encode_follow_up, encode_prompt, encode_result, make_format
+from arpo.algorithm.rollout import Agent
+from arpo.builtin.model import build_model
+from arpo.cli.base import model_config
 from arpo.cli.chat import (
     COMMANDS,
     LEGEND,
@@ -37,15 +40,13 @@ from arpo.cli.chat import (
     talk,
 )
 from arpo.cli.main import main
-from arpo.cli.base import model_config
-from arpo.engine.scripted import Script, ScriptedEngine
-from arpo.agent.formats import encode_follow_up, encode_prompt, encode_result, make_format
-from arpo.algorithm.rollout import Agent
 from arpo.config.schema import Config, Rollout
+from arpo.engine.scripted import Script, ScriptedEngine
+from arpo.errors import ArpoError
 from arpo.tools.base import Tool, tool
 from arpo.trainer.checkpoint import save_pretrained
-from arpo.builtin.model import build_model
-from arpo.types import ArpoError, End
+from arpo.training.checkpoints import run_dir as runlog
+from arpo.types import End
 
 CLOSED = (
     "{% for m in messages %}{% if m.role == 'assistant' %} {{ m.content }} <|im_end|>"

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from arpo.builtin.model import build_model
 from arpo.cli.main import main
 from arpo.trainer.checkpoint import save_pretrained
-from arpo.builtin.model import build_model
 
 SMALL = """
 [world]

@@ -10,8 +10,7 @@ import pytest
 from test_treepicture import branched
 from trees import searched
 
-from arpo.cli.main import display
-from arpo.cli.main import main
+from arpo.cli.main import display, main
 from arpo.runs.run_dir import create
 from arpo.types import Credit, Fault, Reward, RolloutTree, Task, ToolResult
 

@@ -18,16 +18,16 @@ from cluster_runs import BASE, SMALL, ages, assert_all_there, tokens_of, toys_in
 from safetensors.torch import load_file
 
 from arpo.cli.main import main as cli
-from arpo.cluster.ray_backend import ray_crew
 from arpo.cluster.connect import on_cluster
+from arpo.cluster.ray_backend import ray_crew
 from arpo.config.loading import differences, load_config
+from arpo.config.schema import Config
+from arpo.errors import ArpoError
+from arpo.models.load import load_model
 from arpo.runs.run_dir import RunLog
 from arpo.runs.run_dir import open_run as read_run
-from arpo.config.schema import Config
-from arpo.training.loop import learn_step, open_run, train
-from arpo.models.load import load_model
 from arpo.trainer.trainer import Trainer
-from arpo.types import ArpoError
+from arpo.training.loop import learn_step, open_run, train
 
 pytest.importorskip("ray")
 BOUND = 120.0  # seconds; only what hangs reaches it

@@ -26,10 +26,12 @@ from trees import prompt, searched, tree
 import arpo.cluster.ray_backend as ray_crew_module
 import arpo.training.loop
 from arpo.algorithm.advantage import credit
+from arpo.algorithm.metrics import staleness
+from arpo.builtin.model import build_model
+from arpo.cluster.connect import on_cluster
+from arpo.cluster.ray_backend import ray_crew, reason
 from arpo.cluster.sampler import LONELY, STARTS, Lost, Pool, together
 from arpo.cluster.scheduler import Machine, Place
-from arpo.cluster.ray_backend import ray_crew, reason
-from arpo.cluster.connect import on_cluster
 from arpo.cluster.worker import (
     BUG,
     DONE,
@@ -42,17 +44,16 @@ from arpo.cluster.worker import (
     weights_of,
 )
 from arpo.config.loading import load_config
-from arpo.algorithm.metrics import staleness
-from arpo.runs.run_dir import open_run as read_run
-from arpo.training.sampler import without_room
 from arpo.config.schema import Advantage, Config, Loss
-from arpo.training.loop import in_thread, open_run, sample_step, train
-from arpo.trainer.checkpoint import save_pretrained
+from arpo.errors import ArpoError, Diverged
 from arpo.models.lora import add_adapter
-from arpo.builtin.model import build_model
+from arpo.runs.run_dir import open_run as read_run
+from arpo.trainer.checkpoint import save_pretrained
 from arpo.trainer.forward_backward import accumulate
 from arpo.trainer.trainer import Trainer
-from arpo.types import ArpoError, Diverged, Kind, Reward, Task
+from arpo.training.loop import in_thread, open_run, sample_step, train
+from arpo.training.sampler import without_room
+from arpo.types import Kind, Reward, Task
 
 
 class Actor:

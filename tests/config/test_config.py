@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from arpo.config.loading import Config, config_from_resolved, differences, load_config, presets, settings_table
 from arpo.config.schema import Mcp
-from arpo.types import ArpoError
+from arpo.errors import ArpoError
 
 PRESETS = (
     '"aepo", "arpo", "arpo+", "arpo-always", "arpo-hard", "arpo-random", "cispo", "dapo", "dr-grpo", "grpo", "gspo", '

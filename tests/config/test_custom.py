@@ -11,19 +11,20 @@ from typing import Any
 import pytest
 from trees import searched
 
-from arpo.config.loading import load_config
+from arpo.builtin.model import build_model
 from arpo.builtin.world import World, make_world
+from arpo.config.loading import load_config
 from arpo.config.plugins import load_object, names_object
-from arpo.rewards import reward_from
-from arpo.runs.run_dir import open_run as read_run
 from arpo.config.schema import Rewards
 from arpo.config.schema import World as WorldSection
-from arpo.training.setup import make_tools
+from arpo.errors import ArpoError
+from arpo.rewards import reward_from
+from arpo.runs.run_dir import open_run as read_run
 from arpo.tools.executor import call_tool
-from arpo.training.loop import open_run, train
 from arpo.trainer.checkpoint import save_pretrained
-from arpo.builtin.model import build_model
-from arpo.types import ArpoError, Reward, Task, ToolCall
+from arpo.training.loop import open_run, train
+from arpo.training.setup import make_tools
+from arpo.types import Reward, Task, ToolCall
 
 ROOT = Path(__file__).parent.parent
 TASK = Task("q7", "How long?", ("Upper Kelso",))

@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from arpo.config.loading import load_config
 from arpo.builtin.world import World, make_world
+from arpo.config.loading import load_config
 from arpo.config.schema import Config
 from arpo.config.schema import World as WorldSection
-from arpo.training.setup import make_tools
+from arpo.errors import ArpoError
 from arpo.tools.executor import Toolbox, call_tool
 from arpo.tools.search import build_index
-from arpo.types import ArpoError, Fault, ToolCall
+from arpo.training.setup import make_tools
+from arpo.types import Fault, ToolCall
 
 SERVER = Path(__file__).with_name("mcp_server.py")
 

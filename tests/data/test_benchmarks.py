@@ -13,7 +13,8 @@ from typing import Any, get_args
 import pytest
 
 from arpo.data.benchmarks import BENCHMARKS, Metric, load_benchmark
-from arpo.types import ArpoError, Task
+from arpo.errors import ArpoError
+from arpo.types import Task
 
 CANARY = "a key of its own"
 

@@ -18,21 +18,22 @@ from questions import rows, verl
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from arpo.agent.formats import make_format
+from arpo.algorithm.rollout import Agent, rollouts
+from arpo.builtin.model import build_model
 from arpo.cli.main import app
 from arpo.config.loading import load_config
 from arpo.data.benchmarks import BENCHMARKS, load_benchmark
 from arpo.data.order import batch_of
 from arpo.data.tasks import Columns, load_tasks, read_tasks
 from arpo.engine.scripted import ScriptedEngine
-from arpo.agent.formats import make_format
+from arpo.errors import ArpoError
 from arpo.rewards import make_reward
-from arpo.algorithm.rollout import Agent, rollouts
 from arpo.runs.run_dir import open_run as read_run
-from arpo.training.setup import fit_prompts, make_bench
-from arpo.training.loop import _outcome, open_run, train
 from arpo.trainer.checkpoint import save_pretrained
-from arpo.builtin.model import build_model
-from arpo.types import ArpoError, Fault, Kind, Leaf, Node, Reward, RolloutTree, Task
+from arpo.training.loop import _outcome, open_run, train
+from arpo.training.setup import fit_prompts, make_bench
+from arpo.types import Fault, Kind, Leaf, Node, Reward, RolloutTree, Task
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 NO_TOOLS = ["reward.bonus=0", "tools.enabled=[]"]

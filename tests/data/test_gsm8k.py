@@ -10,11 +10,12 @@ import pytest
 from test_cli import call
 from traces import formats, write_rows
 
-from arpo.training.collect import gsm8k_traces
-from arpo.data.gsm8k import NoProgram, make_program
 from arpo.agent.traces import read_traces
+from arpo.data.gsm8k import NoProgram, make_program
+from arpo.errors import ArpoError
 from arpo.rewards import format_ok
-from arpo.types import ArpoError, Kind
+from arpo.training.collect import gsm8k_traces
+from arpo.types import Kind
 
 CLIPS = "Natalia sold clips to 48 of her friends in April, and then half as many clips in May. How many altogether?"
 SOLD = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nShe sold 48+24 = <<48+24=72>>72 clips altogether.\n#### 72"

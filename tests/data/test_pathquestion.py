@@ -15,8 +15,9 @@ from test_cli import call
 
 from arpo.data.pathquestion import PathQuestions, plain_name, plain_question, read_pathquestion, split
 from arpo.data.tasks import Columns, load_tasks
+from arpo.errors import ArpoError
 from arpo.tools.search import load_documents
-from arpo.types import ArpoError, Task
+from arpo.types import Task
 
 FACTS_2 = [
     ("ada_of_ur", "spouse", "ben-oni_ii"),

@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from questions import rows, verl
 
-from arpo.data.tasks import SHOWN, Columns, load_tasks, lookup, read_tasks, text_after
 from arpo.config.schema import Data, Mix
-from arpo.types import ArpoError, Task
+from arpo.data.tasks import SHOWN, Columns, load_tasks, lookup, read_tasks, text_after
+from arpo.errors import ArpoError
+from arpo.types import Task
 
 
 def write(tmp_path: Path, content: str | bytes) -> str:

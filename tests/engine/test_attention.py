@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from models import FAMILIES, VOCAB, Letters, make_model
 
 from arpo.engine.local.attention import BlockPlan, install
-from arpo.engine.local.kv_cache import BLOCK, KVPool
 from arpo.engine.local.engine import LocalEngine
+from arpo.engine.local.kv_cache import BLOCK, KVPool
 
 HEADS, GROUP, WIDTH, BLOCKS = 2, 3, 4, 60
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from models import FAMILIES, VOCAB, Letters, make_model, plain_numbers
 
-from arpo.engine.local.kv_cache import BLOCK
 from arpo.engine.local.engine import LocalEngine
+from arpo.engine.local.kv_cache import BLOCK
 from arpo.types import Completion, SamplingParams
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -16,12 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import CONTEXT, EOS, FAMILIES, VOCAB, WINDOW, Letters, logits_of, make_model, plain_numbers
 
-from arpo.engine.local.kv_cache import BLOCK
+from arpo.builtin.model import build_model
 from arpo.engine.local.engine import LocalEngine
+from arpo.engine.local.kv_cache import BLOCK
 from arpo.engine.local.scheduler import Batch
 from arpo.engine.stops import StopFinder
-from arpo.builtin.model import build_model
-from arpo.types import ArpoError, Completion, SamplingParams
+from arpo.errors import ArpoError
+from arpo.types import Completion, SamplingParams
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
 plain_model = cache(make_model)  # no engine ever touches these

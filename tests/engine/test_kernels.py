@@ -22,12 +22,9 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from models import FAMILIES, VOCAB, Letters, make_model, plain_numbers
 
-from arpo.engine.local.engine import cuda
-
-from arpo.engine.local.engine import kernels
-
-from arpo.engine.local.engine import engine as local
 from arpo.engine.local.attention import BlockPlan
+from arpo.engine.local.engine import cuda, kernels
+from arpo.engine.local.engine import engine as local
 from arpo.engine.local.fused import fused
 from arpo.engine.local.kernels import Tiles, attend, rows_per_tile, store
 from arpo.engine.local.kv_cache import BLOCK

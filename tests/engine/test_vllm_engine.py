@@ -21,19 +21,20 @@ from models import CONTEXT, EOS, VOCAB, Letters, logits_of, make_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from arpo.config.loading import load_config
+from arpo.builtin.model import build_model
 from arpo.builtin.world import make_world
+from arpo.config.loading import load_config
+from arpo.config.schema import Rollout
 from arpo.engine.build import make_engine
-from arpo.engine.vllm.entropy_bounds import entropy_bounds
 from arpo.engine.vllm.completion import BadToken, Sampled, Terms
 from arpo.engine.vllm.engine import _no_ranks
-from arpo.config.schema import Rollout
-from arpo.training.setup import Bench, make_agent
+from arpo.engine.vllm.entropy_bounds import entropy_bounds
+from arpo.errors import ArpoError
+from arpo.models.lora import add_adapter
 from arpo.tools.executor import Toolbox
 from arpo.trainer.checkpoint import save_untied
-from arpo.models.lora import add_adapter
-from arpo.builtin.model import build_model
-from arpo.types import ArpoError, Completion, SamplingParams
+from arpo.training.setup import Bench, make_agent
+from arpo.types import Completion, SamplingParams
 
 pytest.importorskip("httpx2")
 

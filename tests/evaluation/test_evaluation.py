@@ -20,18 +20,18 @@ from chat_server import ChatServer, chat_server, said
 from questions import rows
 from test_cli import Outcome, call, mistake
 
-from arpo.evaluation import benchmarks as module
-from arpo.evaluation.benchmarks import Plan, identity, load_questions
+from arpo.builtin.model import build_model
 from arpo.config.loading import load_config
 from arpo.data.benchmarks import BENCHMARKS
 from arpo.data.published import PUBLISHED
+from arpo.errors import ArpoError
+from arpo.evaluation import benchmarks as module
+from arpo.evaluation.benchmarks import Plan, identity, load_questions
 from arpo.evaluation.report import Results, markdown, picture, results_json, terminal_table
 from arpo.evaluation.samples import Sample
 from arpo.evaluation.statistics import summarise
-from arpo.trainer.checkpoint import save_pretrained
-from arpo.builtin.model import build_model
 from arpo.runs.trees import tree_from_json
-from arpo.types import ArpoError
+from arpo.trainer.checkpoint import save_pretrained
 
 # Rows in the columns of the sets as they are published.
 GSM8K = [

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from trees import TASK, model, prompt, searched, tool, tree
 
-from arpo.rewards import make_reward
+from arpo.errors import ArpoError
 from arpo.evaluation.samples import Sample, SampleLog, open_samples, refuse_other, sample_of, written_tokens
+from arpo.rewards import make_reward
 from arpo.runs.trees import tree_from_json
-from arpo.types import ArpoError, Fault, Reward, RolloutTree, Task
+from arpo.types import Fault, Reward, RolloutTree, Task
 
 SETTINGS = {"seed": 0, "rollout": {"format": "tags", "max_calls": 3}}
 TASKS = [replace(TASK, id=f"q{n}") for n in range(3)]

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from trees import model, nested_branches, prompt, tool, tree, two_branches
 
 from arpo.figures.style import BLUE, ORANGE, RED
-from arpo.runs.trees import ScoredTree
 from arpo.figures.tree import GREY, LEAST, PROMPT, WIDTH, sketch, tree_png, tree_svg
+from arpo.runs.trees import ScoredTree
 from arpo.types import Credit, Decision, Fault, Reward, RolloutTree, Task
 
 HOSTILE = "</title></svg><script>alert(1)</script>\x00\x1b[31m\u202e\ud800&amp;\"'"

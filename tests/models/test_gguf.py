@@ -35,9 +35,9 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GemmaTokenizer, Qwen2Tokenizer
 from transformers.tokenization_utils_base import generate_merges
 
+from arpo.errors import ArpoError
 from arpo.models.gguf import load_gguf
 from arpo.models.gguf_file import read_gguf
-from arpo.types import ArpoError
 
 VOCABULARIES = {family: vocabulary_of(family) for family in FAMILIES}
 

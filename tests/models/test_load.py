@@ -15,10 +15,10 @@ from gguf_files import small_model, vocabulary_of, write_model
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load, save_file
 
-from arpo.config.schema import Model
-from arpo.models.load import load_model
 from arpo.builtin.model import build_model
-from arpo.types import ArpoError
+from arpo.config.schema import Model
+from arpo.errors import ArpoError
+from arpo.models.load import load_model
 
 
 def logits(model: Any) -> torch.Tensor:

@@ -13,16 +13,17 @@ from trees import TASK
 
 pytest.importorskip("httpx2")
 
+from arpo.agent.formats import make_format
+from arpo.config.schema import Rollout
+from arpo.errors import ArpoError
+from arpo.evaluation.endpoint import RemoteAgent, remote_path
 from arpo.net import chat as module
 from arpo.net.chat import Endpoint, EndpointFailure, Reply, read_reply
-from arpo.evaluation.endpoint import RemoteAgent, remote_path
-from arpo.agent.formats import make_format
 from arpo.rewards import make_reward
-from arpo.config.schema import Rollout
+from arpo.runs.trees import ScoredTree, tree_from_json, tree_to_json
 from arpo.tools.base import Tool, ToolUnavailable, tool
 from arpo.tools.executor import Toolbox
-from arpo.runs.trees import ScoredTree, tree_from_json, tree_to_json
-from arpo.types import ArpoError, Credit, End, Fault, Kind, RolloutTree, SamplingParams, ToolCall
+from arpo.types import Credit, End, Fault, Kind, RolloutTree, SamplingParams, ToolCall
 
 KEY = "sk-secret-4711"
 STOPS = ("</search>", "</python>", "</answer>")

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arpo.config.loading import load_config
+from arpo.errors import ArpoError
 from arpo.plan.cost import (
     SHARING_PAYS,
     Decoder,
@@ -29,7 +30,6 @@ from arpo.plan.hardware import GPUS, Hardware, find_hardware, measure
 from arpo.plan.load import ASSUMED, assume, guess_load, load_of_run
 from arpo.plan.shape import SHAPES, SIZES, Shape, find_shape
 from arpo.trainer.trainer import SHARING_PAYS as TRAINER_SHARING_PAYS
-from arpo.types import ArpoError
 
 TOY = Shape("toy", layers=2, width=4, heads=2, kv_heads=1, head=2, inner=8, vocabulary=10, tied=True)
 SLOW = Hardware(

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from arpo.cli.main import app
 from arpo.config.loading import load_config
+from arpo.errors import ArpoError
 from arpo.plan.cost import USABLE, Decoder, Memory, Update, sync, training_memory, update
 from arpo.plan.hardware import GPUS
 from arpo.plan.load import guess_load
@@ -23,7 +24,6 @@ from arpo.plan.report import bottleneck, describe, parts
 from arpo.plan.shape import find_shape
 from arpo.plan.simulate import Sampled, simulate
 from arpo.runs.run_dir import create
-from arpo.types import ArpoError
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["train.prompts=8", "rollout.leaves=4", "model.dtype=bfloat16", "train.checkpointing=true"]

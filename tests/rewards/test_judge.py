@@ -16,10 +16,11 @@ from trees import searched
 
 pytest.importorskip("httpx2")
 
+from arpo.config.schema import Rewards
+from arpo.errors import ArpoError
 from arpo.rewards import NoVerdict, judge, reward_from, unjudged
 from arpo.rewards.judge import MAX_ANSWER_CHARS, LlmJudge, messages
-from arpo.config.schema import Rewards
-from arpo.types import ArpoError, Task
+from arpo.types import Task
 
 KEY = "sk-secret-4711"
 TASK = Task("q", "Who wrote it?", ("Mira Tolven",))

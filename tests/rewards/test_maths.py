@@ -20,11 +20,12 @@ pytest.importorskip("math_verify")
 
 from trees import searched
 
+from arpo.config.schema import Rewards
+from arpo.errors import ArpoError
 from arpo.rewards import maths, reward_from
 from arpo.rewards.maths import MAX_CHARS, MathJudge, Verdict, cheap_verdict, math_equal
 from arpo.rewards.scorer import Scorer
-from arpo.config.schema import Rewards
-from arpo.types import ArpoError, Task
+from arpo.types import Task
 
 EQUAL = [
     (r"\frac{2}{4}", r"\frac12"), ("1/2", "0.5"), (r"0.333333", r"\frac13"), (r"3\frac{1}{2}", "3.5"),

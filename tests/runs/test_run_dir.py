@@ -20,21 +20,8 @@ from hypothesis import strategies as st
 from arpo.training.checkpoints import run_dir as runlog
 from arpo.runs.run_dir import RunLog, create, open_run
 from arpo.runs.trees import ScoredTree, pack_trees, tree_from_json, tree_to_json, unpack_tree
-from arpo.types import (
-    ArpoError,
-    Credit,
-    Decision,
-    End,
-    Fault,
-    Kind,
-    Leaf,
-    Node,
-    Reward,
-    RolloutTree,
-    Task,
-    ToolCall,
-    ToolResult,
-)
+from arpo.errors import ArpoError
+from arpo.types import Credit, Decision, End, Fault, Kind, Leaf, Node, Reward, RolloutTree, Task, ToolCall, ToolResult
 
 
 def _tree(name: str = "q1", text: str = "hm <search>x</search>") -> RolloutTree:

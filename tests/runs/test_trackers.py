@@ -27,7 +27,8 @@ from arpo.runs.trackers import Start, Trackers, need_trackers, run_name, telling
 from arpo.training.loop import open_run, train
 from arpo.trainer.checkpoint import save_pretrained
 from arpo.builtin.model import build_model
-from arpo.types import ArpoError, Credit, Reward
+from arpo.errors import ArpoError
+from arpo.types import Credit, Reward
 
 
 @dataclass

@@ -17,10 +17,10 @@ import pytest
 from test_train import SMALL, config_for, model_path
 
 import arpo.studies.compare.runner
-from arpo.training.checkpoints import run_dir as runlog
+from arpo.errors import ArpoError
 from arpo.studies.compare.runner import COLD_START, Plan, compare, the_plan
-from arpo.types import ArpoError
 from arpo.studies.compare.stats import Comparison
+from arpo.training.checkpoints import run_dir as runlog
 
 __all__ = ["model_path"]
 
@@ -309,7 +309,13 @@ def test_from_end_to_end(model_path: Path, tmp_path: Path) -> None:
 def test_a_run_stops_and_saves_when_whoever_started_it_is_gone(model_path: Path, tmp_path: Path) -> None:
     config = config_for(model_path, tmp_path / "run", "train.steps=100000", "run.checkpoint_every=100000")
     (tmp_path / "config.json").write_text(json.dumps(config.resolved()))
-    command = [sys.executable, "-m", "arpo.studies.compare.trial", str(tmp_path / "config.json"), str(tmp_path / "result.json")]
+    command = [
+        sys.executable,
+        "-m",
+        "arpo.studies.compare.trial",
+        str(tmp_path / "config.json"),
+        str(tmp_path / "result.json"),
+    ]
     process = subprocess.Popen(
         [*command, "--samples", "1"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
     )

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from comparisons import comparison, noisy, trial
 
+from arpo.errors import ArpoError
+from arpo.figures.style import need_figures
 from arpo.studies.compare import figures as curves
 from arpo.studies.compare.figures import draw_bars, draw_curves, pictures
-from arpo.figures.style import need_figures
-from arpo.types import ArpoError
-from arpo.studies.compare.stats import mean_curve
 from arpo.studies.compare.report import write_comparison
+from arpo.studies.compare.stats import mean_curve
 
 matplotlib = pytest.importorskip("matplotlib", reason="pictures need matplotlib")
 from matplotlib.axes import Axes  # noqa: E402

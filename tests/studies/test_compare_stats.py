@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arpo.studies.compare import stats as versus
+from arpo.studies.compare.report import comparison_json, markdown, show_comparison
 from arpo.studies.compare.stats import (
     Comparison,
     Difference,
@@ -32,7 +33,6 @@ from arpo.studies.compare.stats import (
     share_interval,
     student,
 )
-from arpo.studies.compare.report import comparison_json, markdown, show_comparison
 
 # Intervals
 

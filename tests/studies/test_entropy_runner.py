@@ -13,8 +13,8 @@ from test_cli import Arpo, arpo, mistake, model_dir, one_thread, trained  # noqa
 from test_pilot import about, earned, looked, wrote
 from trees import prompt, tool, tree
 
-from arpo.studies.entropy.runner import the_folder
 from arpo.runs.run_dir import create
+from arpo.studies.entropy.runner import the_folder
 from arpo.types import Credit
 
 K = 2

@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trees import model, prompt, tool, tree
 
+from arpo.config.schema import Branching
 from arpo.studies.entropy import study as pilot
-from arpo.studies.entropy.study import Mean, Place, Study, study, threshold
 from arpo.studies.entropy.figure import COLOURS, DASHES, MOST, draw
 from arpo.studies.entropy.report import BINS, Subject, bins, findings, markdown, study_json, write_study
-from arpo.config.schema import Branching
+from arpo.studies.entropy.study import Mean, Place, Study, study, threshold
 from arpo.types import Decision, Fault, Kind, Node, Reward, RolloutTree, Task
 
 K = 2

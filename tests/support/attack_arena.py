@@ -29,9 +29,9 @@ from pathlib import Path
 
 from attacks import SCRIPTS
 
+from arpo.errors import ArpoError
 from arpo.tools.sandbox import seccomp
 from arpo.tools.sandbox.sandbox import Sandbox, SandboxBroken, SandboxResult
-from arpo.types import ArpoError
 
 MARK = f"attack-{os.getpid()}"
 HALVES = (b"what was said ", b"by another call")

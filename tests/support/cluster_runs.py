@@ -9,9 +9,9 @@ from typing import Any
 import cluster_toys
 
 from arpo.cli.main import main as cli
+from arpo.config.schema import Config
 from arpo.data.order import batch_of
 from arpo.runs.run_dir import RunLog
-from arpo.config.schema import Config
 from arpo.training.setup import make_bench
 from arpo.types import Kind
 

@@ -22,12 +22,12 @@ from models import make_model
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
-from arpo.trainer.dist import launch
 from arpo.config.loading import load_config
+from arpo.models.lora import add_adapter
+from arpo.trainer.checkpoint import load_checkpoint, save_checkpoint
+from arpo.trainer.dist import launch
 from arpo.trainer.dist import process_group as ranks_module
 from arpo.trainer.dist import sharded as sharded_module
-from arpo.trainer.checkpoint import load_checkpoint, save_checkpoint
-from arpo.models.lora import add_adapter
 from arpo.trainer.dist.process_group import Ranks, join_ranks
 from arpo.trainer.dist.sharded import ShardedTrainer, trees_from_bytes
 from arpo.trainer.trainer import Trainer

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from arpo.errors import ArpoError
 from arpo.tools.sandbox.sandbox import Sandbox, SandboxResult
-from arpo.types import ArpoError
 
 ROOT = Path(__file__).parents[1]  # where the package can be found
 MARKED = "import ctypes; ctypes.CDLL(None).prctl(15, b'{}', 0, 0, 0)\n"

@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from arpo.config.loading import load_config
 from arpo.agent.formats import CallFormat, make_format
+from arpo.builtin.model import build_model, build_tokenizer
+from arpo.config.loading import load_config
 from arpo.config.schema import Config
 from arpo.tools.base import tool
 from arpo.trainer.checkpoint import save_pretrained
-from arpo.builtin.model import build_model, build_tokenizer
 
 
 @tool(quick=True)

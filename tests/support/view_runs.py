@@ -20,8 +20,8 @@ from comparisons import noisy
 
 from arpo.config.loading import load_config
 from arpo.runs.run_dir import RunLog, create
-from arpo.types import Credit, Decision, End, Fault, Kind, Leaf, Node, Reward, RolloutTree, Task, ToolCall, ToolResult
 from arpo.studies.compare.report import comparison_json
+from arpo.types import Credit, Decision, End, Fault, Kind, Leaf, Node, Reward, RolloutTree, Task, ToolCall, ToolResult
 
 BRANCHED = Task("q-born", "Where was Mira Tolven born?", ("Upper Kelso",), kind="hop1")
 PLAIN = Task("q-sum", "What is 2 plus 3?", ("5",), kind="sum")

@@ -33,6 +33,7 @@ from hypothesis import strategies as st
 
 import arpo.tools.browse as browse_module
 import arpo.tools.browse.reader as reader_module
+from arpo.errors import ArpoError
 from arpo.tools.base import ToolError, ToolUnavailable
 from arpo.tools.browse import Condenser, build_browse, openai_condenser, read
 from arpo.tools.browse.address import (
@@ -49,7 +50,7 @@ from arpo.tools.browse.condense import MAX_ANSWER_BYTES, messages
 from arpo.tools.browse.fetch import Fetcher, Page
 from arpo.tools.browse.reader import CUT, choose, decode, fit, read_page, shorten, tidy
 from arpo.tools.executor import call_tool
-from arpo.types import ArpoError, Fault, ToolCall, ToolResult
+from arpo.types import Fault, ToolCall, ToolResult
 
 PUBLIC = "93.184.216.34"
 OTHER_PUBLIC = "8.8.4.4"

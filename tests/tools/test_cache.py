@@ -21,10 +21,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import arpo.tools.cache as caching
+from arpo.errors import ArpoError
 from arpo.tools.base import Tool, ToolError, ToolUnavailable, tool
 from arpo.tools.cache import Answer, Question, ToolCache, question_of
 from arpo.tools.executor import Toolbox, call_tool
-from arpo.types import ArpoError, Fault, ToolCall, ToolResult
+from arpo.types import Fault, ToolCall, ToolResult
 
 
 @tool(cacheable=True)

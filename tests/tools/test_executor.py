@@ -23,11 +23,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import arpo.tools.executor as calling
+from arpo.errors import ArpoError
 from arpo.tools.base import Tool, ToolError, ToolTimeout, ToolUnavailable, tool
 from arpo.tools.cache import ToolCache
 from arpo.tools.executor import Toolbox, call_tool, pause_before_retry
 from arpo.tools.stats import KEPT_DURATIONS, Tally, ToolStats
-from arpo.types import ArpoError, Fault, ToolCall, ToolResult
+from arpo.types import Fault, ToolCall, ToolResult
 
 
 def call(tool_: Tool, /, **args: Any) -> ToolResult:

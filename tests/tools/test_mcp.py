@@ -32,10 +32,11 @@ from mcp_server import RAW_TOOLS, sdk_server
 
 import arpo.tools.mcp.server as module
 import arpo.tools.mcp.transport as wire
+from arpo.errors import ArpoError
 from arpo.tools.base import ToolError, ToolUnavailable
 from arpo.tools.executor import Toolbox, call_tool
 from arpo.tools.mcp.server import McpServer, connect_mcp
-from arpo.types import ArpoError, Fault, ToolCall, ToolResult
+from arpo.types import Fault, ToolCall, ToolResult
 
 SCRIPT = str(Path(__file__).with_name("mcp_server.py"))
 

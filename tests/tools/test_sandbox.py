@@ -14,8 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from sandboxes import opened
 
+from arpo.errors import ArpoError
 from arpo.tools.sandbox.sandbox import TIERS, Sandbox, SandboxBroken, SandboxResult
-from arpo.types import ArpoError
 
 
 @pytest.fixture(scope="module", params=TIERS)

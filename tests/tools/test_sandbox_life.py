@@ -31,10 +31,10 @@ from sandboxes import (
 )
 
 import arpo.tools.sandbox.sandbox as module
+from arpo.errors import ArpoError
 from arpo.tools.sandbox import walls
-from arpo.tools.sandbox.workers import Call, libraries
 from arpo.tools.sandbox.sandbox import TIERS, Sandbox, SandboxBroken, SandboxResult
-from arpo.types import ArpoError
+from arpo.tools.sandbox.workers import Call, libraries
 
 
 @pytest.fixture(params=TIERS)
@@ -295,7 +295,7 @@ WITHOUT = """
 import struct, sys
 from arpo.tools.sandbox import kernel, seccomp
 from arpo.tools.sandbox.sandbox import Sandbox
-from arpo.types import ArpoError
+from arpo.errors import ArpoError
 unshare = 272 if seccomp.platform.machine() == "x86_64" else 97
 code = [(0x20, 0, 0, 0), (0x15, 0, 1, unshare), (0x06, 0, 0, seccomp.DENY),
         (0x15, 0, 1, 444), (0x06, 0, 0, seccomp.ABSENT), (0x06, 0, 0, seccomp.ALLOW)]

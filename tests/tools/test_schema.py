@@ -13,9 +13,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from arpo.errors import ArpoError
 from arpo.tools.base import Tool, tool
 from arpo.tools.schema import Checker
-from arpo.types import ArpoError, ToolSpec
+from arpo.types import ToolSpec
 
 
 @tool

@@ -17,8 +17,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from arpo.config.loading import schema as settings
 from arpo.builtin.world import make_world
+from arpo.config.loading import schema as settings
+from arpo.errors import ArpoError
 from arpo.tools.base import CHARS_PER_TOKEN, Tool
 from arpo.tools.executor import Toolbox, call_tool
 from arpo.tools.search import (
@@ -33,7 +34,7 @@ from arpo.tools.search import bm25 as bm25_module
 from arpo.tools.search import invert as invert_module
 from arpo.tools.search.bm25 import Postings, words
 from arpo.tools.search.hits import cut, fair_shares, line, show
-from arpo.types import ArpoError, Fault, ToolCall, ToolResult
+from arpo.types import Fault, ToolCall, ToolResult
 
 DOCUMENTS = [
     Document("Mira Tolven", "Mira Tolven was born in Upper Kelso."),

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from arpo.errors import ArpoError
 from arpo.tools.search import Document, load_documents, memory_index
-from arpo.types import ArpoError
 
 
 def test_load_documents(tmp_path: Path) -> None:

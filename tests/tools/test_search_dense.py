@@ -13,12 +13,12 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
+from arpo.errors import ArpoError
 from arpo.tools.base import Tool
 from arpo.tools.search import Document, Embedder, Mode, build_index, index_search, open_index
 from arpo.tools.search import dense as dense_module
 from arpo.tools.search.hits import line
 from arpo.tools.search.index import fuse
-from arpo.types import ArpoError
 
 WORDS = [f"w{number}" for number in range(40)]
 DOCUMENTS = [

@@ -18,10 +18,10 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
+from arpo.errors import ArpoError
 from arpo.tools.base import Tool, ToolUnavailable
 from arpo.tools.search import PROVIDERS, Document, build_search, http_search, web_search
 from arpo.tools.search import remote as remote_module
-from arpo.types import ArpoError
 
 KEY = "sk-secret-4711"
 

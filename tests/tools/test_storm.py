@@ -11,10 +11,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from arpo.engine.scripted import ScriptedEngine
 from arpo.agent.formats import make_format
 from arpo.algorithm.rollout import Agent, rollouts
 from arpo.config.schema import Branching, Rollout
+from arpo.engine.scripted import ScriptedEngine
 from arpo.tools.base import tool
 from arpo.tools.executor import Toolbox
 from arpo.tools.python.tool import build_python

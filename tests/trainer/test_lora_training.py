@@ -20,19 +20,20 @@ from test_train import even_share, model_path
 from torch import Tensor
 
 import arpo.training.setup
-from arpo.cli.main import main
 from arpo.cli.base import config_of
+from arpo.cli.main import main
 from arpo.config.loading import load_config
-from arpo.engine.local.engine import LocalEngine
-from arpo.runs.run_dir import open_run as read_run
 from arpo.config.schema import Config, Model, Train
+from arpo.engine.local.engine import LocalEngine
+from arpo.errors import ArpoError
+from arpo.models.load import load_trainable
+from arpo.models.lora import adapters_off, add_adapter, has_adapter, load_adapter, merge_adapter, save_adapter
+from arpo.runs.run_dir import open_run as read_run
+from arpo.trainer.checkpoint import model_settings
+from arpo.trainer.optimizer import Optimiser
 from arpo.training.loop import open_run, open_session, train
 from arpo.training.loop import test as run_test
-from arpo.trainer.checkpoint import model_settings
-from arpo.models.lora import adapters_off, add_adapter, has_adapter, load_adapter, merge_adapter, save_adapter
-from arpo.models.load import load_trainable
-from arpo.trainer.optimizer import Optimiser
-from arpo.types import ArpoError, Completion, SamplingParams
+from arpo.types import Completion, SamplingParams
 
 __all__ = ["model_path"]  # a fixture of another file
 

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
+from arpo.errors import ArpoError
 from arpo.models.load import recomputing
 from arpo.trainer.optimizer import Optimiser
-from arpo.types import ArpoError
 
 BF16 = torch.bfloat16
 

@@ -31,23 +31,23 @@ from test_tree_training import Forest, gradients, random_forest, rich_forest, sh
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoModelForCausalLM
 
-from arpo.cli.main import main as cli
-
-from arpo.trainer.dist import launch
 from arpo.algorithm.batch import Part, cut, tree_batch
+from arpo.builtin.model import build_model
+from arpo.cli.main import main as cli
 from arpo.config.loading import load_config
+from arpo.config.schema import Loss
+from arpo.errors import ArpoError
 from arpo.models.export import export_model
 from arpo.runs.run_dir import open_run as read_run
-from arpo.config.schema import Loss
-from arpo.training.loop import open_run, train
-from arpo.trainer.dist.balance import balance, costs, matched, take
 from arpo.trainer.checkpoint import load_checkpoint, save_pretrained
+from arpo.trainer.dist import launch
+from arpo.trainer.dist.balance import balance, costs, matched, take
 from arpo.trainer.dist.process_group import is_loss, join_ranks
 from arpo.trainer.dist.sharded import trees_from_bytes, trees_to_bytes
 from arpo.trainer.dist.shards import read_shards
-from arpo.builtin.model import build_model
 from arpo.trainer.forward_backward import accumulate
-from arpo.types import ArpoError, TreeBatch
+from arpo.training.loop import open_run, train
+from arpo.types import TreeBatch
 
 # --- dividing the trees
 

@@ -12,23 +12,24 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import arpo.cli.main.main
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trees import two_branches
 
-import arpo.cli.main.main
 import arpo.training.loop
+from arpo.builtin.model import build_model
 from arpo.config.loading import load_config
+from arpo.config.schema import Config
+from arpo.errors import Collapsed, Diverged
 from arpo.runs.run_dir import create, is_run
 from arpo.runs.run_dir import open_run as read_run
-from arpo.config.schema import Config
+from arpo.trainer.checkpoint import save_pretrained
+from arpo.trainer.trainer import Trainer
 from arpo.training.collapse import WINDOW, Sign, Watcher, find_signs, last_sound, not_finite, spared
 from arpo.training.loop import open_run, train
-from arpo.trainer.checkpoint import save_pretrained
-from arpo.builtin.model import build_model
-from arpo.trainer.trainer import Trainer
-from arpo.types import Collapsed, Credit, Diverged, Kind, Leaf, Reward, RolloutTree, Task
+from arpo.types import Credit, Kind, Leaf, Reward, RolloutTree, Task
 
 HEALTHY = {
     "reward": 0.5, "accuracy": 0.5, "format": 0.9, "entropy_start": 0.4, "written_tokens": 100.0, "grad_norm": 0.2,

@@ -12,14 +12,15 @@ from test_cli import call
 from traces import formats, python, sum_row, sums_config, write_model, write_rows
 from trees import model, prompt, tool, tree
 
-from arpo.training.collect import right_traces, sample_traces
-from arpo.builtin.traces import Trace
-from arpo.engine.scripted import ScriptedEngine
 from arpo.agent.traces import encode_trace, read_traces
 from arpo.algorithm.rollout import Agent
-from arpo.training.sft import open_course, teach
+from arpo.builtin.traces import Trace
+from arpo.engine.scripted import ScriptedEngine
+from arpo.errors import ArpoError
+from arpo.training.collect import right_traces, sample_traces
 from arpo.training.loop import open_session
-from arpo.types import ArpoError, End, Fault, Kind, Node, Reward, RolloutTree, Task
+from arpo.training.sft import open_course, teach
+from arpo.types import End, Fault, Kind, Node, Reward, RolloutTree, Task
 
 CALL, END = "<think>a</think><python>1 + 2</python>", "<think>b</think><answer>\\boxed{3}</answer>"
 TASK = Task("q", "What is 1 plus 2?", ("3",))

@@ -19,20 +19,21 @@ import torch
 from safetensors.torch import load_file
 
 import arpo.training.loop
+from arpo.agent.formats import make_format
 from arpo.algorithm.advantage import credit
+from arpo.algorithm.rollout import Agent, rollout
+from arpo.builtin.model import build_model
 from arpo.config.loading import load_config
+from arpo.config.schema import Advantage, Branching, Config, Rollout
 from arpo.data.order import Part, batch_of
 from arpo.engine.local.engine import LocalEngine
-from arpo.agent.formats import make_format
-from arpo.algorithm.rollout import Agent, rollout
+from arpo.errors import ArpoError
 from arpo.runs.run_dir import open_run as read_run
-from arpo.config.schema import Advantage, Branching, Config, Rollout
-from arpo.training.setup import make_bench
-from arpo.training.loop import Run, Session, open_run, sample_step, train
 from arpo.trainer.checkpoint import load_checkpoint, save_checkpoint, save_pretrained
-from arpo.builtin.model import build_model
 from arpo.trainer.trainer import Trainer
-from arpo.types import ArpoError, Kind, Leaf, Reward, RolloutTree, Task
+from arpo.training.loop import Run, Session, open_run, sample_step, train
+from arpo.training.setup import make_bench
+from arpo.types import Kind, Leaf, Reward, RolloutTree, Task
 
 SMALL = [
     "world.entities=60", "world.train_questions=12", "world.test_questions=4", "eval.questions=2", "train.prompts=3",

@@ -22,18 +22,19 @@ from safetensors.torch import load_file
 from torch.nn import functional
 from traces import formats, sum_row, sums_config, write_model, write_rows
 
-import arpo.training.sft
 import arpo.training.loop
+import arpo.training.sft
 from arpo.agent.traces import Lesson, encode_trace, read_traces
-from arpo.runs.run_dir import open_run as read_run
 from arpo.config.schema import Config, Model
-from arpo.training.setup import make_bench, make_model
-from arpo.training.sft import objective, open_course, plan, teach
+from arpo.errors import ArpoError
+from arpo.models.load import load_model
+from arpo.runs.run_dir import open_run as read_run
+from arpo.trainer.trainer import Trainer
 from arpo.training.loop import open_session
 from arpo.training.loop import test as evaluate
-from arpo.models.load import load_model
-from arpo.trainer.trainer import Trainer
-from arpo.types import ArpoError, Kind
+from arpo.training.setup import make_bench, make_model
+from arpo.training.sft import objective, open_course, plan, teach
+from arpo.types import Kind
 
 SUMS = [(1, 2), (13, 4), (5, 60), (7, 7), (20, 22), (9, 81)]
 FAST = ("sft.lr=1e-2", "sft.batch_tokens=70", "sft.epochs=2", "sft.warmup=3", "run.checkpoint_every=2")

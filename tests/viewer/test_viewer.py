@@ -25,14 +25,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from arpo.training.checkpoints import locks
 from arpo.cli.main import app
+from arpo.errors import ArpoError
 from arpo.runs.locks import is_live, take_lock
 from arpo.runs.run_dir import create, open_run
 from arpo.runs.trees import ScoredTree, tree_from_json, tree_to_json
-from arpo.types import ArpoError
-from arpo.viewer import data
-from arpo.viewer import export
+from arpo.training.checkpoints import locks
+from arpo.viewer import data, export
 from arpo.viewer.export import bundle, collect, escaped, make_page, spread, write_page
 from arpo.viewer.folder import Folder
 from arpo.viewer.server import Server, known_host, make_server, static_files

@@ -17,10 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from arpo.engine.local.engine import kernels
-
-from arpo.engine.local.engine import sampling
 from arpo.engine.local.attention import install
+from arpo.engine.local.engine import kernels, sampling
 from arpo.engine.local.fused import fused
 from arpo.engine.local.kernels import Tiles
 from arpo.engine.local.kv_cache import BLOCK, KVPool

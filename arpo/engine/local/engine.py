@@ -25,7 +25,8 @@ from arpo.engine.local.kv_cache import BLOCK, KVPool, token_bytes
 from arpo.engine.local.runner import Columns, check_supported, make_runner
 from arpo.engine.local.scheduler import Batch, Request, Scheduler
 from arpo.engine.stops import StopFinder, eos_ids
-from arpo.types import ArpoError, Completion, SamplingParams
+from arpo.errors import ArpoError
+from arpo.types import Completion, SamplingParams
 
 PREFILL_TOKENS = {"cpu": 512, "cuda": 16384}
 """Tokens of prompts that one step reads: enough to keep the device busy, few enough not to hold up the others."""

@@ -15,7 +15,7 @@ from arpo.engine.local.attention import BlockPlan, Step, install
 from arpo.engine.local.kv_cache import KVPool
 from arpo.engine.local.sampling import Drawn, sample
 from arpo.engine.local.scheduler import Batch
-from arpo.types import ArpoError
+from arpo.errors import ArpoError
 
 SUPPORTED = ("llama", "qwen2", "qwen3", "gemma3_text")
 LAYERS = ("full_attention", "sliding_attention")

@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from arpo.engine.vllm.completion import Sampled
-from arpo.types import ArpoError
+from arpo.errors import ArpoError
 
 MAX_REPLY_BYTES = 1_000_000  # of replies that are not turns
 ANSWER_SECONDS = 60.0

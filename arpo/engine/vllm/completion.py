@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 from arpo.engine.base import Capabilities, OnToken
 from arpo.engine.stops import StopFinder, eos_ids
 from arpo.engine.vllm.entropy_bounds import entropy_bounds
-from arpo.types import ArpoError, Completion, SamplingParams
+from arpo.errors import ArpoError
+from arpo.types import Completion, SamplingParams
 
 ROUNDING = 1e-3  # by which probabilities from a sampler may add up to more than 1
 NO_NUMBER = -9000.0  # log-probs below are what vLLM's server sends in place of -inf and nan

@@ -23,10 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from arpo.engine.base import OnToken
-from arpo.engine.local.kv_cache import token_bytes
 from arpo.engine.local.engine import default_kv_tokens
+from arpo.engine.local.kv_cache import token_bytes
 from arpo.engine.vllm.completion import Sampled, Terms, logprobs_mode
-from arpo.types import ArpoError, Completion, SamplingParams
+from arpo.errors import ArpoError
+from arpo.types import Completion, SamplingParams
 
 Write = Callable[[Path], None]
 """Writes the weights as they are now, as a Hugging Face directory."""

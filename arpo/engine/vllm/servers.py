@@ -26,9 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from arpo.engine.base import OnToken
-from arpo.engine.vllm.completion import BadToken, Terms, Turn, logprobs_mode
 from arpo.engine.vllm.client import HOW, Needs, Unavailable, Unreachable, Wire
-from arpo.types import ArpoError, Completion, SamplingParams, derive_seed
+from arpo.engine.vllm.completion import BadToken, Terms, Turn, logprobs_mode
+from arpo.errors import ArpoError
+from arpo.types import Completion, SamplingParams, derive_seed
 
 PATIENCE_SECONDS = 300.0
 PAUSE_SECONDS = 1.0

@@ -20,11 +20,22 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from arpo.studies.compare.figures import draw_bars, draw_curves, pictures
 from arpo.cli.display import console, printable
 from arpo.evaluation.report import markdown_cell, markdown_table
 from arpo.runs.run_dir import write_atomically
-from arpo.studies.compare.stats import DRAWS, SHARES, Comparison, Difference, Mean, Ratio, Row, cold_start, lacking, rows
+from arpo.studies.compare.figures import draw_bars, draw_curves, pictures
+from arpo.studies.compare.stats import (
+    DRAWS,
+    SHARES,
+    Comparison,
+    Difference,
+    Mean,
+    Ratio,
+    Row,
+    cold_start,
+    lacking,
+    rows,
+)
 
 NONE = "-"
 WORDS = {"tool_calls": "tool calls", "paths": "paths", "tokens": "tokens"}

@@ -28,12 +28,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from arpo.config.loading import config_from_resolved, differences, load_config
 from arpo.cli.display import console, printable, progress_bar
+from arpo.config.loading import config_from_resolved, differences, load_config
+from arpo.config.schema import Config
+from arpo.errors import ArpoError
 from arpo.runs.locks import take_lock
 from arpo.runs.run_dir import is_run, open_run, write_atomically
-from arpo.config.schema import Config
-from arpo.types import ArpoError
 from arpo.studies.compare.stats import Comparison, Point, Trial
 
 COLD_START = "cold-start"
@@ -260,7 +260,13 @@ async def _finish(
 
 async def _spawn(plan: Plan, directory: Path, untrained: bool) -> int:
     """One attempt; a stop of this process stops it, and waits until it has saved."""
-    command = [sys.executable, "-m", "arpo.studies.compare.trial", str(directory / "config.json"), str(directory / "result.json")]
+    command = [
+        sys.executable,
+        "-m",
+        "arpo.studies.compare.trial",
+        str(directory / "config.json"),
+        str(directory / "result.json"),
+    ]
     command += ["--samples", str(plan.samples)]
     command += ["--untrained"] if untrained else ["--drop-models"] if plan.drop_models else []
     threads = str(max(1, (os.cpu_count() or 1) // plan.jobs))

@@ -22,11 +22,11 @@ from typing import Any
 
 from arpo.cli.base import run_async
 from arpo.config.loading import load_config
-from arpo.runs.run_dir import is_run, write_atomically
-from arpo.training.sampler import Session, open_session
 from arpo.config.schema import Config
+from arpo.errors import ArpoError, Collapsed
+from arpo.runs.run_dir import is_run, write_atomically
 from arpo.training.loop import open_run, test, train
-from arpo.types import ArpoError, Collapsed
+from arpo.training.sampler import Session, open_session
 
 KS = (1, 3, 5)
 

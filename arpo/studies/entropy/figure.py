@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from arpo.cli.display import printable
+from arpo.evaluation.statistics import Z
 from arpo.figures.style import BLACK, BLUE, GREEN, ORANGE, PINK, RED, SKY, drawing, saved
 from arpo.studies.entropy.study import Curve, Looks, Place, Study
-from arpo.evaluation.statistics import Z
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -21,11 +21,11 @@ from rich.console import Console
 from rich.table import Table
 
 from arpo.cli.display import console, printable
-from arpo.studies.entropy.study import Looks, Mean, Place, Study
-from arpo.studies.entropy.figure import draw
 from arpo.evaluation.report import markdown_cell, markdown_table
-from arpo.runs.run_dir import write_atomically
 from arpo.evaluation.statistics import Z
+from arpo.runs.run_dir import write_atomically
+from arpo.studies.entropy.figure import draw
+from arpo.studies.entropy.study import Looks, Mean, Place, Study
 from arpo.types import percentile
 
 BINS = 40

@@ -11,17 +11,18 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from arpo.config.loading import config_from_resolved
-from arpo.cli.display import console, progress_bar
-from arpo.figures.style import need_figures
-from arpo.studies.entropy.study import Study, study
-from arpo.studies.entropy.report import Subject, show_study, write_study
-from arpo.rewards import Scorer
 from arpo.algorithm.rollout import rollouts
-from arpo.runs.run_dir import RunLog, open_run
-from arpo.training.sampler import Session, open_session
+from arpo.cli.display import console, progress_bar
+from arpo.config.loading import config_from_resolved
 from arpo.config.schema import Config
-from arpo.types import ArpoError, Reward, RolloutTree, Task, derive_seed
+from arpo.errors import ArpoError
+from arpo.figures.style import need_figures
+from arpo.rewards import Scorer
+from arpo.runs.run_dir import RunLog, open_run
+from arpo.studies.entropy.report import Subject, show_study, write_study
+from arpo.studies.entropy.study import Study, study
+from arpo.training.sampler import Session, open_session
+from arpo.types import Reward, RolloutTree, Task, derive_seed
 
 Runner = Callable[[Coroutine[Any, Any, Any]], Any]
 Grown = list[tuple[RolloutTree, tuple[Reward, ...]]]

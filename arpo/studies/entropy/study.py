@@ -22,8 +22,8 @@ from statistics import fmean
 import numpy as np
 import numpy.typing as npt
 
-from arpo.rewards import unjudged
 from arpo.config.schema import Branching
+from arpo.rewards import unjudged
 from arpo.types import Decision, Kind, Node, Reward, RolloutTree
 
 Floats = npt.NDArray[np.float64]

@@ -17,12 +17,12 @@ import os
 import sys
 from pathlib import Path
 
+from arpo.errors import ArpoError
 from arpo.tools.base import Tool, ToolError, ToolUnavailable, tool
 from arpo.tools.browse.address import Resolver, system_resolver
 from arpo.tools.browse.condense import CONDENSE_SECONDS, Condenser, openai_condenser
 from arpo.tools.browse.fetch import Fetcher, Page
 from arpo.tools.browse.reader import fit, shorten, whole
-from arpo.types import ArpoError
 
 __all__ = ["Condenser", "Resolver", "build_browse", "openai_condenser"]
 

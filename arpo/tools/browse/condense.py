@@ -15,8 +15,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from arpo.errors import ArpoError
 from arpo.tools.base import ToolUnavailable
-from arpo.types import ArpoError
 
 CONDENSE_SECONDS = 60.0
 MAX_ANSWER_BYTES = 1_000_000

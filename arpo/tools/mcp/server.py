@@ -31,9 +31,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import TypeAdapter
 
+from arpo.errors import ArpoError
 from arpo.tools.base import Tool, ToolError, ToolUnavailable
 from arpo.tools.mcp.transport import MAX_MESSAGE_BYTES, TOO_LARGE, Endpoint, Wire, reason
-from arpo.types import ArpoError, ToolSpec
+from arpo.types import ToolSpec
 
 if TYPE_CHECKING:
     import mcp_types

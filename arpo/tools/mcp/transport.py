@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import ValidationError
 
-from arpo.types import ArpoError
+from arpo.errors import ArpoError
 
 if TYPE_CHECKING:
     import httpx2

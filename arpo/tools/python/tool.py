@@ -9,8 +9,8 @@ Does not cover: packages that are not installed, pictures, files to keep.
 from __future__ import annotations
 
 from arpo.tools.base import CHARS_PER_TOKEN, Tool, ToolError, ToolTimeout, ToolUnavailable, tool
-from arpo.tools.sandbox.workers import SandboxResult
 from arpo.tools.sandbox.sandbox import Sandbox, SandboxBroken
+from arpo.tools.sandbox.workers import SandboxResult
 
 MAX_CODE = 200_000  # characters
 OUTER_SECONDS = 60.0  # that starting the sandbox anew may take, on top of the code's own time

@@ -29,8 +29,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 
+from arpo.errors import ArpoError
 from arpo.tools.sandbox.workers import START_SECONDS, Call, Pool, SandboxResult
-from arpo.types import ArpoError
 
 TIERS = ("namespaces", "landlock")
 

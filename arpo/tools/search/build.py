@@ -22,13 +22,14 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from arpo.errors import ArpoError
 from arpo.tools.search.bm25 import K1, B, Bm25, Ints, Longs
 from arpo.tools.search.corpus import read_corpus
 from arpo.tools.search.dense import Embedder, embed_passages
 from arpo.tools.search.hits import line
 from arpo.tools.search.index import FORMAT, MANIFEST, Index, open_index
 from arpo.tools.search.invert import Inverter
-from arpo.types import ArpoError, Document
+from arpo.types import Document
 
 Progress = Callable[[str, float], None]  # what is being done, and the share of it that is done
 

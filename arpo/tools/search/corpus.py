@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from arpo.types import ArpoError, Document
+from arpo.errors import ArpoError
+from arpo.types import Document
 
 SHOWN = 20
 MAX_SUBJECT_CHARS = 1000  # what is known of a subject beyond this goes into a further passage

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from arpo.errors import ArpoError
 from arpo.tools.search.bm25 import best
-from arpo.types import ArpoError
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,9 +11,10 @@ import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Unpack
 
+from arpo.errors import ArpoError
 from arpo.tools.base import CHARS_PER_TOKEN, Limits, Tool, ToolError, tool
 from arpo.tools.search.bm25 import words
-from arpo.types import ArpoError, Document
+from arpo.types import Document
 
 DESCRIPTION = "Search the document collection with a few key words; returns the best matching documents."
 MAX_QUERY_CHARS = 1000

@@ -19,9 +19,10 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from arpo.errors import ArpoError
 from arpo.tools.search.bm25 import Bm25, Longs
 from arpo.tools.search.dense import EMBEDDINGS, Dense, Embedder
-from arpo.types import ArpoError, Document
+from arpo.types import Document
 
 FORMAT = 1
 MANIFEST = "manifest.json"

@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from arpo.errors import ArpoError
 from arpo.tools.search.bm25 import K1, B, Floats, Ints, Longs, words
-from arpo.types import ArpoError
 
 RUN_WORDS = 1 << 24
 BATCH_WORDS = 1 << 16

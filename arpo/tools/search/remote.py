@@ -20,10 +20,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from arpo.config.keys import key_from
+from arpo.errors import ArpoError
 from arpo.tools.base import Tool, ToolUnavailable
 from arpo.tools.search.corpus import split_contents
 from arpo.tools.search.hits import search_tool
-from arpo.types import ArpoError, Document
+from arpo.types import Document
 
 MAX_BYTES = 4_000_000  # of an answer, unpacked
 MAX_WEB_RESULTS = 20  # what every provider allows

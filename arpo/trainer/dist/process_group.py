@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from arpo.trainer.dist import launch
-from arpo.types import ArpoError, Diverged
+from arpo.errors import ArpoError, Diverged
 
 TIMEOUT = 600.0  # seconds without a word from another rank
 BEAT = 20.0  # seconds between words of a rank 0 that is busy

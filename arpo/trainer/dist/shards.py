@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from arpo.trainer.dist.process_group import is_loss
-from arpo.types import ArpoError
+from arpo.errors import ArpoError
 
 SHARDS = "optimiser"  # the folder in a checkpoint
 

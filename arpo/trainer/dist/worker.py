@@ -17,7 +17,7 @@ from arpo.trainer.checkpoint import load_checkpoint
 from arpo.models.load import load_trainable
 from arpo.trainer.dist.process_group import Ranks
 from arpo.trainer.dist.sharded import ShardedTrainer, trees_from_bytes
-from arpo.types import Diverged
+from arpo.errors import Diverged
 
 
 def follow(ranks: Ranks) -> None:

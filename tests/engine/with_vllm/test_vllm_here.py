@@ -22,8 +22,8 @@ from arpo.config.loading import load_config
 from arpo.engine.local.engine import LocalEngine
 from arpo.engine.vllm.engine import BLOCK, VllmEngine
 from arpo.runs.run_dir import open_run as read_run
-from arpo.training.loop import open_run, train
 from arpo.trainer.checkpoint import save_untied
+from arpo.training.loop import open_run, train
 from arpo.types import Completion, Kind, SamplingParams
 
 NEAR = 2e-4  # of log-probs in float32; entropies may differ by their bound and this
