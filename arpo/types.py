@@ -32,15 +32,15 @@ class Kind(StrEnum):
     TOOL = "tool"
 
 
-class End(StrEnum):
+class StopReason(StrEnum):
     """Why a path ended."""
 
     ANSWER = "answer"  # the model closed its final answer
     EOS = "eos"  # the model ended its turn with neither a call nor a closed answer
-    CALLS = "calls"  # it asked for one more tool call than the limit allows
+    MAX_TOOL_CALLS = "max_tool_calls"  # it asked for one more tool call than the limit allows
     LENGTH = "length"  # the token limit of the path
-    TIME = "time"  # the wall-clock limit of the path
-    LOST = "lost"  # the same, when nothing could sample it any more
+    MAX_SECONDS = "max_seconds"  # the wall-clock limit of the path
+    WORKER_LOST = "worker_lost"  # the same, when nothing could sample it any more
 
 
 class Fault(StrEnum):
@@ -205,7 +205,7 @@ class Leaf:
     """The end of one path: its last node and why it ended. Two cut-off paths may end at the same node."""
 
     node: int
-    end: End
+    end: StopReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +260,7 @@ class RolloutTree:
 
     def infra_fault(self, leaf: Leaf) -> bool:
         """Whether a broken tool or engine (not the model) spoiled this path."""
-        if leaf.end is End.LOST:
+        if leaf.end is StopReason.WORKER_LOST:
             return True
         results = (self.nodes[i].result for i in self.path(leaf.node))
         return any(result is not None and result.fault is Fault.INFRA for result in results)
@@ -301,7 +301,7 @@ class TreeBatch:
     size_S: npt.NDArray[np.int64]  # tokens in it and below it
     targets_K: Tensor  # long: places among the N
     engine_logprobs_K: Tensor  # float32: as sampled
-    boost_K: Tensor  # float32: how many times its policy term counts
+    entropy_weight_K: Tensor  # float32: how many times its policy term counts
     node_K: Tensor  # long: which of the M it belongs to
     pair_node_X: Tensor  # long
     pair_path_X: Tensor  # long

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from statistics import fmean
 
-from arpo.cli.main import main as cli
+from arpo.cli import main as cli
 from arpo.cluster.connect import on_cluster
 from arpo.cluster.sampler import Pool
 from arpo.config.loading import load_config
@@ -37,8 +37,8 @@ async def search(query: str) -> str:
     return "Nothing was found about " + query[:40]
 '''
 SETTINGS = [
-    "model.device=cpu", "world.train_questions=40", "reward.bonus=0", "rollout.leaves=4", "rollout.concurrency=4",
-    "rollout.max_tokens=80", "rollout.max_calls=2", "train.prompts=8", "train.lr=1e-6", "branching.rule=stochastic",
+    "model.device=cpu", "world.train_questions=40", "reward.bonus=0", "rollout.num_trajectories=4", "rollout.concurrency=4",
+    "rollout.max_tokens=80", "rollout.max_tool_calls=2", "train.batch_size=8", "train.lr=1e-6", "branching.rule=stochastic",
 ]  # fmt: skip
 
 
@@ -53,7 +53,7 @@ def measure(folder: Path, address: str, steps: int, name: str, kill: bool = Fals
         asyncio.run(train(run))
     rows = read_run(folder / name).read_metrics()[1:]
     seconds = [row["rollout_seconds"] for row in rows]
-    busy, redone = fmean(row["cluster_busy"] for row in rows), sum(row["cluster_redone"] for row in rows)
+    busy, redone = fmean(row["cluster_busy"] for row in rows), sum(row["cluster_retried"] for row in rows)
     print(f"{name}: {fmean(seconds):.2f} s a step ({', '.join(f'{s:.1f}' for s in seconds)}), busy {busy:.0%}")
     print(f"{name}: {sum(row['tool_calls'] for row in rows)} calls, {redone:.0f} trees grown again", flush=True)
 

@@ -78,7 +78,7 @@ def main() -> None:
 
 def measure(shape: str, seed: int, repeats: int, quick: bool) -> dict[str, Any]:
     """All that goes into the JSON object."""
-    model = make_model(shape, seed)
+    model = build_model(shape, seed)
     vocab = model.config.vocab_size
     few, many = (make_load(paths, vocab, seed, SHORT if quick else 1.0) for paths in (32, 128))
     warm_up = make_load(128, vocab, seed + 1, SHORT)
@@ -104,7 +104,7 @@ def measure(shape: str, seed: int, repeats: int, quick: bool) -> dict[str, Any]:
     return found | {key.removesuffix("_128") if key.startswith("vllm") else key: compared[key] for key in compared}
 
 
-def make_model(shape: str, seed: int) -> Any:
+def build_model(shape: str, seed: int) -> Any:
     """A Llama with random weights that never ends a turn by itself."""
     hidden, inner, layers, heads, kv_heads, vocab = SHAPES[shape]
     config = LlamaConfig(

@@ -18,7 +18,7 @@ import time
 from typing import Any
 
 import torch
-from bench_engine import make_model
+from bench_engine import build_model
 
 from arpo.engine.local.engine import LocalEngine
 from arpo.engine.local.kv_cache import token_bytes
@@ -40,7 +40,7 @@ class NoTokenizer:
 def build(path: str | None, dtype: torch.dtype) -> Any:
     """The model, without its end-of-sequence token, so that every request has its full length."""
     if path is None:
-        model = make_model("smollm2", 0)
+        model = build_model("smollm2", 0)
     else:
         from arpo.config.schema import Model
         from arpo.models.load import load_model
@@ -127,13 +127,13 @@ def main() -> None:
         sys.exit("this benchmark needs a CUDA device")
     model = build(args.model, torch.bfloat16)
     context = args.prompt + args.new + 1
-    engine = LocalEngine(model, NoTokenizer(), rows=args.rows, kv_tokens=args.rows * (context + 64) + 8192)
+    engine = LocalEngine(model, NoTokenizer(), rows=args.rows, kv_cache_tokens=args.rows * (context + 64) + 8192)
     runs = []
     for repeat in range(args.repeats + 1):  # the first one records the graphs
         result = asyncio.run(throughput(engine, args.rows, args.prompt, args.new, repeat))
         print(f"{'warm-up' if not repeat else 'run'}: {result}", file=sys.stderr)
         runs.append(result)
-        asyncio.run(engine.update_weights(repeat + 1))
+        asyncio.run(engine.sync_weights(repeat + 1))
     best = sorted(runs[1:], key=lambda run: run["tokens_per_s"])[len(runs[1:]) // 2]
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     stored = args.rows * (args.prompt + args.new / 2) * token_bytes(model.config, torch.bfloat16)

@@ -62,7 +62,7 @@ def main() -> None:
         "sampling": ratio(sampling, mean["rollout_seconds"]),
         "training": ratio(option.update.seconds, mean["train_seconds"]),
         "sampled_tokens": ratio(option.sampled.sampled, mean["sampled_tokens"]),
-        "read_tokens": ratio(option.sampled.read, mean["engine_read"]),
+        "read_tokens": ratio(option.sampled.read, mean["engine_prefill_tokens"]),
         "unique_tokens": ratio(option.sampled.unique, mean["unique_tokens"]),
         "tool_calls": ratio(option.sampled.calls, mean["tool_calls"]),
         "branches": ratio(option.sampled.branches, mean["branches"]),

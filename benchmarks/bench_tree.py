@@ -12,7 +12,7 @@ rewards and weights are random. Three ways compute the same gradient:
 
 They take turns, so that what else the machine does falls on all alike. `X_ratio` is X's seconds over the tree's, the
 median over the repeats; `X_cpu_ratio` is the same in CPU seconds, where the CPU does the work. Neither laying out the
-batch, which is done once before and told as `X_layout_seconds`, nor an optimiser step is in them. The last line is a
+batch, which is done once before and told as `X_layout_seconds`, nor an optimizer step is in them. The last line is a
 JSON object; all else goes to stderr.
 """
 
@@ -96,7 +96,7 @@ def main() -> None:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All that goes into the JSON object."""
-    model = make_model(options)
+    model = build_model(options)
     trees, credits = make_trees(options, model.config.vocab_size)
     unique, total = (sum(getattr(t, name) for t in trees) for name in ("unique_tokens", "total_tokens"))
     log(f"{len(trees)} trees, {unique} unique of {total} tokens, a factor of {total / unique:.2f}")
@@ -217,7 +217,7 @@ def llama(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocab
     )
 
 
-def make_model(options: argparse.Namespace) -> Any:
+def build_model(options: argparse.Namespace) -> Any:
     """Random weights, ready to be trained."""
     torch.manual_seed(options.seed)
     model = AutoModelForCausalLM.from_config(SHAPES[options.model_shape](), attn_implementation="sdpa")

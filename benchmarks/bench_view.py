@@ -26,8 +26,8 @@ from statistics import median
 from typing import Any
 
 from arpo.config.loading import load_config
-from arpo.runs.run_dir import RunLog, create
-from arpo.types import Credit, Decision, End, Kind, Leaf, Node, Reward, RolloutTree, Task, ToolCall, ToolResult
+from arpo.runs.run_dir import RunDir, create
+from arpo.types import Credit, Decision, Kind, Leaf, Node, Reward, RolloutTree, StopReason, Task, ToolCall, ToolResult
 
 WORDS = [f" word{number}" for number in range(500)]
 SERVER = "from arpo.cli.main import main; main()"
@@ -74,7 +74,7 @@ def make_run(directory: Path, options: argparse.Namespace) -> None:
             add_record(log, rng, step)
 
 
-def add_record(log: RunLog, rng: random.Random, step: int) -> None:
+def add_record(log: RunDir, rng: random.Random, step: int) -> None:
     """A record with as many numbers as those of training."""
     values: dict[str, float] = {f"tool.search.number_{number}": rng.random() for number in range(20)}
     names = ("reward", "accuracy", "entropy_start", "entropy_after_tool", "rollout_seconds", "train_seconds", "loss")
@@ -104,7 +104,7 @@ def make_tree(rng: random.Random, number: int, options: argparse.Namespace) -> R
                 nodes.append(Node(at, Kind.TOOL, ids, text, call=call, result=result, decision=decision))
                 at = len(nodes) - 1
                 first = at if turn == 0 and not path % 2 else first
-        leaves.append(Leaf(at, End.ANSWER))
+        leaves.append(Leaf(at, StopReason.ANSWER))
     return RolloutTree(Task(f"q{number}", f"Question {number}?", ("yes",)), tuple(nodes), tuple(leaves))
 
 

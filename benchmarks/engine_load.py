@@ -126,16 +126,16 @@ def make_ours(model: Any, rows: int) -> Callable[[list[Step]], Timing]:
     engine = LocalEngine(model, tokenizer, rows=rows, threaded=False)  # as agents do whose tools answer at once
     seeds = count()
 
-    async def follow(step: Step) -> int:
+    async def worker_loop(step: Step) -> int:
         completion = await engine.generate(step.prefix, SamplingParams(step.wanted, seed=next(seeds)))
         assert len(completion.tokens) == step.wanted
-        return step.wanted + sum(await asyncio.gather(*map(follow, step.after(completion.tokens))))
+        return step.wanted + sum(await asyncio.gather(*map(worker_loop, step.after(completion.tokens))))
 
     async def whole(load: list[Step]) -> int:
-        return sum(await asyncio.gather(*map(follow, load)))
+        return sum(await asyncio.gather(*map(worker_loop, load)))
 
     def sample(load: list[Step]) -> Timing:
-        asyncio.run(engine.update_weights(engine.version + 1))  # nothing is left of an earlier load
+        asyncio.run(engine.sync_weights(engine.version + 1))  # nothing is left of an earlier load
         return timed(lambda: asyncio.run(whole(load)))
 
     return sample

@@ -206,7 +206,7 @@ BAD = '''
 from __future__ import annotations
 import torch
 from typing import TYPE_CHECKING
-from arpo.training.checkpoints import run_dir as runlog
+from arpo.runs import run_dir as runlog
 from arpo.types import Task
 from arpo.algorithm.loss import policy_loss
 import arpo.trainer.trainer

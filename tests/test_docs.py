@@ -24,7 +24,7 @@ def settings_page() -> str:
         "",
         "Made by `.venv/bin/python tests/test_docs.py`; do not edit by hand.",
         "",
-        "Set them in a TOML file, as `leaves = 8` under `[rollout]`, or on the command line, as `rollout.leaves=8`.",
+        "Set them in a TOML file, as `leaves = 8` under `[rollout]`, or on the command line, as `rollout.num_trajectories=8`.",
         "Later ones win: defaults, preset, file, command line.",
         "",
         "| setting | type | default | meaning |",

@@ -14,7 +14,7 @@ from test_chat import UNCLOSED
 from test_render import CHATML, QWEN, STRICT, make_tokenizer
 from traces import sum_row, sums_config, write_rows
 
-from arpo.agent.formats import CallFormat, encode_follow_up, encode_prompt, make_format
+from arpo.agent.formats import CallFormat, build_format, encode_follow_up, encode_prompt
 from arpo.agent.traces import encode_examples, read_examples
 from arpo.algorithm.rollout import Agent, rollout
 from arpo.builtin.model import build_model
@@ -25,16 +25,16 @@ from arpo.config.schema import Branching, Rollout
 from arpo.engine.scripted import ScriptedEngine
 from arpo.errors import ArpoError
 from arpo.evaluation.benchmarks import identity
-from arpo.evaluation.endpoint import RemoteAgent, remote_path
+from arpo.evaluation.endpoint import EndpointAgent, endpoint_trajectory
 from arpo.net.chat import Endpoint
 from arpo.rewards.format import format_ok
 from arpo.tools.base import tool
-from arpo.tools.executor import Toolbox, call_tool
+from arpo.tools.executor import Toolset, call_tool
 from arpo.tools.python.tool import build_python
 from arpo.tools.search import build_search
 from arpo.trainer.checkpoint import save_pretrained
 from arpo.training.collect import right_traces
-from arpo.training.setup import fit_prompts, make_agent, make_bench, open_sandbox
+from arpo.training.setup import build_agent, build_bench, fit_prompts, open_sandbox
 from arpo.types import Document, Kind, Reward, RolloutTree, Task, ToolCall
 
 TASK = Task("q", "What is 3 plus 4?", ("7",))
@@ -50,7 +50,7 @@ def python(code: str) -> str:
 
 
 def formats(name: str = "tags") -> CallFormat:
-    return make_format(name, [python.spec])
+    return build_format(name, [python.spec])
 
 
 def shots(folder: Path, *rows: dict[str, Any], fmt: str = "tags") -> tuple[Trace, ...]:
@@ -74,7 +74,7 @@ def player(tokenizer: Any, fmt: CallFormat, examples: tuple[int, ...] = (), **mo
 
 
 def path_of(agent: Agent, task: Task) -> RolloutTree:
-    return asyncio.run(rollout(agent, task, Rollout(leaves=1, initial=1), Branching(policy="never"), 0))
+    return asyncio.run(rollout(agent, task, Rollout(num_trajectories=1, num_initial=1), Branching(policy="never"), 0))
 
 
 def test_a_prompt_with_examples_is_a_conversation(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_lengths_count_the_examples(tmp_path: Path, capsys: pytest.CaptureFixtur
     with pytest.raises(ArpoError, match=rf"has {length} tokens.*fewer rollout\.examples"):
         player(tokenizer, fmt, examples, max_context=length).prompt(TASK)
     write_rows(tmp_path / "q.jsonl", [{"question": f"What is {'3 plus ' * n}4?", "answer": "7"} for n in (1, 30)])
-    bench = make_bench(load_config(None, [f"data.train={tmp_path / 'q.jsonl'}", "tools.enabled=[]", "reward.bonus=0"]))
+    bench = build_bench(load_config(None, [f"data.train={tmp_path / 'q.jsonl'}", "tools.enabled=[]", "reward.bonus=0"]))
     for limit, kept in ((length, 1), (length + 400, 2)):
         assert len(fit_prompts(bench, player(tokenizer, fmt, examples), limit).train) == kept
     assert len(fit_prompts(bench, player(tokenizer, fmt), length).train) == 2
@@ -215,9 +215,9 @@ def test_the_setting_reaches_the_agent_and_mistakes_are_found_before_a_model_is_
     write_rows(tmp_path / "q.jsonl", [{"question": TASK.question, "answer": "7"}])
     more = [f"data.train={tmp_path / 'q.jsonl'}", f"rollout.examples={tmp_path / 'shots.jsonl'}"]
     config = sums_config(tmp_path, *more, "tools.result_tokens=7")
-    bench = make_bench(config)
+    bench = build_bench(config)
     try:
-        agent = make_agent(config, bench, build_model(tokenizer, 32, 1, 1024, seed=1), tokenizer)
+        agent = build_agent(config, bench, build_model(tokenizer, 32, 1, 1024, seed=1), tokenizer)
     finally:
         bench.tools.close()
     read = read_examples(str(tmp_path / "shots.jsonl"), agent.format)
@@ -225,7 +225,7 @@ def test_the_setting_reaches_the_agent_and_mistakes_are_found_before_a_model_is_
     assert identity(config)["rollout"]["examples"] == str(tmp_path / "shots.jsonl")
     write_rows(tmp_path / "shots.jsonl", [{"question": "1?", "text": "3"}])
     with pytest.raises(ArpoError, match=r"shots\.jsonl, line 1"):
-        make_bench(config)
+        build_bench(config)
 
 
 def test_an_endpoint_gets_them_as_messages(tmp_path: Path) -> None:
@@ -233,8 +233,8 @@ def test_an_endpoint_gets_them_as_messages(tmp_path: Path) -> None:
     row["messages"][2]["content"] = "3 </result>"
     with chat_server() as server:
         server.reply = lambda request: said("<think>a</think><answer>\\boxed{7}")
-        agent = RemoteAgent(Endpoint(server.url, "m"), Toolbox([python]), formats(), 512, shots(tmp_path, row))
-        asyncio.run(remote_path(agent, TASK, Rollout(), seed=0))
+        agent = EndpointAgent(Endpoint(server.url, "m"), Toolset([python]), formats(), 512, shots(tmp_path, row))
+        asyncio.run(endpoint_trajectory(agent, TASK, Rollout(), seed=0))
     assert [(message["role"], message["content"]) for message in server.requests[0]["messages"]] == [
         ("system", formats().instructions),
         ("user", "What is 1 plus 2?"),
@@ -248,8 +248,8 @@ def test_an_endpoint_gets_them_as_messages(tmp_path: Path) -> None:
 # The examples that come with the package.
 
 
-def shipped(name: str, tools: Toolbox) -> tuple[Trace, ...]:
-    read = read_examples(str(SHIPPED / name), make_format("tags", [each.spec for each in tools.values()]))
+def shipped(name: str, tools: Toolset) -> tuple[Trace, ...]:
+    read = read_examples(str(SHIPPED / name), build_format("tags", [each.spec for each in tools.values()]))
     rows = [json.loads(line) for line in (SHIPPED / name).read_text().splitlines()]
     assert [format_ok(row["text"]) for row in rows] == [(True, "")] * len(rows)
     for trace in read:
@@ -267,7 +267,7 @@ def calls(read: tuple[Trace, ...], name: str) -> list[tuple[str, str]]:
 
 
 def test_the_programs_of_the_shipped_examples_print_what_they_say() -> None:
-    with Toolbox([build_python(open_sandbox(512, False))]) as tools:
+    with Toolset([build_python(open_sandbox(512, False))]) as tools:
         asked = calls(shipped("gsm8k_shots.jsonl", tools), "python")
         assert len(asked) == 2
         for code, result in asked:
@@ -281,7 +281,7 @@ def test_the_searches_of_the_shipped_examples_find_what_they_say() -> None:
              for result in json.loads(row)["text"].split("<result>")[1:]
              for line in result.partition("</result>")[0].split("\n")}  # fmt: skip
     documents = [Document(line.partition(": ")[0], line) for line in lines]
-    with Toolbox([build_search(documents, settings.search_results, settings.result_tokens)]) as tools:
+    with Toolset([build_search(documents, settings.search_results, settings.result_tokens)]) as tools:
         asked = calls(shipped("pathquestion_shots.jsonl", tools), "search")
         assert len(asked) == 5
         for query, result in asked:

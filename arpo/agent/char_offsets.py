@@ -22,7 +22,7 @@ PARTS = 16  # tokens at most that are decoded together to find the characters th
 BROKEN = "\ufffd"
 
 
-def token_ends(tokenizer: Any, tokens: Sequence[int], text: str) -> tuple[int, ...]:
+def token_char_offsets(tokenizer: Any, tokens: Sequence[int], text: str) -> tuple[int, ...]:
     """For each token, how many characters of `text` it and those before it make up; `text` is their decoding."""
     found = _by_pieces(tokenizer, tokens, text)
     if found is not None:

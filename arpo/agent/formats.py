@@ -133,7 +133,7 @@ class JsonFormat(CallFormat):
         return _turn_wrapper(tokenizer, repr(getattr(tokenizer, "chat_template", None)))
 
 
-def make_format(name: str, specs: Sequence[ToolSpec]) -> CallFormat:
+def build_format(name: str, specs: Sequence[ToolSpec]) -> CallFormat:
     """The call format `name` ("tags" or "json") for these tools."""
     taken = set(PROTOCOL_TAGS)
     for spec in specs:

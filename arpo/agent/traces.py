@@ -34,7 +34,7 @@ from arpo.builtin.traces import Segment, Trace
 from arpo.data.rows import read_rows, source_name
 from arpo.data.tasks import Row, as_object, complaint, question_of
 from arpo.errors import ArpoError
-from arpo.types import Credit, End, Kind, Leaf, Node, RolloutTree, Task, ToolCall, ToolResult
+from arpo.types import Credit, Kind, Leaf, Node, RolloutTree, StopReason, Task, ToolCall, ToolResult
 
 LAYOUTS = ("messages", "text", "segments")
 WRITERS = {"model": Kind.MODEL, "tool": Kind.TOOL}
@@ -62,7 +62,7 @@ def read_traces(source: str, fmt: CallFormat) -> TraceReading:
     return TraceReading(source, tuple(traces), tuple(problems))
 
 
-def need_traces(left: Sequence[object], problems: Sequence[str], source: str, bad_rows: str) -> None:
+def require_traces(left: Sequence[object], problems: Sequence[str], source: str, bad_rows: str) -> None:
     """Raise if some rows do not fit and may not be skipped, or if nothing is left."""
     if problems and (bad_rows == "refuse" or not left):
         way_out = ["mend the rows, or leave them out with data.bad_rows=skip"] if left else []
@@ -197,7 +197,7 @@ def _short(value: Any) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Lesson:
+class SFTExample:
     """A trace as token ids, piece by piece, the prompt first."""
 
     task: Task
@@ -222,14 +222,14 @@ class Lesson:
             )
             for number, (kind, ids) in enumerate(self.pieces)
         ]
-        return RolloutTree(self.task, tuple(nodes), (Leaf(len(nodes) - 1, End.ANSWER),))
+        return RolloutTree(self.task, tuple(nodes), (Leaf(len(nodes) - 1, StopReason.ANSWER),))
 
     def credit(self) -> Credit:
         """Every token of the model's is worth the same."""
         return Credit(1.0, {i: 1.0 for i, (kind, _) in enumerate(self.pieces) if kind is Kind.MODEL})
 
 
-def encode_trace(trace: Trace, tokenizer: Any, fmt: CallFormat, result_tokens: int | None = None) -> Lesson:
+def encode_trace(trace: Trace, tokenizer: Any, fmt: CallFormat, result_tokens: int | None = None) -> SFTExample:
     """Tokenise a trace as a rollout would; results are cut to `result_tokens`, if given."""
     pieces = [(Kind.PROMPT, array("i", encode_prompt(tokenizer, trace.task.question, fmt.instructions)))]
     for kind, text in trace.segments:
@@ -238,7 +238,7 @@ def encode_trace(trace: Trace, tokenizer: Any, fmt: CallFormat, result_tokens: i
         else:
             ids = encode_result(tokenizer, fmt, text, len(text) if result_tokens is None else result_tokens)[0]
         pieces.append((kind, array("i", ids)))
-    return Lesson(trace.task, tuple(pieces))
+    return SFTExample(trace.task, tuple(pieces))
 
 
 def read_examples(source: str | None, fmt: CallFormat) -> tuple[Trace, ...]:

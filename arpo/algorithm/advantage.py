@@ -76,7 +76,7 @@ def credit(
     if settings.baseline == "batch":
         every = iter(centred([total for group in totals for total in group], scaled))
         values = [[next(every) for _ in group] for group in totals]
-    elif settings.baseline == "others":
+    elif settings.baseline == "leave_one_out":
         factors = [len(group) / max(1, len(group) - 1) for group in totals]  # R - mean of others = this times R - mean
         values = [[f * a for a in centred(group, scaled)] for f, group in zip(factors, totals, strict=True)]
     else:

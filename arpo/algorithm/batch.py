@@ -70,7 +70,7 @@ def tree_batch(
         if credit.kept
     ]
     counts = [sum(len(node.tokens) for node in _sampled(trees[number], path)) for number, path, _ in kept]
-    always = loss.kl > 0 or loss.entropy > 0
+    always = loss.kl_coef > 0 or loss.entropy_coef > 0
     paths: list[list[_Path]] = [[] for _ in trees]
     for (number, path, credit), count in zip(kept, counts, strict=True):
         if count and (always or any(credit.by_node.values())):
@@ -171,7 +171,7 @@ def _flatten(
         size_S=size_S,
         targets_K=_joined(targets, torch.long),
         engine_logprobs_K=_joined([span.node.logprobs for _, span in trained], torch.float32),
-        boost_K=_joined([boost(span.node) for _, span in trained], torch.float32),
+        entropy_weight_K=_joined([boost(span.node) for _, span in trained], torch.float32),
         node_K=torch.from_numpy(np.repeat(np.arange(len(trained)), count_M)),
         pair_node_X=torch.as_tensor(node, dtype=torch.long),
         pair_path_X=torch.as_tensor(path, dtype=torch.long),

@@ -6,9 +6,9 @@ and P = (alpha + beta * dH) * (1 - penalty * l), with l the number of results ju
 branched from. The threshold rule branches when P > tau; the stochastic rule branches with probability P clipped to
 [0, 1].
 
-Other policies: "random" branches with probability alpha, "always" wherever it can, "later" and "top" only when all
+Other policies: "random" branches with probability alpha, "always" wherever it can, "posthoc_random" and "posthoc_entropy" only when all
 paths have ended (at results drawn at random, or at those with the highest dH, see the rollout), "never" not at all,
-which is GRPO. Only "top" looks at entropies; what the others would have seen is recorded all the same.
+which is GRPO. Only "posthoc_entropy" looks at entropies; what the others would have seen is recorded all the same.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from arpo.config.schema import Branching
 from arpo.types import Decision
 
-WHEN_ENDED = ("later", "top")  # policies that branch when all paths have ended
+WHEN_ENDED = ("posthoc_random", "posthoc_entropy")  # policies that branch when all paths have ended
 
 
 def decide(
@@ -60,7 +60,7 @@ def _verdict(settings: Branching, probability: float, probed: int, budget: int, 
         return 0, "not drawn"
     if budget <= 0:
         return 0, "the leaf budget is used up"
-    return min(settings.width, budget), "branched"
+    return min(settings.branch_width, budget), "branched"
 
 
 def balanced(total: int, weight: float, root: Sequence[float], after_tools: Sequence[Sequence[float]]) -> int:

@@ -46,7 +46,7 @@ def policy_loss(
     log_ratio_K = _cut(logprobs_K - old_K)
     ratio_K = log_ratio_K.exp()
     engine_K = batch.engine_logprobs_K[rows_K]
-    factor_K = batch.boost_K[rows_K].to(old_K.dtype)
+    factor_K = batch.entropy_weight_K[rows_K].to(old_K.dtype)
     if settings.importance_cap is not None:
         factor_K = factor_K * _cut(old_K - engine_K).exp().clamp(max=settings.importance_cap)
     gain_X = batch.pair_weight_X * batch.pair_advantage_X
@@ -77,12 +77,12 @@ def policy_loss(
         "train_entropy": entropies_K.sum(),
         "engine_mismatch": (old_K - engine_K).abs().sum(),
     }
-    if settings.entropy:
-        objective = objective + settings.entropy * (weight_K * entropies_K).sum()
+    if settings.entropy_coef:
+        objective = objective + settings.entropy_coef * (weight_K * entropies_K).sum()
     if reference_K is not None:
         apart_K = _cut(reference_K - logprobs_K)
         far_K = apart_K.exp() - apart_K - 1
-        objective = objective - settings.kl * (weight_K * far_K).sum()
+        objective = objective - settings.kl_coef * (weight_K * far_K).sum()
         metrics["reference_kl"] = far_K.sum()
     metrics["loss"] = -objective
     return -objective, {name: value.detach() for name, value in metrics.items()}

@@ -2,8 +2,8 @@
 
 N paths start at the prompt. Right after each tool result the first k sampled tokens are looked at (`branching.decide`);
 where it says so, fresh paths start from that same result while the probed path goes on. When every path has ended and
-leaves are missing, the rest is filled with fresh samples from the root; under the policies "later" and "top" from
-results, drawn or where entropy rose most, as many for each of the first paths. With `branching.fill = "mixed"` that is
+leaves are missing, the rest is filled with fresh samples from the root; under the policies "posthoc_random" and "posthoc_entropy" from
+results, drawn or where entropy rose most, as many for each of the first paths. With `branching.fill = "informative"` that is
 only done where `mixed` says that what there is of the tree earned unequal rewards. There is no barrier: each path is a
 task of its own that waits for nothing but its own turn and its own tool. What the model samples is never tokenised
 again, and no model output, however broken, raises: it becomes a result that says what was wrong, or the path's end.
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from arpo.agent.char_offsets import token_ends
+from arpo.agent.char_offsets import token_char_offsets
 from arpo.agent.formats import CallFormat, encode_next_question, encode_prompt, encode_result
 from arpo.algorithm.branching import WHEN_ENDED, balanced, decide
 from arpo.config.schema import Branching, Rollout
@@ -29,13 +29,13 @@ from arpo.tools.base import Tool
 from arpo.tools.executor import call_tool
 from arpo.types import (
     Completion,
-    End,
     Fault,
     Kind,
     Leaf,
     Node,
     RolloutTree,
     SamplingParams,
+    StopReason,
     Task,
     ToolCall,
     ToolResult,
@@ -121,10 +121,10 @@ async def rollout(
     """
     grower = _Grower(agent, task, settings, branching, seed, slots or asyncio.Semaphore(settings.concurrency))
     if branching.balance is None:
-        await grower.grow_from_root(settings.initial)
+        await grower.grow_from_root(settings.num_initial)
     else:
         await grower.grow_balanced(branching.balance)
-    if branching.fill == "mixed" and grower.budget and not await mixed(tree := grower.tree()):
+    if branching.fill == "informative" and grower.budget and not await mixed(tree := grower.tree()):
         return tree  # the very one that was scored, so that it is not scored again
     while branching.policy in WHEN_ENDED and grower.budget:
         await grower.grow_later()
@@ -169,7 +169,7 @@ class _Grower:
         self.nodes = [Node(None, Kind.PROMPT, prompt, agent.tokenizer.decode(list(prompt)))]
         self.room = min(settings.max_tokens, agent.engine.capabilities.max_context - len(prompt))
         self.leaves: list[Leaf] = []
-        self.budget = settings.leaves  # leaves that may still be started
+        self.budget = settings.num_trajectories  # leaves that may still be started
         self.monitoring = False
         self.group: asyncio.TaskGroup
 
@@ -184,7 +184,7 @@ class _Grower:
         self.monitoring = False
         probe, turns = self.branching.probe_tokens, [node for node in self.nodes if node.kind is Kind.MODEL]
         first, *after = [turn.entropies[:probe] for turn in turns] or [()]
-        initial = balanced(self.settings.leaves, weight, first, after)
+        initial = balanced(self.settings.num_trajectories, weight, first, after)
 
         def decide_afterwards() -> None:
             in_a_row = 0
@@ -205,7 +205,7 @@ class _Grower:
                 results = below.setdefault(self._first_turn(index), [])
                 if node.kind is Kind.TOOL and node.decision is not None:
                     results.append(index)
-        top = self.branching.policy == "top"
+        top = self.branching.policy == "posthoc_entropy"
         choose = partial(min, key=self._branched_and_sure) if top else rng.choice
         sources = [choose(results) if results else 0 for results in below.values()] or [0]
         sources = sources[: self.budget]
@@ -245,7 +245,7 @@ class _Grower:
         first = next((node.entropies for node in above if node.kind is Kind.MODEL), ())
         return _Path(
             source,
-            self.settings.leaves - self.budget,
+            self.settings.num_trajectories - self.budget,
             self.settings.max_seconds,
             calls=sum(node.kind is Kind.TOOL for node in above),
             tokens=sum(len(node.tokens) for node in above),
@@ -265,18 +265,18 @@ class _Grower:
         """Follow one path to its end."""
         async with self.slots:
             path.deadline = time.monotonic() + path.seconds
-            end: End | None = None
+            end: StopReason | None = None
             while end is None:
                 end = await self._turn(path)
                 if end is None:
                     end = await self._use_tool(path)
             self.leaves.append(Leaf(path.at, end))
 
-    async def _turn(self, path: _Path) -> End | None:
+    async def _turn(self, path: _Path) -> StopReason | None:
         """Sample one model turn; None means that it ended in a tool call."""
         room = self.room - path.tokens
         if room < 1:
-            return End.LENGTH
+            return StopReason.LENGTH
         started = time.monotonic()
         params = SamplingParams(
             max_tokens=room,
@@ -305,8 +305,13 @@ class _Grower:
         path.fresh_branch = False
         self._add_turn(path, completion, time.monotonic() - started)
         if completion.finish == "stop":
-            return End.ANSWER if completion.stop == "</answer>" else None
-        return {"eos": End.EOS, "length": End.LENGTH, "time": End.TIME, "lost": End.LOST}[completion.finish]
+            return StopReason.ANSWER if completion.stop == "</answer>" else None
+        return {
+            "eos": StopReason.EOS,
+            "length": StopReason.LENGTH,
+            "time": StopReason.MAX_SECONDS,
+            "lost": StopReason.WORKER_LOST,
+        }[completion.finish]
 
     async def _sample(self, path: _Path, params: SamplingParams, turn: _Turn, on_token: Any) -> Completion:
         """One turn from the engine, or what there is of it when the path's time is up."""
@@ -338,29 +343,29 @@ class _Grower:
                 completion.stop,
                 completion.policy_version,
                 seconds=seconds,
-                ends=token_ends(self.agent.tokenizer, completion.tokens, text),
+                ends=token_char_offsets(self.agent.tokenizer, completion.tokens, text),
             )
         )
         path.tokens += len(completion.tokens)
         path.first_entropies = path.first_entropies or completion.entropies[: self.branching.probe_tokens]
 
-    async def _use_tool(self, path: _Path) -> End | None:
+    async def _use_tool(self, path: _Path) -> StopReason | None:
         """Make the call that the path's last turn ended with, and append its result."""
         node = self.nodes[path.at]
         call = self.agent.format.find_call(node.text, node.stop) or ToolCall("", {}, "no tool call was found")
-        if path.calls == self.settings.max_calls:
-            return End.CALLS
+        if path.calls == self.settings.max_tool_calls:
+            return StopReason.MAX_TOOL_CALLS
         path.calls += 1
         started = time.monotonic()
-        end: End | None = None
+        end: StopReason | None = None
         try:
             async with asyncio.timeout(path.deadline - started):
                 result = await call_tool(self.agent.tools, call)
         except TimeoutError:
-            end, result = End.TIME, ToolResult("The path's time was up.", Fault.TIMEOUT)
+            end, result = StopReason.MAX_SECONDS, ToolResult("The path's time was up.", Fault.TIMEOUT)
         tokens, text = encode_result(self.agent.tokenizer, self.agent.format, result.text, self.agent.result_tokens)
         if end is None and len(tokens) >= self.room - path.tokens:
-            end = End.LENGTH
+            end = StopReason.LENGTH
         if end is not None:  # the call was made and is accounted for, but the model never sees its result
             tokens = ()
         seconds = time.monotonic() - started
@@ -378,7 +383,7 @@ class _Grower:
         self.nodes[source] = replace(self.nodes[source], decision=decision)
         path.in_a_row = path.in_a_row + 1 if decision.branches else 0
         for _ in range(decision.branches):
-            number = self.settings.leaves - self.budget
+            number = self.settings.num_trajectories - self.budget
             left = path.deadline - time.monotonic()  # a branch inherits its trunk's time, as its tokens and calls
             self._start(replace(path, at=source, number=number, seconds=left, fresh_branch=True))
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from arpo.agent.formats import make_format
+from arpo.agent.formats import build_format
 from arpo.builtin.imitate import Progress, batches_of, imitate, trace_rows
 from arpo.builtin.traces import PER_WORLD, write_traces
 from arpo.builtin.world import World
@@ -72,7 +72,7 @@ def start_from_base(settings: Coldstart, world: World, tools_for: ToolsFor, prog
         settings.seed,
         difficulty=world.settings.difficulty,
     )
-    rows = trace_rows(traces, tokenizer, make_format("tags", [tool.spec for tool in tools_for(world).values()]))
+    rows = trace_rows(traces, tokenizer, build_format("tags", [tool.spec for tool in tools_for(world).values()]))
     rng = random.Random(settings.seed)
     imitate(model, batches_of(lambda: rows, settings.batch_tokens, rng), settings.steps, settings.lr, progress)
     return model.eval(), tokenizer

@@ -23,10 +23,10 @@ Progress = Callable[[int, int, float], None]  # (step, steps, loss)
 
 def imitate(model: Any, batches: Iterator[list[Row]], steps: int, lr: float, progress: Progress) -> None:
     """Train on `steps` batches, with a short warm-up and a linear decay to 0."""
-    optimisers = _optimisers(model, lr)
+    optimizers = _optimizers(model, lr)
     for step in range(steps):
         scale = min(1.0, (step + 1) / 30) * (1 - step / steps)
-        progress(step + 1, steps, _learn(model, optimisers, next(batches), scale))
+        progress(step + 1, steps, _learn(model, optimizers, next(batches), scale))
 
 
 def trace_rows(traces: Sequence[Trace], tokenizer: Any, fmt: CallFormat) -> list[Row]:
@@ -54,7 +54,7 @@ def batches_of(fill: Callable[[], list[Row]], batch_tokens: int, rng: random.Ran
         yield from batches
 
 
-def _optimisers(model: Any, lr: float) -> list[torch.optim.Optimizer]:
+def _optimizers(model: Any, lr: float) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of the layers, where it learns faster here than AdamW; AdamW for the rest."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     rest = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
@@ -64,7 +64,7 @@ def _optimisers(model: Any, lr: float) -> list[torch.optim.Optimizer]:
     ]
 
 
-def _learn(model: Any, optimisers: list[torch.optim.Optimizer], batch: list[Row], scale: float) -> float:
+def _learn(model: Any, optimizers: list[torch.optim.Optimizer], batch: list[Row], scale: float) -> float:
     """One step of imitation at `scale` times the base learning rate; returns the loss per token."""
     width = max(len(tokens) for tokens, _ in batch)
     tokens_BT = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens, _ in batch], device=model.device)
@@ -75,10 +75,10 @@ def _learn(model: Any, optimisers: list[torch.optim.Optimizer], batch: list[Row]
     loss = functional.cross_entropy(logits_NV, tokens_BT[:, 1:][trained_BT])
     loss.backward()  # type: ignore[no-untyped-call]
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    for optimiser in optimisers:
-        for group in optimiser.param_groups:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
             group.setdefault("base_lr", group["lr"])
             group["lr"] = group["base_lr"] * scale
-        optimiser.step()
-        optimiser.zero_grad(set_to_none=True)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
     return loss.item()

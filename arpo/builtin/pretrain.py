@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from arpo.agent.formats import make_format
+from arpo.agent.formats import build_format
 from arpo.builtin.cold_start import MAX_CONTEXT, caller
 from arpo.builtin.imitate import Progress, Row, batches_of, imitate, trace_rows
 from arpo.builtin.model import build_model, build_tokenizer
@@ -28,7 +28,7 @@ from arpo.config.loading import load_config
 from arpo.config.schema import Config
 from arpo.models.load import pick_device
 from arpo.trainer.checkpoint import save_pretrained
-from arpo.training.setup import make_bench, world_tools
+from arpo.training.setup import build_bench, world_tools
 
 STEPS, BATCH_TOKENS, LR, TRACES, HIDDEN, LAYERS = 6_000, 16_384, 3e-3, 60_000, 160, 4
 SEED = 1  # of four that were tried, the one that learnt to copy soonest (docs/LOG.md)
@@ -57,13 +57,13 @@ def pretrain(
     layers: int = LAYERS,
 ) -> tuple[Any, Any]:
     """The base and its tokenizer, from nothing."""
-    bench = make_bench(config)
+    bench = build_bench(config)
     written = write_traces(
         bench.world, traces, lambda other: caller(world_tools(config, other)), seed=0, difficulty=None
     )
     tokenizer = build_tokenizer(_texts(written))
     model = build_model(tokenizer, hidden, layers, MAX_CONTEXT, seed=SEED).to(pick_device(config.model.device))
-    rows = trace_rows(written, tokenizer, make_format("tags", [tool.spec for tool in bench.tools.values()]))
+    rows = trace_rows(written, tokenizer, build_format("tags", [tool.spec for tool in bench.tools.values()]))
     imitate(model, _mixture(tokenizer, bench.world, rows), steps, LR, progress)
     return model.eval(), tokenizer
 

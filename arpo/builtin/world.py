@@ -108,7 +108,7 @@ def world_vocabulary() -> tuple[str, ...]:
     return tuple(word for first, second in _POOLS.values() for word in (*first, *second))
 
 
-def make_world(settings: WorldSection, without: frozenset[str] = frozenset()) -> World:
+def build_world(settings: WorldSection, without: frozenset[str] = frozenset()) -> World:
     """Build the world of these settings, using none of the names in `without`."""
     names: dict[str, list[str]] = {}
     for kind, share in SHARES.items():
@@ -241,7 +241,7 @@ def other_world(world: World, number: int, entities: int) -> World:
     settings = world.settings.model_copy(
         update={"seed": derive_seed(world.settings.seed, "other world", number), "entities": entities}
     )
-    return make_world(settings.model_copy(update={"train_questions": 1, "test_questions": 1}), taken)
+    return build_world(settings.model_copy(update={"train_questions": 1, "test_questions": 1}), taken)
 
 
 def sample_task(world: World, rng: random.Random) -> Task:

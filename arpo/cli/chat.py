@@ -24,14 +24,14 @@ from rich.console import Console
 
 from arpo.agent.formats import ANSWER_STOP, encode_follow_up, encode_result
 from arpo.algorithm.rollout import Agent
-from arpo.builtin.world import make_world
+from arpo.builtin.world import build_world
 from arpo.cli.display import COLOURS, printable
 from arpo.config.schema import Config, Rollout
 from arpo.errors import ArpoError
 from arpo.tools.executor import call_tool
 from arpo.training.sampler import open_session
-from arpo.training.setup import Bench, make_tools
-from arpo.types import Completion, End, Kind, SamplingParams, Task, ToolCall, ToolResult, derive_seed
+from arpo.training.setup import Bench, build_tools
+from arpo.types import Completion, Kind, SamplingParams, StopReason, Task, ToolCall, ToolResult, derive_seed
 
 COMMANDS = {
     "/new": "begin a new conversation",
@@ -144,7 +144,7 @@ def shorten(text: str) -> list[str]:
 class Turn:
     """What the answer to one question took; filled while it is given."""
 
-    end: End | None = None
+    end: StopReason | None = None
     full: bool = False  # the context left no room for more
     tokens: int = 0  # sampled
     seconds: float = 0.0  # spent sampling
@@ -202,12 +202,12 @@ class Conversation:
         while turn.end is None:
             completion = await self._sample(turn, limit, screen)
             if completion.finish != "stop":
-                turn.end = {"eos": End.EOS, "length": End.LENGTH}[completion.finish]
+                turn.end = {"eos": StopReason.EOS, "length": StopReason.LENGTH}[completion.finish]
             elif completion.stop == ANSWER_STOP:
-                turn.end = End.ANSWER
+                turn.end = StopReason.ANSWER
             else:
                 turn.end = await self._use_tool(turn, completion, limit, screen)
-        turn.full = turn.end is End.LENGTH and limit == context
+        turn.full = turn.end is StopReason.LENGTH and limit == context
         return turn
 
     async def _sample(self, turn: Turn, limit: int, screen: Screen) -> Completion:
@@ -243,19 +243,19 @@ class Conversation:
             turn.seconds += time.monotonic() - started
             screen.end_of_text()
 
-    async def _use_tool(self, turn: Turn, completion: Completion, limit: int, screen: Screen) -> End | None:
+    async def _use_tool(self, turn: Turn, completion: Completion, limit: int, screen: Screen) -> StopReason | None:
         agent = self.agent
         text = agent.tokenizer.decode(list(completion.tokens))
         call = agent.format.find_call(text, completion.stop) or ToolCall("", {}, "no tool call was found")
-        if turn.calls == self.settings.max_calls:
-            return End.CALLS
+        if turn.calls == self.settings.max_tool_calls:
+            return StopReason.MAX_TOOL_CALLS
         turn.calls += 1
         screen.calling(call)
         result = await call_tool(agent.tools, call)
         screen.result(result)
         tokens, _ = encode_result(agent.tokenizer, agent.format, result.text, agent.result_tokens)
         if len(self.tokens) + len(tokens) >= limit:
-            return End.LENGTH
+            return StopReason.LENGTH
         self.tokens.extend(tokens)
         return None
 
@@ -263,8 +263,8 @@ class Conversation:
 @contextmanager
 def open_agent(config: Config) -> Iterator[Agent]:
     """The model and tools of a config, without its questions; the tools are closed at the end."""
-    world = make_world(config.world)
-    with make_tools(config, world) as tools:
+    world = build_world(config.world)
+    with build_tools(config, world) as tools:
         yield open_session(config, Bench((), (), tools, world), threaded=True).agent  # Ctrl-C need not wait
 
 
@@ -302,12 +302,14 @@ def _exchange(runner: asyncio.Runner, question: str, conversation: Conversation,
         return
     turn = runner.run(conversation.answer(screen))
     screen.note(turn.line())
-    if turn.end is End.CALLS:
-        screen.note(f"Cut off: {_count(settings.max_calls, 'tool call')} an answer at most (rollout.max_calls).")
+    if turn.end is StopReason.MAX_TOOL_CALLS:
+        screen.note(
+            f"Cut off: {_count(settings.max_tool_calls, 'tool call')} an answer at most (rollout.max_tool_calls)."
+        )
     elif turn.full:
         screen.note(f"Cut off: the context of {context} tokens is full. A new conversation begins.")
         conversation.begin()
-    elif turn.end is End.LENGTH:
+    elif turn.end is StopReason.LENGTH:
         screen.note(f"Cut off: {_count(settings.max_tokens, 'token')} an answer at most (rollout.max_tokens).")
 
 

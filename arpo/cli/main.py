@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
     from arpo.evaluation.evaluate import Evaluation
-    from arpo.tools.executor import Toolbox
+    from arpo.tools.executor import Toolset
 
 HELP = "Train language models that use tools, with ARPO. Start with `arpo demo`."
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=HELP)
@@ -87,12 +87,12 @@ def train(
             grower = stack.enter_context(on_cluster(settings))
         if launch.ranks() > 1:
             from arpo.models.load import pick_device
-            from arpo.trainer.dist.process_group import join_ranks
-            from arpo.trainer.dist.worker import follow
+            from arpo.trainer.dist.process_group import join_process_group
+            from arpo.trainer.dist.worker import worker_loop
 
-            ranks = stack.enter_context(join_ranks(pick_device(settings.model.device)))
+            ranks = stack.enter_context(join_process_group(pick_device(settings.model.device)))
             if not ranks.leads:
-                return follow(ranks)
+                return worker_loop(ranks)
         with training.open_run(settings, resume, ranks, grower) as run:
             _run_to_the_end(training.train(run), run.log.directory)
 
@@ -107,8 +107,8 @@ def sft(
     settings = load_config(config, overrides or ())
     from arpo.training import sft as course
 
-    with course.open_course(settings, resume) as run:
-        _run_to_the_end(course.teach(run), run.keeper.log.directory)
+    with course.open_sft(settings, resume) as run:
+        _run_to_the_end(course.train_sft(run), run.keeper.log.directory)
 
 
 def _run_to_the_end(work: Coroutine[None, None, int], directory: Path) -> None:
@@ -192,7 +192,7 @@ def rollout(
 ) -> None:
     """Grow the tree of one question and show it."""
     from arpo.algorithm.rollout import rollout as grow
-    from arpo.training.loop import need_test_questions
+    from arpo.training.loop import require_test_tasks
     from arpo.training.sampler import open_session
 
     with closing(open_session(config_of(target, overrides or []))) as session:
@@ -200,7 +200,7 @@ def rollout(
         if ask is None and number >= len(held_out) > 0:
             raise ArpoError(f"--number {number}: there are {len(held_out)} held-out questions, counted from 0")
         if ask is None:
-            need_test_questions(session.bench)
+            require_test_tasks(session.bench)
         try:
             task = held_out[number] if ask is None else Task("asked", ask, ("unknown",))
         except ValueError as error:
@@ -275,7 +275,7 @@ def demo(seed: Annotated[int, typer.Option(min=0, help="decides all randomness o
     run_demo(seed, run_async)
 
 
-def _show_evaluation(result: Evaluation, tools: Toolbox) -> None:
+def _show_evaluation(result: Evaluation, tools: Toolset) -> None:
     console.print(f"accuracy {result.accuracy:.1%} over {len(result.trees)} questions")
     for kind, accuracy in result.by_kind().items():
         console.print(f"  {kind:<12} {accuracy:.1%}")

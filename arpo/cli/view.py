@@ -15,7 +15,7 @@ from rich.text import Text
 
 from arpo.cli.display import console, print_path, print_tree, printable
 from arpo.errors import ArpoError
-from arpo.runs.run_dir import CONFIG, RunLog, is_run, open_run
+from arpo.runs.run_dir import CONFIG, RunDir, is_run, open_run
 
 PLACE = "a folder of runs, a run or a comparison"
 SCREENS = ("DISPLAY", "WAYLAND_DISPLAY")  # without one, a browser would take over the terminal
@@ -46,9 +46,9 @@ def view(
         note = write_page(folder, export.expanduser(), export_mb)
         console.print(f"written: {export}" + (f"\n{note} (--export-mb)" if note else ""))
         return
-    from arpo.viewer.server import LOCAL, make_server
+    from arpo.viewer.server import LOCAL, build_server
 
-    server = make_server(folder, host, port)
+    server = build_server(folder, host, port)
     with server:
         count = len(folder.search()[0])
         console.print(f"{count} {'run' if count == 1 else 'runs'} in {place}: {server.url}  (Ctrl-C ends it)")
@@ -109,7 +109,7 @@ def _the_run(directory: Path) -> Path:
     raise ArpoError(f"{directory}: not a run (it has no {CONFIG} of one){hint}")
 
 
-def _the_step(log: RunLog, wanted: int | None) -> int:
+def _the_step(log: RunDir, wanted: int | None) -> int:
     there = log.tree_steps()
     if not there:
         raise ArpoError(f"{log.directory}: holds no trees; arpo train saves them unless run.save_trees=false")
@@ -119,7 +119,7 @@ def _the_step(log: RunLog, wanted: int | None) -> int:
     return there[-1] if wanted is None else wanted
 
 
-def _print_list(log: RunLog, step: int) -> None:
+def _print_list(log: RunDir, step: int) -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=f"step {step}", title_justify="left", expand=True)
     table.add_column("prompt", justify="right")
     table.add_column("task", overflow="fold")

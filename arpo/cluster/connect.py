@@ -11,7 +11,7 @@ from arpo.cluster.sampler import Pool
 from arpo.config.schema import Config
 from arpo.errors import ArpoError
 from arpo.trainer.dist import launch
-from arpo.training.loop import need_cluster
+from arpo.training.loop import require_cluster_settings
 
 
 @contextmanager
@@ -23,7 +23,7 @@ def on_cluster(config: Config) -> Iterator[Pool]:
     if launch.ranks() > 1:
         raise ArpoError("cluster.address: leave out torchrun, and give cluster.trainers instead")
     with ray_crew(settings.address) as crew, closing(Pool(crew, config, settings.address)) as pool:
-        need_cluster(config, pool)
+        require_cluster_settings(config, pool)
         given = start_trainers(crew, settings.trainers, config.model.device)
         before = {name: os.environ.get(name) for name in given}
         os.environ.update(given)

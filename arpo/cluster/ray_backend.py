@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from arpo.cli.display import console, printable
-from arpo.cluster.sampler import Lost
+from arpo.cluster.sampler import WorkerDied
 from arpo.cluster.scheduler import Machine, Place
 from arpo.cluster.worker import DONE, MISTAKE, Reply, Worker
 from arpo.errors import ArpoError
@@ -31,7 +31,7 @@ SEAT_SECONDS = 60.0  # in which a GPU that Ray counts must be free
 
 
 @contextmanager
-def ray_crew(address: str) -> Iterator[RayCrew]:
+def ray_crew(address: str) -> Iterator[RayBackend]:
     """Connect to a running cluster; all that was started there ends with the block."""
     try:
         import ray
@@ -40,7 +40,7 @@ def ray_crew(address: str) -> Iterator[RayCrew]:
     if address.startswith("ray://"):
         raise ArpoError("cluster.address: start `arpo train` on a machine of the cluster, with cluster.address=auto")
     if address != "auto":
-        _need_answer(address)
+        _require_answer(address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
@@ -48,7 +48,7 @@ def ray_crew(address: str) -> Iterator[RayCrew]:
         raise ArpoError(
             f"cluster.address: there is no Ray cluster at {address!r} ({first}); `ray start --head` starts one"
         ) from error
-    crew = RayCrew()
+    crew = RayBackend()
     try:
         yield crew
     finally:
@@ -56,7 +56,7 @@ def ray_crew(address: str) -> Iterator[RayCrew]:
         ray.shutdown()
 
 
-def _need_answer(address: str) -> None:
+def _require_answer(address: str) -> None:
     """Raise if nobody listens there: Ray itself would try for minutes, and then end the process."""
     host, _, port = address.rpartition(":")
     try:
@@ -68,7 +68,7 @@ def _need_answer(address: str) -> None:
         ) from None
 
 
-class RayCrew:
+class RayBackend:
     """Machines of the cluster, and actors there."""
 
     def __init__(self) -> None:
@@ -91,16 +91,16 @@ class RayCrew:
             if node["Alive"]
         ]
 
-    def start(self, place: Place, slots: int) -> RayHand:
+    def start(self, place: Place, slots: int) -> RayWorkerHandle:
         """A new actor there."""
-        return RayHand(_started(Worker, place, max_concurrency=slots + 4))
+        return RayWorkerHandle(_started(Worker, place, max_concurrency=slots + 4))
 
     def end(self) -> None:
         """End trainers that did not end by themselves; nobody may still ask Ray for anything when it is left."""
         for watcher in self.watchers:
             watcher.join(GRACE)
         for actor in self.held:
-            RayHand(actor).kill()
+            RayWorkerHandle(actor).kill()
         for watcher in self.watchers:
             watcher.join()
 
@@ -111,7 +111,7 @@ class RayCrew:
         return ray.put(np.frombuffer(data, dtype=np.uint8))
 
 
-class RayHand:
+class RayWorkerHandle:
     """One actor."""
 
     def __init__(self, actor: Any) -> None:
@@ -126,7 +126,7 @@ class RayHand:
         except exceptions.RayTaskError:
             raise  # a bug that the worker did not tell of
         except exceptions.RayError as error:
-            raise Lost(reason(error)) from error
+            raise WorkerDied(reason(error)) from error
         return reply
 
     def kill(self) -> None:
@@ -169,22 +169,22 @@ class _Seat:
 class _Trainer:
     """One of the processes that train along; it does nothing else."""
 
-    def follow(self, environment: dict[str, str], device: str) -> Reply:
+    def worker_loop(self, environment: dict[str, str], device: str) -> Reply:
         """Train as rank 0 says, to its end."""
         os.environ.update(environment)
         from arpo.models.load import pick_device
-        from arpo.trainer.dist.process_group import join_ranks
-        from arpo.trainer.dist.worker import follow
+        from arpo.trainer.dist.process_group import join_process_group
+        from arpo.trainer.dist.worker import worker_loop
 
         try:
-            with join_ranks(pick_device(device)) as ranks:
-                follow(ranks)
+            with join_process_group(pick_device(device)) as ranks:
+                worker_loop(ranks)
         except ArpoError as error:
             return MISTAKE, str(error)
         return DONE, None
 
 
-def start_trainers(crew: RayCrew, count: int, device: str) -> dict[str, str]:
+def start_trainers(crew: RayBackend, count: int, device: str) -> dict[str, str]:
     """Start all ranks but the first, one GPU each if there are any; returns the environment that this one needs."""
     import ray
 
@@ -219,7 +219,7 @@ def start_trainers(crew: RayCrew, count: int, device: str) -> dict[str, str]:
         chosen = min(room, key=lambda m: (crew.seats[m.id] / (m.gpus or 1), m.id != own))
         crew.seats[chosen.id] += 1
         trainer = _started(_Trainer, Place(chosen.id, 0, gpus))
-        told = trainer.follow.remote({**world, "RANK": str(rank), "LOCAL_RANK": "0"}, device)
+        told = trainer.worker_loop.remote({**world, "RANK": str(rank), "LOCAL_RANK": "0"}, device)
         crew.held.append(trainer)
         crew.watchers.append(threading.Thread(target=_tell, args=(rank, chosen.address, told), daemon=True))
         crew.watchers[-1].start()

@@ -22,8 +22,8 @@ from statistics import fmean
 from typing import Any, Protocol
 
 from arpo.cli.display import console
-from arpo.cluster.scheduler import LOSSES, Board, Deadly, Give, Machine, Place, places
-from arpo.cluster.worker import MISTAKE, Reply, order_to_bytes, unpack_scored, weights_of
+from arpo.cluster.scheduler import LOSSES, Assign, Machine, Place, PoisonTask, Scheduler, places
+from arpo.cluster.worker import MISTAKE, Reply, encode_request, unpack_scored, weights_of
 from arpo.config.schema import Config
 from arpo.errors import ArpoError
 from arpo.evaluation.evaluate import Evaluation, asked
@@ -37,11 +37,11 @@ STARTS = 3  # failed starts in a row after which a machine is left out
 MACHINE_DIED = "node has died"  # in what Ray says of an actor that was lost with its machine
 
 
-class Lost(Exception):
+class WorkerDied(Exception):
     """The actor is gone; the text says what is known of it."""
 
 
-class Hand(Protocol):
+class WorkerHandle(Protocol):
     """One actor."""
 
     async def call(self, method: str, *given: Any) -> Reply:
@@ -53,14 +53,14 @@ class Hand(Protocol):
         ...
 
 
-class Crew(Protocol):
+class WorkerBackend(Protocol):
     """Machines on which actors can be started."""
 
     def machines(self) -> list[Machine]:
         """Those that are there now."""
         ...
 
-    def start(self, place: Place, slots: int) -> Hand:
+    def start(self, place: Place, slots: int) -> WorkerHandle:
         """A new actor there, which may take its time; for so many calls at the same time."""
         ...
 
@@ -80,12 +80,12 @@ class _Job:
 class Pool:
     """A `Grower` whose trees are grown by a crew."""
 
-    def __init__(self, crew: Crew, config: Config, called: str) -> None:
+    def __init__(self, crew: WorkerBackend, config: Config, called: str) -> None:
         self._crew, self._config, self._called = crew, config, called
         self._settings = json.dumps(config.resolved()).encode()
         self._slots = config.rollout.concurrency
-        self._board, self._jobs, self._count = Board(), dict[int, _Job](), 0
-        self._hands: dict[str, tuple[Hand, Machine]] = {}
+        self._board, self._jobs, self._count = Scheduler(), dict[int, _Job](), 0
+        self._hands: dict[str, tuple[WorkerHandle, Machine]] = {}
         self._machines: dict[str, Machine] = {}
         self.pids: dict[str, int] = {}  # of the actors that are ready, each on its own machine
         self._failed: Counter[str] = Counter()  # starts in a row, by machine
@@ -102,7 +102,7 @@ class Pool:
         self._grown: Counter[int] = Counter()  # by step, of what was not told yet
         self._calls: Counter[int] = Counter()
 
-    async def renew(self, session: Session, step: int) -> None:
+    async def sync_weights(self, session: Session, step: int) -> None:
         """Actors get the weights of this step as soon as they grow nothing."""
         if step == self._board.version:
             return
@@ -118,7 +118,7 @@ class Pool:
 
     async def grow(self, session: Session, tasks: Sequence[Task], seeds: Sequence[int], step: int) -> Scored:
         """The trees of a step's questions, in their order."""
-        need = max(0, step - 1 - self._config.cluster.ahead)
+        need = max(0, step - 1 - self._config.cluster.max_off_policy_steps)
         found = await self._all(tasks, seeds, step, need, lambda: None)
         return [scored.tree for scored in found], [scored.rewards for scored in found]
 
@@ -128,7 +128,7 @@ class Pool:
         found = await self._all(tasks, seeds, None, self._board.version, done)
         return Evaluation(tuple(scored.tree for scored in found), tuple(scored.rewards for scored in found))
 
-    def told(self, session: Session, step: int) -> dict[str, float]:
+    def step_metrics(self, session: Session, step: int) -> dict[str, float]:
         """How many actors there are, the share of their time in which they grew trees, what was done again."""
         self._tick()
         for done in [number for number in self._grown if number <= step]:
@@ -137,17 +137,17 @@ class Pool:
         busy = self._busy / self._there if self._there else 0.0
         engine, self._busy, self._there = together(self._engine), 0.0, 0.0
         self._engine = {}
-        seen = {"cluster_actors": len(self._board.actors), "cluster_redone": redone, "cluster_busy": busy}
+        seen = {"cluster_actors": len(self._board.actors), "cluster_retried": redone, "cluster_busy": busy}
         return {**{f"engine_{name}": value for name, value in engine.items()}, **seen}
 
-    def wasted(self) -> dict[str, float]:
+    def discarded_metrics(self) -> dict[str, float]:
         """What was sampled ahead and never trained on."""
         trees, calls = sum(self._grown.values()), sum(self._calls.values())
-        if not self._config.cluster.ahead:
+        if not self._config.cluster.max_off_policy_steps:
             return {}
         if trees:
             console.print(f"cluster: {trees} trees with {calls} tool calls were sampled ahead and not trained on")
-        return {"cluster_wasted_trees": trees, "cluster_wasted_calls": calls}
+        return {"cluster_discarded_trees": trees, "cluster_discarded_calls": calls}
 
     def close(self) -> None:
         """End all actors."""
@@ -165,11 +165,11 @@ class Pool:
         loop, mine = asyncio.get_running_loop(), dict[int, asyncio.Future[ScoredTree]]()
         for task, seed in zip(tasks, seeds, strict=True):
             self._count += 1
-            job = _Job(order_to_bytes(task, seed, step is None), task, step, loop.create_future())
+            job = _Job(encode_request(task, seed, step is None), task, step, loop.create_future())
             job.result.add_done_callback(lambda _: done())
             self._jobs[self._count], mine[self._count] = job, job.result
             # A test comes before all that is to be trained on later.
-            paths = self._config.rollout.leaves if step is not None else self._config.eval.samples
+            paths = self._config.rollout.num_trajectories if step is not None else self._config.eval.samples
             self._board.add(self._count, self._board.version if step is None else step, need, paths)
         self._wake.set()
         try:
@@ -208,7 +208,7 @@ class Pool:
         hand, machine = self._hands[name]
         try:
             how, value = await hand.call(method, *given)
-        except Lost as error:
+        except WorkerDied as error:
             self._lost(name, str(error), MACHINE_DIED not in str(error))
             return None
         if name not in self._hands:  # it was given up meanwhile
@@ -228,7 +228,7 @@ class Pool:
                 self._look()
             self._tick()
             while (action := self._board.next()) is not None:
-                if isinstance(action, Give):
+                if isinstance(action, Assign):
                     self._do(self._grow(action.actor, action.job))
                 else:
                     self._do(self._update(action.actor, action.version))
@@ -306,7 +306,7 @@ class Pool:
         self._wake.set()
         try:
             again = self._board.lost(name, alone)
-        except Deadly as deadly:
+        except PoisonTask as deadly:
             question = self._jobs[deadly.job].task if deadly.job in self._jobs else None
             raise ArpoError(
                 f"cluster: {LOSSES} actors died while they grew the tree of question "

@@ -21,7 +21,7 @@ LOSSES = 3  # of one tree, after which it is to blame
 
 
 @dataclass(frozen=True, slots=True)
-class Give:
+class Assign:
     """Have this actor grow this tree."""
 
     actor: str
@@ -36,7 +36,7 @@ class Update:
     version: int
 
 
-class Deadly(Exception):
+class PoisonTask(Exception):
     """A tree whose actor dies whenever it is grown."""
 
     def __init__(self, job: int) -> None:
@@ -52,7 +52,7 @@ class _Actor:
     jobs: set[int] = field(default_factory=set)
 
 
-class Board:
+class Scheduler:
     """The trees that wait, and who is busy with what."""
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ class Board:
         self.redone += len(jobs)
         for job in jobs:
             if self._losses[job] >= LOSSES:
-                raise Deadly(job)
+                raise PoisonTask(job)
         return jobs
 
     def updated(self, actor: str, version: int) -> None:
@@ -123,7 +123,7 @@ class Board:
         self._losses.pop(job, None)
         return True
 
-    def next(self) -> Give | Update | None:
+    def next(self) -> Assign | Update | None:
         """What to do now; it counts as begun. To be asked until it is nothing."""
         for name, actor in self._actors.items():
             if not actor.jobs and not actor.updating and self.version >= 0 and actor.version != self.version:
@@ -145,7 +145,7 @@ class Board:
         name = min(free)[-1]
         self._given[job] = heapq.heappop(self._waiting)
         self._actors[name].jobs.add(job)
-        return Give(name, job)
+        return Assign(name, job)
 
     def _load(self, actor: _Actor) -> int:
         return sum(self._paths[job] for job in actor.jobs)

@@ -56,7 +56,7 @@ class Worker:
 
         async def work() -> None:
             put_weights(self._session.model, bytes(weights))
-            await self._session.agent.engine.update_weights(version)
+            await self._session.agent.engine.sync_weights(version)
 
         return await _told(work)
 
@@ -64,7 +64,7 @@ class Worker:
         """Grow one tree and score it; returns it, packed, and what the engine did since the last time."""
 
         async def work() -> tuple[bytes, dict[str, float]]:
-            task, seed, testing = order_from_bytes(order)
+            task, seed, testing = decode_request(order)
             session = self._session
             given = session, task, seed, self._slots
             grown = await (_test(*given) if testing else grow_here(session, [task], [seed], self._slots))
@@ -89,12 +89,12 @@ async def _told(work: Callable[[], Awaitable[Any]]) -> Reply:
         return BUG, traceback.format_exc()
 
 
-def order_to_bytes(task: Task, seed: int, testing: bool) -> bytes:
+def encode_request(task: Task, seed: int, testing: bool) -> bytes:
     """What `grow` is asked."""
     return json.dumps({"task": {**asdict(task), "meta": dict(task.meta)}, "seed": seed, "testing": testing}).encode()
 
 
-def order_from_bytes(order: bytes) -> tuple[Task, int, bool]:
+def decode_request(order: bytes) -> tuple[Task, int, bool]:
     """The inverse."""
     data = json.loads(order)
     return Task(**{**data["task"], "answers": tuple(data["task"]["answers"])}), data["seed"], data["testing"]

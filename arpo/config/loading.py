@@ -6,7 +6,7 @@ for type and range, nothing is converted silently; all mistakes are reported at 
 in the user's own words.
 Does not cover: whether a path, a model or a tool named here exists; the code that uses it says so.
 
-    config = load_config(Path("run.toml"), ["rollout.leaves=8", "model.path=Qwen/Qwen3-0.6B"])
+    config = load_config(Path("run.toml"), ["rollout.num_trajectories=8", "model.path=Qwen/Qwen3-0.6B"])
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), algorithm: str
         key, equals, value = text.partition("=")
         key = key.strip()
         if not equals or not key:
-            problems.append(f"{COMMAND_LINE}: got {_show(text)}, expected key=value, like rollout.leaves=8")
+            problems.append(f"{COMMAND_LINE}: got {_show(text)}, expected key=value, like rollout.num_trajectories=8")
             continue
         nested = functools.reduce(lambda inner, part: {part: inner}, reversed(key.split(".")), _parse(key, value))
         from_command = _merge(from_command, nested)
@@ -91,7 +91,7 @@ def _of_algorithms() -> dict[str, Any]:
         "branching": plain.branching.model_dump(mode="json", include={"policy", "rule", "fill", "penalty", "balance"}),
         "advantage": plain.advantage.model_dump(mode="json"),
         "loss": plain.loss.model_dump(mode="json", exclude={"kl", "entropy", "importance_cap"}),
-        "train": {"resample": plain.train.resample},
+        "train": {"resample": plain.train.dynamic_sampling_rounds},
         "reward": {"overlong": plain.reward.overlong},
     }
 

@@ -196,16 +196,16 @@ class Rollout(Section):
     """How paths are sampled."""
 
     format: Literal["tags", "json"] = Field(default="tags", description="how calls are written: <search> tags or JSON")
-    leaves: int = Field(default=16, ge=1, description="M: paths per question")
-    initial: int = Field(
-        default_factory=lambda data: max(1, data.get("leaves", 1) // 2),
+    num_trajectories: int = Field(default=16, ge=1, description="M: trajectories per question")
+    num_initial: int = Field(
+        default_factory=lambda data: max(1, data.get("num_trajectories", 1) // 2),
         ge=1,
-        description="N: paths started at the prompt; unset: half of the leaves, or all when the policy never branches",
+        description="N: trajectories started at the prompt; unset: M / 2, or M when the policy never branches",
     )
     examples: Annotated[Text | None, NoneWord] = Field(
         default=None, description="file of worked examples, as traces, that every prompt begins with; none: no examples"
     )
-    max_calls: int = Field(default=3, ge=0, description="tool calls on one path")
+    max_tool_calls: int = Field(default=3, ge=0, description="tool calls on one path")
     max_tokens: int = Field(default=4096, ge=1, description="tokens of one path after the prompt")
     max_seconds: float = Field(default=600.0, gt=0, description="wall-clock limit of one path")
     temperature: float = Field(default=1.0, gt=0, description="sampling temperature")
@@ -220,20 +220,20 @@ class Rollout(Section):
     top_logprobs: int = Field(
         default=64, ge=1, description="likeliest tokens from which entropies are estimated; for engine vllm"
     )
-    kv_tokens: int = Field(
+    kv_cache_tokens: int = Field(
         default=0, ge=0, description="tokens whose keys and values the engine has room for; 0: as many as memory allows"
     )
 
-    @field_validator("initial")
+    @field_validator("num_initial")
     @classmethod
     def _initial_fits(cls, value: int, info: ValidationInfo) -> int:
-        return cls.at_most(value, info, "rollout", "leaves")
+        return cls.at_most(value, info, "rollout", "num_trajectories")
 
 
 class Branching(Section):
     """When a tool result gets more than one continuation."""
 
-    policy: Literal["entropy", "random", "always", "later", "top", "never"] = Field(
+    policy: Literal["entropy", "random", "always", "posthoc_random", "posthoc_entropy", "never"] = Field(
         default="entropy",
         description="what decides about branching; random: chance alpha; later: when all paths ended, at random "
         "results; top: then where entropy rose most",
@@ -245,21 +245,21 @@ class Branching(Section):
     beta: float = Field(default=0.2, ge=0, description="weight of the entropy change dH")
     tau: float = Field(default=0.5, ge=0, le=1, description="threshold on P")
     probe_tokens: int = Field(default=20, ge=1, description="k: tokens whose mean entropy is looked at")
-    width: int = Field(default=1, ge=1, description="Z: extra paths opened at one point")
+    branch_width: int = Field(default=1, ge=1, description="Z: extra trajectories opened at one branch point")
     penalty: float = Field(
         default=0.0,
         ge=0,
         le=1,
         description="entropy: share that P loses for each result just above that was branched from",
     )
-    fill: Literal["all", "mixed"] = Field(
+    fill: Literal["all", "informative"] = Field(
         default="all",
         description="which questions get the paths missing when all have ended; mixed: those with unequal rewards",
     )
     balance: Annotated[Annotated[float, Field(ge=0)] | None, NoneWord] = Field(
         default=None,
         description="a first path decides N = M sigmoid(balance (H at its start - H after its tools)); none: "
-        "rollout.initial does",
+        "rollout.num_initial does",
     )
 
 
@@ -309,7 +309,7 @@ class Rewards(Section):
 class Advantage(Section):
     """Who gets the credit."""
 
-    baseline: Literal["group", "others", "batch", "tree"] = Field(
+    baseline: Literal["group", "leave_one_out", "batch", "tree"] = Field(
         default="group",
         description="a reward is compared with the mean of its question's paths, of the others of them, of all paths "
         "of the step, or both of its question's and of those that share its first turn",
@@ -318,10 +318,10 @@ class Advantage(Section):
         default="std", description="whether that is divided by the standard deviation of the same rewards"
     )
     attribution: Literal["soft", "hard"] = Field(default="soft", description="how tokens that paths share are credited")
-    entropy: float = Field(
+    entropy_weight: float = Field(
         default=0.0,
         ge=0,
-        description="a token counts 1 + entropy * z times, at least 0, with z its entropy's distance from the mean in "
+        description="a token counts 1 + entropy_weight * z times, at least 0, with z its entropy's distance from the mean in "
         "standard deviations",
     )
 
@@ -347,8 +347,8 @@ class Loss(Section):
         description="every token weighs the same, or every path does; constant: every path's sum over tokens is "
         "divided by rollout.max_tokens",
     )
-    kl: float = Field(default=0.0, ge=0, description="weight of the KL divergence to the model before training")
-    entropy: float = Field(default=0.0, ge=0, description="weight of the entropy bonus")
+    kl_coef: float = Field(default=0.0, ge=0, description="weight of the KL divergence to the model before training")
+    entropy_coef: float = Field(default=0.0, ge=0, description="weight of the entropy bonus")
     importance_cap: Annotated[Annotated[float, Field(gt=0)] | None, NoneWord] = Field(
         default=None,
         description="tokens weigh trainer's over engine's probability, at most this; none: the difference is ignored",
@@ -356,28 +356,30 @@ class Loss(Section):
 
 
 class Train(Section):
-    """The optimiser and the training loop."""
+    """The optimizer and the training loop."""
 
     steps: int = Field(default=100, ge=1, description="batches of questions to train on")
     budget: int = Field(
         default=0, ge=0, description="training ends with the step that spends this much, if before train.steps; 0: none"
     )
-    budget_of: Literal["tool_calls", "paths", "sampled_tokens"] = Field(
+    budget_unit: Literal["tool_calls", "trajectories", "sampled_tokens"] = Field(
         default="tool_calls", description="what the budget counts; calls and tokens on shared prefixes once"
     )
-    prompts: int = Field(default=16, ge=1, description="questions per step")
-    resample: int = Field(
+    batch_size: int = Field(default=16, ge=1, description="questions per step")
+    dynamic_sampling_rounds: int = Field(
         default=0,
         ge=0,
         description="how often a step replaces questions whose paths all earned the same by others; 0: never",
     )
-    minibatches: int = Field(default=1, ge=1, description="optimiser steps per batch")
+    minibatches: int = Field(default=1, ge=1, description="optimizer steps per batch")
     lr: float = Field(default=1e-6, gt=0, description="learning rate")
-    warmup: int = Field(default=0, ge=0, description="optimiser steps until the full learning rate")
+    warmup_steps: int = Field(default=0, ge=0, description="optimizer steps until the full learning rate")
     weight_decay: float = Field(default=0.0, ge=0, description="weight decay")
     max_grad_norm: float = Field(default=1.0, gt=0, description="longer gradients are scaled down to this norm")
-    micro_tokens: int = Field(default=16384, ge=1, description="tokens in one forward pass; larger trees are cut")
-    drop_infra: bool = Field(default=True, description="leave paths spoiled by a broken tool out of training")
+    max_microbatch_tokens: int = Field(
+        default=16384, ge=1, description="tokens in one forward pass; larger trees are cut"
+    )
+    mask_infra_faults: bool = Field(default=True, description="leave paths spoiled by a broken tool out of training")
     lora_rank: int = Field(
         default=0, ge=0, le=1024, description="rank of the LoRA adapter that is trained; 0: all weights are"
     )
@@ -387,7 +389,7 @@ class Train(Section):
         min_length=1,
         description="linear layers that get an adapter",
     )
-    checkpointing: bool = Field(
+    gradient_checkpointing: bool = Field(
         default=False, description="recompute activations in the backward pass: less memory, a third more time"
     )
     on_collapse: Literal["warn", "stop", "ignore"] = Field(
@@ -399,7 +401,7 @@ class Train(Section):
     @field_validator("minibatches")
     @classmethod
     def _minibatches_fit(cls, value: int, info: ValidationInfo) -> int:
-        return cls.at_most(value, info, "train", "prompts")
+        return cls.at_most(value, info, "train", "batch_size")
 
 
 class Eval(Section):
@@ -459,8 +461,8 @@ class Coldstart(Section):
 
     seed: int = Field(default=0, ge=0, le=MAX_SEED, description="decides the model that comes out")
     traces: int = Field(default=3000, ge=1, description="example paths to imitate")
-    steps: int = Field(default=150, ge=1, description="optimiser steps")
-    batch_tokens: int = Field(default=2048, ge=1, description="tokens per optimiser step")
+    steps: int = Field(default=150, ge=1, description="optimizer steps")
+    batch_tokens: int = Field(default=2048, ge=1, description="tokens per optimizer step")
     lr: float = Field(default=5e-4, gt=0, description="learning rate")
 
 
@@ -470,10 +472,10 @@ class Sft(Section):
     data: Text = Field(default="traces.jsonl", description="the traces: a .jsonl, .json or .parquet file, or hf:NAME")
     epochs: int = Field(default=3, ge=1, description="passes over the traces")
     batch_tokens: int = Field(
-        default=32768, ge=1, description="tokens per optimiser step, prompts and results included"
+        default=32768, ge=1, description="tokens per optimizer step, prompts and results included"
     )
     lr: float = Field(default=7e-6, gt=0, description="learning rate")
-    warmup: int = Field(default=20, ge=0, description="optimiser steps until the full learning rate")
+    warmup_steps: int = Field(default=20, ge=0, description="optimizer steps until the full learning rate")
 
 
 class Cluster(Section):
@@ -484,7 +486,7 @@ class Cluster(Section):
         description='a running Ray cluster: "auto" on one of its machines, or host:port of its head; none: this '
         "process alone",
     )
-    ahead: int = Field(
+    max_off_policy_steps: int = Field(
         default=0, ge=0, le=64, description="steps that sampling may run ahead of training, with weights so much older"
     )
     trainers: int = Field(default=1, ge=1, description="processes that train together in shards, one GPU each if any")
@@ -518,8 +520,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _all_initial_when_never_branching(self) -> Config:
-        if self.branching.policy == "never" and "initial" not in self.rollout.model_fields_set:
-            rollout = self.rollout.model_copy(update={"initial": self.rollout.leaves})
+        if self.branching.policy == "never" and "num_initial" not in self.rollout.model_fields_set:
+            rollout = self.rollout.model_copy(update={"num_initial": self.rollout.num_trajectories})
             object.__setattr__(self, "rollout", rollout)  # the one step of construction that looks at two sections
         return self
 

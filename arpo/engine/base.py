@@ -54,6 +54,6 @@ class Engine(Protocol):
         """What the engine has to tell of its work since the last call, for the metrics."""
         ...
 
-    async def update_weights(self, version: int) -> None:
+    async def sync_weights(self, version: int) -> None:
         """Tell the engine that the weights changed: nothing computed with older ones may be used again."""
         ...

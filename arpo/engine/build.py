@@ -13,13 +13,17 @@ from arpo.engine.vllm.completion import refuse_cuts
 from arpo.errors import ArpoError
 
 
-def make_engine(settings: Rollout, model: Any, tokenizer: Any, write: Callable[[Path], None], threaded: bool) -> Engine:
+def build_engine(
+    settings: Rollout, model: Any, tokenizer: Any, write: Callable[[Path], None], threaded: bool
+) -> Engine:
     """The engine for a model; `write` writes its current weights for an engine that has a copy of its own."""
-    kv_tokens = settings.kv_tokens or None
+    kv_cache_tokens = settings.kv_cache_tokens or None
     if settings.engine == "local":
         if settings.servers:
             raise ArpoError("rollout.servers: these are for rollout.engine=vllm; the engine is local")
-        return LocalEngine(model, tokenizer, rows=settings.concurrency, kv_tokens=kv_tokens, threaded=threaded)
+        return LocalEngine(
+            model, tokenizer, rows=settings.concurrency, kv_cache_tokens=kv_cache_tokens, threaded=threaded
+        )
     refuse_cuts(settings.temperature, settings.top_p, settings.top_k)
     if settings.servers:
         from arpo.engine.vllm.servers import PATIENCE_SECONDS, ServerEngine
@@ -40,7 +44,7 @@ def make_engine(settings: Rollout, model: Any, tokenizer: Any, write: Callable[[
         tokenizer,
         write,
         rows=settings.concurrency,
-        kv_tokens=kv_tokens,
+        kv_cache_tokens=kv_cache_tokens,
         top_logprobs=settings.top_logprobs,
         temperature=settings.temperature,
     )

@@ -56,6 +56,6 @@ class ScriptedEngine:
         """Nothing to tell."""
         return {}
 
-    async def update_weights(self, version: int) -> None:
+    async def sync_weights(self, version: int) -> None:
         """A script has no weights; only the version changes."""
         self.version = version

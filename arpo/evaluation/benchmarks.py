@@ -22,21 +22,21 @@ from typing import Any
 
 from arpo.agent.traces import read_examples
 from arpo.algorithm.rollout import Agent, rollout
-from arpo.builtin.world import make_world
+from arpo.builtin.world import build_world
 from arpo.cli.display import console, progress_bar, tool_lines
 from arpo.config.schema import Branching, Config, Eval, Rewards, Rollout
 from arpo.data.benchmarks import BENCHMARKS, load_benchmark
 from arpo.errors import ArpoError
-from arpo.evaluation.endpoint import RemoteAgent, remote_path
-from arpo.evaluation.evaluate import whole_paths
+from arpo.evaluation.endpoint import EndpointAgent, endpoint_trajectory
+from arpo.evaluation.evaluate import whole_trajectories
 from arpo.evaluation.report import Results, show_results, write_results
-from arpo.evaluation.samples import Key, Sample, SampleLog, open_samples, refuse_other, sample_of, written_tokens
+from arpo.evaluation.samples import Key, Sample, SampleLog, completion_tokens, open_samples, refuse_other, sample_of
 from arpo.evaluation.statistics import summarise
 from arpo.net.chat import Endpoint, EndpointFailure
 from arpo.rewards import RewardFn, Scorer, reward_from
-from arpo.tools.executor import Toolbox
+from arpo.tools.executor import Toolset
 from arpo.training.sampler import open_session
-from arpo.training.setup import Bench, call_format, make_tools
+from arpo.training.setup import Bench, build_tools, call_format
 from arpo.types import RolloutTree, Task, derive_seed
 
 GIVE_UP = 20  # answers in a row that fail
@@ -170,17 +170,17 @@ def _unique(tasks: tuple[Task, ...]) -> tuple[Task, ...]:
 
 def _player(
     config: Config, endpoint: Endpoint | None, questions: Mapping[str, tuple[Task, ...]], opened: ExitStack
-) -> tuple[Play, Toolbox]:
+) -> tuple[Play, Toolset]:
     """What answers: the model that the config names, or an endpoint; and its tools."""
-    how = whole_paths(config.eval, config.rollout, 1)
+    how = whole_trajectories(config.eval, config.rollout, 1)
     config = config.model_copy(update={"reward": _judged_by(config.reward, "f1")})  # it is not this one that judges
-    world = make_world(config.world)
-    tools = opened.enter_context(make_tools(config, world))
+    world = build_world(config.world)
+    tools = opened.enter_context(build_tools(config, world))
     if endpoint is not None:
         fmt = call_format(config, tools)
         examples = read_examples(config.rollout.examples, fmt)
-        remote = RemoteAgent(endpoint, tools, fmt, config.tools.result_tokens, examples)
-        return lambda task, seed: remote_path(remote, task, how, seed), tools
+        remote = EndpointAgent(endpoint, tools, fmt, config.tools.result_tokens, examples)
+        return lambda task, seed: endpoint_trajectory(remote, task, how, seed), tools
     asked = tuple(task for tasks in questions.values() for task in tasks)
     agent = open_session(config, Bench((), asked, tools, world)).agent
     return lambda task, seed: _local_path(agent, task, how, seed), tools
@@ -196,7 +196,7 @@ def _endpoint(settings: Eval) -> Endpoint | None:
 
 async def _local_path(agent: Agent, task: Task, how: Rollout, seed: int) -> tuple[RolloutTree, int | None]:
     tree = await rollout(agent, task, how, Branching(policy="never"), seed)
-    return tree, written_tokens(tree)
+    return tree, completion_tokens(tree)
 
 
 @dataclass(slots=True)

@@ -27,13 +27,13 @@ from arpo.net.chat import Endpoint, Reply
 from arpo.tools.base import Tool
 from arpo.tools.executor import call_tool
 from arpo.types import (
-    End,
     Fault,
     Kind,
     Leaf,
     Node,
     RolloutTree,
     SamplingParams,
+    StopReason,
     Task,
     ToolCall,
     ToolResult,
@@ -41,11 +41,11 @@ from arpo.types import (
 )
 
 CHARS_PER_TOKEN = 4
-NO_MORE = {"eos": End.EOS, "length": End.LENGTH}
+NO_MORE = {"eos": StopReason.EOS, "length": StopReason.LENGTH}
 
 
 @dataclass(frozen=True, slots=True)
-class RemoteAgent:
+class EndpointAgent:
     """What plays: the endpoint, the tools, how calls are written, and the worked examples that come first."""
 
     endpoint: Endpoint
@@ -55,10 +55,12 @@ class RemoteAgent:
     examples: tuple[Trace, ...] = ()
 
 
-async def remote_path(agent: RemoteAgent, task: Task, settings: Rollout, seed: int) -> tuple[RolloutTree, int | None]:
+async def endpoint_trajectory(
+    agent: EndpointAgent, task: Task, settings: Rollout, seed: int
+) -> tuple[RolloutTree, int | None]:
     """One path from the question to its end, and how many tokens the model wrote on it."""
     walk = _Walk(agent, task, settings, seed)
-    end: End | None = None
+    end: StopReason | None = None
     while end is None:
         end = await walk.turn() or await walk.use_tool()
     return RolloutTree(task, tuple(walk.nodes), (Leaf(len(walk.nodes) - 1, end),)), walk.written
@@ -67,7 +69,7 @@ async def remote_path(agent: RemoteAgent, task: Task, settings: Rollout, seed: i
 class _Walk:
     """Where the path is: its nodes in a row, the messages they make, and what it has used up."""
 
-    def __init__(self, agent: RemoteAgent, task: Task, settings: Rollout, seed: int) -> None:
+    def __init__(self, agent: EndpointAgent, task: Task, settings: Rollout, seed: int) -> None:
         self.agent, self.settings, self.seed = agent, settings, seed
         system, question = agent.format.instructions, task.question.strip()
         self.messages = [{"role": "system", "content": system}]
@@ -84,13 +86,13 @@ class _Walk:
         self.prompt_tokens: int | None = None  # of the first request
         self.written: int | None = 0
 
-    async def turn(self) -> End | None:
+    async def turn(self) -> StopReason | None:
         """Ask for one turn; None means that it ended in a tool call."""
         room, started = self.settings.max_tokens - self.used, time.monotonic()
         if started >= self.deadline:
-            return End.TIME
+            return StopReason.MAX_SECONDS
         if room < 1:
-            return End.LENGTH
+            return StopReason.LENGTH
         params = SamplingParams(
             max_tokens=room,
             temperature=self.settings.temperature,
@@ -107,23 +109,23 @@ class _Walk:
             self._add(Kind.MODEL, reply.text, stop=reply.stop, seconds=seconds)
             self.messages.append({"role": "assistant", "content": reply.text})
         if reply.finish == "stop":
-            return End.ANSWER if reply.stop == ANSWER_STOP else None
+            return StopReason.ANSWER if reply.stop == ANSWER_STOP else None
         return NO_MORE[reply.finish]
 
-    async def use_tool(self) -> End | None:
+    async def use_tool(self) -> StopReason | None:
         """Make the call that the last turn ended with, and tell the model what came of it."""
         node = self.nodes[-1]
         call = self.agent.format.find_call(node.text, node.stop) or ToolCall("", {}, "no tool call was found")
-        if self.calls == self.settings.max_calls:
-            return End.CALLS
+        if self.calls == self.settings.max_tool_calls:
+            return StopReason.MAX_TOOL_CALLS
         self.calls += 1
         started = time.monotonic()
-        end: End | None = None
+        end: StopReason | None = None
         try:
             async with asyncio.timeout(self.deadline - started):
                 result = await call_tool(self.agent.tools, call)
         except TimeoutError:
-            end, result = End.TIME, ToolResult("The path's time was up.", Fault.TIMEOUT)
+            end, result = StopReason.MAX_SECONDS, ToolResult("The path's time was up.", Fault.TIMEOUT)
         text = self._shown(result.text)
         self._add(Kind.TOOL, text, call=call, result=result, seconds=time.monotonic() - started)
         self.messages.append({"role": "user", "content": text.strip()})

@@ -57,10 +57,10 @@ class Evaluation:
         return fmean(reward.parts[part] for rewards in self.rewards for reward in rewards)
 
 
-def whole_paths(settings: Eval, rollout_settings: Rollout, paths: int) -> Rollout:
+def whole_trajectories(settings: Eval, rollout_settings: Rollout, paths: int) -> Rollout:
     """How so many paths are sampled for an evaluation, all from the prompt."""
     how = {name: getattr(settings, name) for name in ("temperature", "top_p", "top_k")}
-    return rollout_settings.model_copy(update={"leaves": paths, "initial": paths, **how})
+    return rollout_settings.model_copy(update={"num_trajectories": paths, "num_initial": paths, **how})
 
 
 def asked(tasks: Sequence[Task], settings: Eval, seed: int) -> tuple[Sequence[Task], list[int]]:
@@ -86,7 +86,7 @@ async def evaluate(
     A question's seed is drawn from `seed` and its number, unless `seeds` are given. Answers are scored in `workers`
     threads while other questions are still being asked.
     """
-    how = whole_paths(settings, rollout_settings, settings.samples)
+    how = whole_trajectories(settings, rollout_settings, settings.samples)
     chosen, drawn = asked(tasks, settings, seed)
     with Scorer(reward, workers) as scorer:
 

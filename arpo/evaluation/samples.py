@@ -81,7 +81,7 @@ def sample_of(benchmark: str, number: int, tree: RolloutTree, reward: Reward, to
     )
 
 
-def written_tokens(tree: RolloutTree) -> int:
+def completion_tokens(tree: RolloutTree) -> int:
     """Tokens that the model wrote, on all paths, shared ones once."""
     return sum(len(node.tokens) for node in tree.nodes if node.kind is Kind.MODEL)
 

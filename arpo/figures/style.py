@@ -38,7 +38,7 @@ STYLE: Any = {
 DOTS = 150  # an inch, in a PNG
 
 
-def need_figures() -> None:
+def require_figures() -> None:
     """Say what to install if pictures cannot be drawn."""
     try:
         import matplotlib  # noqa: F401
@@ -49,7 +49,7 @@ def need_figures() -> None:
 @contextmanager
 def drawing(style: Mapping[str, Any]) -> Iterator[Callable[[float, float], Figure]]:
     """Within, pictures of a width and height (inches) can be made and saved, in this style."""
-    need_figures()
+    require_figures()
     import matplotlib
     from matplotlib.figure import Figure
 

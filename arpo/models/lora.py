@@ -37,7 +37,7 @@ _NO_MATTER = {
 
 def add_adapter(model: Any, rank: int, alpha: int, targets: Sequence[str], seed: int) -> Any:
     """The model, with a fresh adapter that changes none of its numbers yet, and nothing else that can be trained."""
-    _need_peft("train.lora_rank")
+    _require_peft("train.lora_rank")
     from peft import LoraConfig, inject_adapter_in_model
 
     linear = [name for name, module in model.get_decoder().named_modules() if isinstance(module, torch.nn.Linear)]
@@ -128,7 +128,7 @@ def adapters_off(model: Any) -> Iterator[None]:
 
 def merge_adapter(model: Any, directory: Path) -> Any:
     """The model with the adapter in `directory` added to its weights."""
-    _need_peft("model.adapter")
+    _require_peft("model.adapter")
     from peft import LoraConfig, PeftModel
 
     _check(model, directory)
@@ -158,7 +158,7 @@ def _tensors(model: Any) -> dict[str, Tensor]:
     }
 
 
-def _need_peft(setting: str) -> None:
+def _require_peft(setting: str) -> None:
     try:
         import peft  # noqa: F401
     except ImportError:

@@ -123,12 +123,12 @@ class Update:
     memory: float  # norms, rotations and sums
     launching: float  # by which launching is slower than what is launched
     network: float  # by which collecting weights is slower than computing
-    optimiser: float
+    optimizer: float
 
     @property
     def seconds(self) -> float:
         """Of the whole update."""
-        return self.arithmetic + self.memory + self.launching + self.network + self.optimiser
+        return self.arithmetic + self.memory + self.launching + self.network + self.optimizer
 
 
 def trained_weights(shape: Shape, config: Config) -> int:
@@ -139,7 +139,9 @@ def trained_weights(shape: Shape, config: Config) -> int:
 def forward_passes(config: Config) -> float:
     """How many forward passes an update costs per token; a backward pass counts for two, or one with an adapter."""
     backward = 1 if config.train.lora_rank else 2
-    return 1 + backward + config.train.checkpointing + (config.train.minibatches > 1) + (config.loss.kl > 0)
+    return (
+        1 + backward + config.train.gradient_checkpointing + (config.train.minibatches > 1) + (config.loss.kl_coef > 0)
+    )
 
 
 def busiest(config: Config, gpus: int, trees: float) -> float:
@@ -163,13 +165,13 @@ def update(
     arithmetic = passes * share * shape.forward_flops(context) / hardware.arithmetic(number_bytes)
     decoder = Decoder(shape, hardware, number_bytes)
     memory = passes * decoder.small(share)
-    groups = train.minibatches * math.ceil(share / train.minibatches / train.micro_tokens) if tokens else 0
+    groups = train.minibatches * math.ceil(share / train.minibatches / train.max_microbatch_tokens) if tokens else 0
     launching = groups * passes * shape.layers * hardware.eager_layer
     computing = max(arithmetic + memory, launching)
     sent = 0.0 if gpus == 1 else groups * passes * shape.parameters * number_bytes / hardware.sending(gpus)
-    optimiser = train.minibatches * ADAM_BYTES * trained_weights(shape, config) / gpus / hardware.reading
+    optimizer = train.minibatches * ADAM_BYTES * trained_weights(shape, config) / gpus / hardware.reading
     waiting = max(0.0, launching - arithmetic - memory), max(0.0, sent - computing)
-    return Update(arithmetic, memory, *waiting, optimiser if tokens else 0.0)
+    return Update(arithmetic, memory, *waiting, optimizer if tokens else 0.0)
 
 
 def number_size(config: Config) -> int:
@@ -192,7 +194,7 @@ class Memory:
     """Bytes on each GPU, by what they hold."""
 
     weights: float = 0.0
-    optimiser: float = 0.0  # masters, gradients and moments, or gradients and moments where weights are their masters
+    optimizer: float = 0.0  # masters, gradients and moments, or gradients and moments where weights are their masters
     activations: float = 0.0
     logits: float = 0.0
     keys: float = 0.0  # keys and values of as many tokens as the plan has room for
@@ -200,19 +202,19 @@ class Memory:
     @property
     def total(self) -> float:
         """All of it."""
-        return self.weights + self.optimiser + self.activations + self.logits + self.keys
+        return self.weights + self.optimizer + self.activations + self.logits + self.keys
 
 
 def training_memory(config: Config, shape: Shape, gpus: int) -> Memory:
-    """On each of so many training GPUs, with weights, gradients and optimiser sharded over them."""
+    """On each of so many training GPUs, with weights, gradients and optimizer sharded over them."""
     size, train = number_size(config), config.train
     layer = (KEPT_WIDTH * shape.width + KEPT_INNER * shape.inner) * size / 2
-    kept = layer + shape.layers * shape.width * size if train.checkpointing else shape.layers * layer
+    kept = layer + shape.layers * shape.width * size if train.gradient_checkpointing else shape.layers * layer
     states = STATE_BYTES if size == 2 else STATE_BYTES - 4  # float32 weights are their own masters
     whole = shape.layer_weights * size if gpus > 1 else 0  # one layer at a time is collected from its shards
     return Memory(
         weights=shape.parameters * size / gpus + whole,
-        optimiser=states * trained_weights(shape, config) / gpus,
-        activations=train.micro_tokens * kept,
-        logits=min(LOGITS_AT_ONCE, train.micro_tokens) * shape.vocabulary * LOGITS_BYTES * size / 2,
+        optimizer=states * trained_weights(shape, config) / gpus,
+        activations=train.max_microbatch_tokens * kept,
+        logits=min(LOGITS_AT_ONCE, train.max_microbatch_tokens) * shape.vocabulary * LOGITS_BYTES * size / 2,
     )

@@ -20,7 +20,7 @@ HALVINGS = 10
 
 def fit(load: Load, branches: float) -> Load:
     """The load with the chance that gives `branches` branches a question; 1 if none gives so many."""
-    if load.later or not branches:
+    if load.posthoc or not branches:
         return load
     decoder = Decoder(SHAPES["qwen2.5-0.5b"], GPUS["h200"])
     low, high = 0.0, 1.0

@@ -15,7 +15,7 @@ from typing import Any
 
 from arpo.config.schema import Config
 from arpo.errors import ArpoError
-from arpo.runs.run_dir import RunLog
+from arpo.runs.run_dir import RunDir
 from arpo.types import Kind
 
 SPREAD = 0.5  # of the logarithm of a turn's length, where nothing is known
@@ -30,13 +30,13 @@ class Load:
     """One step's work. Names are those that `--assume` takes."""
 
     questions: int
-    leaves: int
-    initial: int
-    max_calls: int
+    num_trajectories: int
+    num_initial: int
+    max_tool_calls: int
     max_tokens: int
-    probe: int
-    width: int
-    later: bool  # branches start when all paths have ended
+    probe_tokens: int
+    branch_width: int
+    posthoc: bool  # branches start when all paths have ended
     concurrency: int  # paths that one replica has open
     prompt_tokens: float
     shared_prompt: float  # of these, equal for all questions
@@ -66,8 +66,8 @@ class Load:
                 raise ArpoError(f"{name}: must be from 0 to 1")
         if not 0 <= self.spread <= LARGEST_SPREAD:
             raise ArpoError(f"spread: must be from 0 to {LARGEST_SPREAD:g}")
-        if self.calls > self.max_calls:
-            raise ArpoError(f"calls: {self.calls:g} on a path, but rollout.max_calls is {self.max_calls}")
+        if self.calls > self.max_tool_calls:
+            raise ArpoError(f"calls: {self.calls:g} on a path, but rollout.max_tool_calls is {self.max_tool_calls}")
         if self.tool_p95 < self.tool_p50:
             raise ArpoError("tool_p95: must not be below tool_p50")
         if self.shared_prompt > self.prompt_tokens:
@@ -87,13 +87,23 @@ class Load:
 ASSUMED = tuple(
     field.name
     for field in fields(Load)
-    if field.name not in ("questions", "leaves", "initial", "max_calls", "max_tokens", "probe", "width", "later")
+    if field.name
+    not in (
+        "questions",
+        "num_trajectories",
+        "num_initial",
+        "max_tool_calls",
+        "max_tokens",
+        "probe_tokens",
+        "branch_width",
+        "posthoc",
+    )
 )
 
 
 def guess_load(config: Config) -> Load:
     """From the settings alone: half of what they allow. Every value is a guess, to be replaced by `--from` a run."""
-    rollout, calls = config.rollout, config.rollout.max_calls / 2
+    rollout, calls = config.rollout, config.rollout.max_tool_calls / 2
     p50, p95 = _tool_guess(config)
     result = min(config.tools.result_tokens / 2, rollout.max_tokens / 4 / calls) if calls else 0.0
     turn = max(1.0, (rollout.max_tokens / 2 - calls * result) / (calls + 1))
@@ -105,7 +115,9 @@ def guess_load(config: Config) -> Load:
         spread=SPREAD,
         result_tokens=result,
         calls=calls,
-        branch_rate={"always": 1.0, "never": 0.0, "later": 0.0}.get(config.branching.policy, config.branching.alpha),
+        branch_rate={"always": 1.0, "never": 0.0, "posthoc_random": 0.0}.get(
+            config.branching.policy, config.branching.alpha
+        ),
         tool_p50=min(p50, config.tools.timeout),
         tool_p95=min(p95, config.tools.timeout),
         trained_share=1.0,
@@ -124,14 +136,14 @@ def _tool_guess(config: Config) -> tuple[float, float]:
 def _from_settings(config: Config) -> dict[str, Any]:
     rollout, branching = config.rollout, config.branching
     return {
-        "questions": config.train.prompts,
-        "leaves": rollout.leaves,
-        "initial": rollout.initial,
-        "max_calls": rollout.max_calls,
+        "questions": config.train.batch_size,
+        "num_trajectories": rollout.num_trajectories,
+        "num_initial": rollout.num_initial,
+        "max_tool_calls": rollout.max_tool_calls,
         "max_tokens": rollout.max_tokens,
-        "probe": branching.probe_tokens,
-        "width": branching.width,
-        "later": branching.policy == "later",
+        "probe_tokens": branching.probe_tokens,
+        "branch_width": branching.branch_width,
+        "posthoc": branching.policy == "posthoc_random",
         "concurrency": rollout.concurrency,
         "tool_limit": config.tools.timeout,
         "tool_blocks": config.tools.python_blocks,
@@ -146,18 +158,20 @@ def load_of_run(config: Config, records: Sequence[Mapping[str, Any]], spread: fl
     `branch_rate` is a first value, which `fit` improves.
     """
     mean = _means(records)
-    paths, questions = mean("paths"), mean("questions")
-    written, made, calls = mean("written_tokens"), mean("tool_calls"), mean("calls_per_path")
+    paths, questions = mean("trajectories"), mean("questions")
+    written, made, calls = mean("completion_tokens"), mean("tool_calls"), mean("calls_per_trajectory")
     once = (mean("unique_tokens") - mean("sampled_tokens")) / questions
     along = mean("total_tokens") / paths - written
     more = made / questions - calls
     result = max(0.0, (once - along) / more) if more > 1e-9 else 0.0
     prompt = max(1.0, along - calls * result)
     read = (
-        (mean("engine_read") - made * result) / questions if any("engine_read" in each for each in records) else prompt
+        (mean("engine_prefill_tokens") - made * result) / questions
+        if any("engine_prefill_tokens" in each for each in records)
+        else prompt
     )
     p50, p95 = _tool_times(records)
-    calls = min(calls, config.rollout.max_calls)
+    calls = min(calls, config.rollout.max_tool_calls)
     return Load(
         **_from_settings(config),
         prompt_tokens=prompt,
@@ -166,7 +180,7 @@ def load_of_run(config: Config, records: Sequence[Mapping[str, Any]], spread: fl
         spread=SPREAD if spread is None else spread,
         result_tokens=result,
         calls=calls,
-        branch_rate=min(1.0, mean("branches") / made) if made and config.branching.policy != "later" else 0.0,
+        branch_rate=min(1.0, mean("branches") / made) if made and config.branching.policy != "posthoc_random" else 0.0,
         tool_p50=p50,
         tool_p95=p95,
         trained_share=min(1.0, mean("computed_tokens") / mean("unique_tokens")),
@@ -203,7 +217,7 @@ def _tool_times(records: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
     return p50, max(p50, sums[1] / weights)
 
 
-def turn_spread(log: RunLog) -> float | None:
+def turn_spread(log: RunDir) -> float | None:
     """How the lengths of turns spread in the run's last trees: standard deviation of the logarithm; None: no trees."""
     lengths = [
         math.log(len(node.tokens))

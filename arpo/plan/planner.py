@@ -139,8 +139,8 @@ class Planner:
         load, config = self.setup.load, self.setup.config
         room = USABLE * self.setup.hardware.memory - self._sampling_memory(split, 0).total
         tokens = room / (self.setup.shape.kv_on_each(split.ways) * number_size(config))
-        tokens = min(tokens, config.rollout.kv_tokens or tokens)
-        there = -(-load.questions // max(1, split.replicas)) * load.leaves * max(1, self.setup.staleness)
+        tokens = min(tokens, config.rollout.kv_cache_tokens or tokens)
+        there = -(-load.questions // max(1, split.replicas)) * load.num_trajectories * max(1, self.setup.staleness)
         return max(0, min(int(tokens / load.path_tokens), load.concurrency, there))
 
     def _sampling_memory(self, split: Split, paths: int) -> Memory:
@@ -158,7 +158,7 @@ class Planner:
         head = (
             f"{setup.shape.name} does not fit on {setup.gpus} x {setup.hardware.name} "
             f"({setup.hardware.memory / 1e9:.0f} GB each): training on all takes {held.total / 1e9:.0f} GB on each "
-            f"({held.optimiser / 1e9:.0f} optimiser, {held.activations / 1e9:.0f} activations), sampling comes on top"
+            f"({held.optimizer / 1e9:.0f} optimizer, {held.activations / 1e9:.0f} activations), sampling comes on top"
         )
         helps = [words for words, changed in remedies(setup) if Planner(changed).fits()]
         return f"{head}; {'it would with ' + ', or with '.join(helps[:3]) if helps else 'no single change helps'}"
@@ -184,14 +184,14 @@ def remedies(setup: Setup) -> list[tuple[str, Setup]]:
     if setup.config.model.dtype != "bfloat16":
         model = setup.config.model.model_copy(update={"dtype": "bfloat16"})
         found.append(("model.dtype=bfloat16", replace(setup, config=setup.config.model_copy(update={"model": model}))))
-    if setup.config.train.micro_tokens > 4096:
-        found.append(("train.micro_tokens=4096", with_train(setup, micro_tokens=4096)))
-    if not setup.config.train.checkpointing:
-        found.append(("train.checkpointing=true", with_train(setup, checkpointing=True)))
+    if setup.config.train.max_microbatch_tokens > 4096:
+        found.append(("train.max_microbatch_tokens=4096", with_train(setup, max_microbatch_tokens=4096)))
+    if not setup.config.train.gradient_checkpointing:
+        found.append(("train.gradient_checkpointing=true", with_train(setup, checkpointing=True)))
         found.append(
             (
-                "train.checkpointing=true train.micro_tokens=4096",
-                with_train(setup, checkpointing=True, micro_tokens=4096),
+                "train.gradient_checkpointing=true train.max_microbatch_tokens=4096",
+                with_train(setup, checkpointing=True, max_microbatch_tokens=4096),
             )
         )
     found += [(f"--gpus {setup.gpus * n}", replace(setup, gpus=setup.gpus * n)) for n in (2, 4, 8)]

@@ -21,7 +21,7 @@ WORDS = {
     "training: memory": "norms, rotations and sums in training, at the speed of memory",
     "training: launching": "launching the operations of training",
     "training: network": "collecting sharded weights over the network",
-    "training: optimiser": "the optimiser step",
+    "training: optimizer": "the optimizer step",
     "sync": "sending the new weights to those that sample",
 }
 UNIT = 1e9  # GB
@@ -32,7 +32,7 @@ def parts(option: Option) -> dict[str, float]:
     sampled, spent = option.sampled, option.update
     scale = option.sampling / sampled.seconds if sampled.seconds else 0.0
     found = {f"sampling: {name}": scale * seconds for name, seconds in sampled.parts.items()}
-    for name in ("arithmetic", "memory", "launching", "network", "optimiser"):
+    for name in ("arithmetic", "memory", "launching", "network", "optimizer"):
         found[f"training: {name}"] = getattr(spent, name)
     return {**found, "sync": option.sync}
 
@@ -77,7 +77,7 @@ def text_lines(
         f"{setup.shape.name} ({setup.shape.parameters / 1e9:.3g}B weights, {setup.config.model.dtype}) on "
         f"{setup.gpus} x {setup.hardware.name}, staleness {setup.staleness}",
         "",
-        f"a step: {load.questions} questions x {load.leaves} paths; {sampled.calls:,} tool calls, "
+        f"a step: {load.questions} questions x {load.num_trajectories} paths; {sampled.calls:,} tool calls, "
         f"{sampled.branches:,} branches; {sampled.sampled:,} tokens sampled, {sampled.read:,} read, "
         f"{sampled.unique:,} unique of {sampled.total:,}",
         "",

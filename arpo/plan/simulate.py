@@ -6,7 +6,7 @@ nothing happens are computed at once, in closed form. Questions are dealt to the
 when the last replica is. What a path does is drawn from its own generator, by the seed and the path's number.
 
 Does not cover: keys and values that are evicted while a path waits, tools that slow down when many call them at once,
-paths that meet their wall-clock limit, questions that are replaced (train.resample) or not filled (fill = "mixed").
+paths that meet their wall-clock limit, questions that are replaced (train.dynamic_sampling_rounds) or not filled (fill = "mixed").
 """
 
 from __future__ import annotations
@@ -109,9 +109,9 @@ class Replica:
     def run(self, questions: range) -> Sampled:
         """Sample the trees of these questions."""
         for question in questions:
-            tree = Tree(question, self.load.leaves, prompt=round(self.load.prompt_tokens))
+            tree = Tree(question, self.load.num_trajectories, prompt=round(self.load.prompt_tokens))
             self.done.unique += tree.prompt
-            self._start_at_prompt(tree, self.load.initial)
+            self._start_at_prompt(tree, self.load.num_initial)
         while self.rows or self.arriving or self.held:
             self._step()
         self._close()
@@ -247,7 +247,7 @@ class Replica:
         if length >= room:
             length, path.asks = max(1, room), False
         path.turn = length
-        path.probe = min(load.probe, length)
+        path.probe = min(load.probe_tokens, length)
 
     def _schedule(self, path: Path) -> None:
         self.order += 1
@@ -261,7 +261,7 @@ class Replica:
         path.decides = False
         tree = path.tree
         if tree.budget and path.rng.random() < self.load.branch_rate:
-            for _ in range(min(self.load.width, tree.budget)):
+            for _ in range(min(self.load.branch_width, tree.budget)):
                 self.done.branches += 1
                 self._start(tree, path.calls, path.tokens)
 
@@ -305,7 +305,7 @@ class Replica:
     def _fill(self, tree: Tree, rng: random.Random) -> None:
         """Start what is missing: at the prompt, or at results drawn at random where branches come later."""
         while tree.budget:
-            calls, tokens = rng.choice(tree.results) if self.load.later and tree.results else (0, 0)
+            calls, tokens = rng.choice(tree.results) if self.load.posthoc and tree.results else (0, 0)
             self.done.branches += calls > 0
             self._start(tree, calls, tokens)
 

@@ -2,7 +2,7 @@
 
 from arpo.rewards.build import overlong, reward_from
 from arpo.rewards.format import format_ok
-from arpo.rewards.hierarchical import Accuracy, NoVerdict, RewardFn, make_reward, unjudged
+from arpo.rewards.hierarchical import Accuracy, NoVerdict, RewardFn, build_reward, unjudged
 from arpo.rewards.maths import math_equal
 from arpo.rewards.scorer import Scorer, fault_metrics
 from arpo.rewards.text import choice_match, exact_match, numbers_equal, token_f1

@@ -17,11 +17,11 @@ from typing import Any
 from arpo.config.plugins import load_object
 from arpo.config.schema import Rewards
 from arpo.errors import ArpoError
-from arpo.rewards.hierarchical import ACCURACIES, Accuracy, NoVerdict, RewardFn, make_reward
+from arpo.rewards.hierarchical import ACCURACIES, Accuracy, NoVerdict, RewardFn, build_reward
 from arpo.rewards.judge import LlmJudge
 from arpo.rewards.maths import shared_judge
 from arpo.rewards.text import numbers_equal
-from arpo.types import End, Leaf, Reward, RolloutTree, Task
+from arpo.types import Leaf, Reward, RolloutTree, StopReason, Task
 
 NEEDED_PARTS = ("correct", "format")
 
@@ -30,7 +30,7 @@ def reward_from(settings: Rewards) -> RewardFn:
     """The reward that the settings describe."""
     if settings.function is not None:
         return _own_reward(settings.function)
-    return make_reward(_accuracy(settings), settings.bonus, settings.bonus_tools)
+    return build_reward(_accuracy(settings), settings.bonus, settings.bonus_tools)
 
 
 def overlong(reward: RewardFn, share: float, max_tokens: int) -> RewardFn:
@@ -43,7 +43,7 @@ def overlong(reward: RewardFn, share: float, max_tokens: int) -> RewardFn:
     def shaped(task: Task, tree: RolloutTree, leaf: Leaf) -> Reward:
         given = reward(task, tree, leaf)
         length = sum(len(tree.nodes[i].tokens) for i in tree.path(leaf.node)[1:])
-        lost = 1.0 if leaf.end is End.LENGTH else min(1.0, max(0.0, (length - max_tokens + buffer) / buffer))
+        lost = 1.0 if leaf.end is StopReason.LENGTH else min(1.0, max(0.0, (length - max_tokens + buffer) / buffer))
         return Reward(given.total - lost, {**given.parts, "overlong": -lost})
 
     return shaped

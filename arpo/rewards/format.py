@@ -18,7 +18,7 @@ from functools import cache
 from itertools import groupby
 
 from arpo.rewards.text import answer_text, boxed
-from arpo.types import End, Kind, Leaf, RolloutTree
+from arpo.types import Kind, Leaf, RolloutTree, StopReason
 
 CALL_TAGS = ("search", "python", "browse", "tool_call")
 _RESULT_TAG = re.compile(r"<(/?)(result|tool_response)>")
@@ -45,7 +45,7 @@ def tree_format(tree: RolloutTree, leaf: Leaf) -> tuple[bool, str]:
         return _verdict("result: written by the model")
     reason = _check_text(turns, CALL_TAGS)
     nodes = [tree.nodes[index] for index in tree.path(leaf.node)]
-    if not reason and (leaf.end is not End.ANSWER or nodes[-1].kind is not Kind.MODEL):
+    if not reason and (leaf.end is not StopReason.ANSWER or nodes[-1].kind is not Kind.MODEL):
         reason = "answer: does not end the trajectory"
     if not reason and any(n.kind is Kind.TOOL and (n.call is None or n.call.error is not None) for n in nodes):
         reason = "call: malformed"

@@ -43,7 +43,7 @@ class NoVerdict(Exception):
         self.reason = reason
 
 
-def make_reward(accuracy: str | Accuracy, bonus: float, bonus_tools: Sequence[str]) -> RewardFn:
+def build_reward(accuracy: str | Accuracy, bonus: float, bonus_tools: Sequence[str]) -> RewardFn:
     """The reward with this accuracy, a name or a function; `bonus` needs every one of `bonus_tools` used."""
     if isinstance(accuracy, str) and accuracy not in ACCURACIES:
         raise ValueError(f"unknown accuracy {accuracy!r}; use one of {', '.join(ACCURACIES)}")

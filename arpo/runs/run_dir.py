@@ -44,14 +44,14 @@ class Lines(NamedTuple):
     file: int
 
 
-class RunLog:
+class RunDir:
     """One run directory; made by `create` and `open_run`. Only a log that holds the lock may write."""
 
     def __init__(self, directory: Path, lock: IO[str] | None) -> None:
         self.directory = directory
         self._lock = lock
 
-    def __enter__(self) -> RunLog:
+    def __enter__(self) -> RunDir:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -285,14 +285,14 @@ class RunLog:
             raise RuntimeError(f"{self.directory} was opened for reading")
 
 
-def create(directory: Path, config: Mapping[str, Any]) -> RunLog:
+def create(directory: Path, config: Mapping[str, Any]) -> RunDir:
     """Start a run in a new or empty directory and lock it."""
     refuse_used(directory)
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ArpoError(f"{directory}: cannot be made: {error.strerror}") from error
-    log = RunLog(directory, take_lock(directory))
+    log = RunDir(directory, take_lock(directory))
     try:
         refuse_used(directory)  # another process may have been faster
         write_atomically(directory / CONFIG, _dump(config))
@@ -302,17 +302,17 @@ def create(directory: Path, config: Mapping[str, Any]) -> RunLog:
     return log
 
 
-def open_run(directory: Path, write: bool = False) -> RunLog:
+def open_run(directory: Path, write: bool = False) -> RunDir:
     """An existing run, to read or, with `write`, to go on with (takes the lock)."""
     if not (directory / CONFIG).is_file():
         raise ArpoError(f"{directory}: not a run (it has no {CONFIG})")
     if not write:
-        return RunLog(directory, None)
+        return RunDir(directory, None)
     lock = take_lock(directory)
     metrics = directory / METRICS
     if metrics.exists():  # what is appended must not join a line that was cut off
         os.truncate(metrics, metrics.read_bytes().rfind(b"\n") + 1)
-    return RunLog(directory, lock)
+    return RunDir(directory, lock)
 
 
 def is_run(directory: Path) -> bool:

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 from arpo.config.loading import shareable
 from arpo.cli.display import console, printable
-from arpo.runs.run_dir import RunLog
+from arpo.runs.run_dir import RunDir
 from arpo.config.schema import Config
 from arpo.runs.trees import ScoredTree
 from arpo.figures.tree import tree_png, tree_svg
@@ -206,7 +206,7 @@ TRACKERS: dict[str, Callable[[], Tracker]] = {
 }
 
 
-def need_trackers(names: Sequence[str]) -> None:
+def require_trackers(names: Sequence[str]) -> None:
     """Say what to install if one of them is not there; to be called before anything that takes long."""
     for name in names:
         tracker = TRACKERS[name]()
@@ -219,7 +219,7 @@ def need_trackers(names: Sequence[str]) -> None:
 class Trackers:
     """Those of one run. Each has a thread of its own, so that a slow one holds up nothing."""
 
-    def __init__(self, config: Config, log: RunLog, step: int) -> None:
+    def __init__(self, config: Config, log: RunDir, step: int) -> None:
         """Start them; the run is at `step`, and what they lack of its records is sent."""
         self._log, self._every, self._feeds = log, config.run.tracker_trees, list[_Feed]()
         records = log.read_metrics() if config.run.tracker else []
@@ -262,7 +262,7 @@ class Trackers:
         self._feeds = []
 
 
-def telling_tree(log: RunLog, step: int) -> ScoredTree | None:
+def telling_tree(log: RunDir, step: int) -> ScoredTree | None:
     """Of a step's saved trees the first with the most branch points; none where none are saved."""
     try:
         points = [entry.branch_points for entry in log.tree_index(step)]
@@ -282,7 +282,7 @@ def _drawn(scored: ScoredTree | None, rasters: set[bool]) -> dict[bool, bytes]:
 class _Feed:
     """What one tracker is still to get, and the thread that gives it."""
 
-    def __init__(self, name: str, tracker: Tracker, log: RunLog, identity: str, step: int) -> None:
+    def __init__(self, name: str, tracker: Tracker, log: RunDir, identity: str, step: int) -> None:
         self.raster = tracker.raster
         self._name, self._tracker, self._log, self._id, self._given = name, tracker, log, identity, step
         self._waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -335,7 +335,7 @@ class _Feed:
         console.print(printable(f"warning: run.tracker: {self._name} {what}"))
 
 
-def _start(name: str, config: Config, log: RunLog, step: int) -> _Feed:
+def _start(name: str, config: Config, log: RunDir, step: int) -> _Feed:
     """A tracker of a run that is at `step`: where it was, or new."""
     tracker, known = TRACKERS[name](), log.tracker(name)
     start = Start(shareable(config.resolved()), log.directory, run_name(log.directory))
@@ -354,7 +354,7 @@ def _start(name: str, config: Config, log: RunLog, step: int) -> _Feed:
     return _Feed(name, tracker, log, identity, start.step)
 
 
-def _take_back(names: Sequence[str], log: RunLog, step: int) -> None:
+def _take_back(names: Sequence[str], log: RunDir, step: int) -> None:
     """See to it that trackers which are off now notice later that steps they have were taken back."""
     for name in names:
         known = log.tracker(name)

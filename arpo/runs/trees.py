@@ -15,7 +15,7 @@ from typing import Any
 
 import zstandard
 
-from arpo.types import Credit, Decision, End, Fault, Kind, Leaf, Node, Reward, RolloutTree, Task, ToolCall, ToolResult
+from arpo.types import Credit, Decision, StopReason, Fault, Kind, Leaf, Node, Reward, RolloutTree, Task, ToolCall, ToolResult
 
 MOST_BYTES = 1 << 29  # of one tree as JSON: a small file must not fill the memory
 QUESTION_CHARS = 300  # of a question in an index
@@ -123,7 +123,7 @@ def tree_from_json(data: Mapping[str, Any]) -> ScoredTree:
     """The inverse of `tree_to_json`."""
     task = Task(**{**data["task"], "answers": tuple(data["task"]["answers"])})
     nodes = tuple(_node_from_json(node) for node in data["nodes"])
-    leaves = tuple(Leaf(leaf["node"], End(leaf["end"])) for leaf in data["leaves"])
+    leaves = tuple(Leaf(leaf["node"], StopReason(leaf["end"])) for leaf in data["leaves"])
     return ScoredTree(
         RolloutTree(task, nodes, leaves),
         tuple(Reward(**reward) for reward in data["rewards"]),

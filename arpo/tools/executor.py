@@ -49,7 +49,7 @@ class _LoopState:
     flights: dict[bytes, asyncio.Future[ToolResult | None]] = field(default_factory=dict)
 
 
-class Toolbox(Mapping[str, Tool]):
+class Toolset(Mapping[str, Tool]):
     """A fixed set of tools by name, with what their calls share: slots, stored answers and counters."""
 
     def __init__(self, tools: Iterable[Tool], cache: ToolCache | None = None) -> None:
@@ -108,7 +108,7 @@ async def call_tool(tools: Mapping[str, Tool], call: ToolCall) -> ToolResult:
 
     A plain mapping of tools will do where nothing is to be shared between calls.
     """
-    box = tools if isinstance(tools, Toolbox) else Toolbox(tools.values())
+    box = tools if isinstance(tools, Toolset) else Toolset(tools.values())
     tally = box._tallies[call.name if call.name in box else ""]
     tally.start()
     try:
@@ -125,7 +125,7 @@ def pause_before_retry(attempts: int, uniform: float) -> float:
     return uniform * min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2.0 ** min(attempts - 1, 30))
 
 
-async def _answer(box: Toolbox, tally: Tally, call: ToolCall) -> ToolResult:
+async def _answer(box: Toolset, tally: Tally, call: ToolCall) -> ToolResult:
     """The result of one call: what the model did wrong, what is stored, or what the tool says."""
     started = time.perf_counter()
     mistake = _mistake(box, call)
@@ -157,7 +157,7 @@ def _replay(cache: ToolCache, tool: Tool, question: Question) -> ToolResult:
 
 
 async def _run_once(
-    box: Toolbox, cache: ToolCache, tally: Tally, tool: Tool, args: Mapping[str, Any], question: Question
+    box: Toolset, cache: ToolCache, tally: Tally, tool: Tool, args: Mapping[str, Any], question: Question
 ) -> ToolResult:
     """A stored answer, that of an identical call under way, or that of a call made now."""
     flights = box._here().flights
@@ -198,7 +198,7 @@ def _stored(cache: ToolCache, question: Question, result: ToolResult) -> ToolRes
 # Runs of the tool itself.
 
 
-async def _run(box: Toolbox, tally: Tally, tool: Tool, args: Mapping[str, Any]) -> ToolResult:
+async def _run(box: Toolset, tally: Tally, tool: Tool, args: Mapping[str, Any]) -> ToolResult:
     """Run the tool, again and again as long as its failures are worth it."""
     slots = box._here().slots[tool.spec.name]
     started, waited, attempts = time.perf_counter(), 0.0, 0

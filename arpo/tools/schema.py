@@ -158,13 +158,13 @@ def _strict(base: Any) -> Any:
             yield ValidationError("repeated")
 
     def counted(keyword: str) -> Callable[..., Iterator[ValidationError]]:
-        def follow(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
+        def worker_loop(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
             _budget.references -= 1
             if _budget.references < 0:
                 raise RecursionError
             yield from keywords[keyword](validator, value, instance, schema)
 
-        return follow
+        return worker_loop
 
     def is_integer(_: Any, value: Any) -> bool:
         return isinstance(value, int) and not isinstance(value, bool)

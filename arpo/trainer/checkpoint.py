@@ -1,13 +1,13 @@
-"""A checkpoint is a directory: `model/`, `optimiser.safetensors`, `state.json`. Nothing is pickled.
+"""A checkpoint is a directory: `model/`, `optimizer.safetensors`, `state.json`. Nothing is pickled.
 
-Where several ranks train, each writes its shards of the optimiser's state (`arpo.trainer.dist.shards`) into `optimiser/` in
+Where several ranks train, each writes its shards of the optimizer's state (`arpo.trainer.dist.shards`) into `optimizer/` in
 place of the one file; any number of ranks can read either.
 
 `model/` is in Hugging Face layout, or, where an adapter was trained, that adapter in PEFT's: its base is the one that
 the run's settings name. A bfloat16 model lies there as the engine samples from it; the float32 weights that it was
-rounded from are among the optimiser's.
+rounded from are among the optimizer's.
 
-All randomness of a run is derived from its seed and the step's number, so weights, optimiser and step are all there is
+All randomness of a run is derived from its seed and the step's number, so weights, optimizer and step are all there is
 to save: a resumed run goes on as if it had not stopped, to the last bit on a CPU.
 """
 
@@ -32,8 +32,8 @@ def save_checkpoint(trainer: Trainer, step: int, directory: Path) -> None:
         lora.save_adapter(trainer.model, directory / "model")
     else:
         save_pretrained(trainer.model, trainer.tokenizer, directory / "model")
-    trainer.save_optimiser(directory)
-    state = {"step": step, "optimiser_steps": trainer.optimiser.steps}
+    trainer.save_optimizer(directory)
+    state = {"step": step, "optimizer_steps": trainer.optimizer.steps}
     (directory / "state.json").write_text(json.dumps(state))
 
 
@@ -69,12 +69,12 @@ def model_settings(directory: Path) -> dict[str, str | None]:
 
 
 def load_checkpoint(trainer: Trainer, directory: Path) -> int:
-    """Restore optimiser state into `trainer`, whose model was loaded from `directory`/model; returns the step."""
+    """Restore optimizer state into `trainer`, whose model was loaded from `directory`/model; returns the step."""
     try:
         state = json.loads((directory / "state.json").read_text())
-        step, optimiser_steps = int(state["step"]), int(state["optimiser_steps"])
-        trainer.load_optimiser(directory)
+        step, optimizer_steps = int(state["step"]), int(state["optimizer_steps"])
+        trainer.load_optimizer(directory)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise ArpoError(f"the checkpoint {directory} is damaged: {error}") from error
-    trainer.optimiser.steps = optimiser_steps
+    trainer.optimizer.steps = optimizer_steps
     return step

@@ -5,12 +5,12 @@ the gradient of every backward pass is added to the copy's, the copy is stepped,
 place, so that whoever reads the parameter's memory (an engine's CUDA graphs) reads the new weights. Parameters that do
 not require a gradient are left alone; tied ones are stepped once.
 
-    optimiser = Optimiser(model, lr=1e-6, weight_decay=0.0)
+    optimizer = Optimizer(model, lr=1e-6, weight_decay=0.0)
     for micro in batch:
         loss(model, micro).backward()
-    norm = optimiser.step(lr=1e-6, max_grad_norm=1.0)
+    norm = optimizer.step(lr=1e-6, max_grad_norm=1.0)
 
-Does not cover: two optimisers of one bfloat16 model at a time; what is rounded inside of one backward pass (where it
+Does not cover: two optimizers of one bfloat16 model at a time; what is rounded inside of one backward pass (where it
 uses a parameter several times, PyTorch adds up in the parameter's own format).
 """
 
@@ -31,7 +31,7 @@ BETAS = (0.9, 0.99)
 _STATE = ("step", "exp_avg", "exp_avg_sq")  # what AdamW remembers of a parameter
 
 
-class Optimiser:
+class Optimizer:
     """Steps the trainable parameters of `model`; `steps` counts how often it did."""
 
     def __init__(self, model: Any, lr: float, weight_decay: float) -> None:
@@ -110,7 +110,7 @@ class Optimiser:
                 expected[f"master/{name}"] = tuple(master.shape)
         odd = sorted(expected.keys() ^ tensors.keys())
         if odd:
-            raise ValueError(f"only one of model and optimiser state has {odd[0]!r}")
+            raise ValueError(f"only one of model and optimizer state has {odd[0]!r}")
         for key, shape in expected.items():
             if tuple(tensors[key].shape) != shape or tensors[key].dtype != torch.float32:
                 found = f"{tensors[key].dtype} {tuple(tensors[key].shape)}"

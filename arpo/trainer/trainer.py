@@ -2,7 +2,7 @@
 
 Each minibatch of trees is one forest in which every unique token is computed once (`arpo.algorithm.batch`, `arpo.trainer.forward_backward`);
 where paths share too little for that to pay, every path is a row of its own. New, old and reference log-probs come from
-the same code (with a single optimiser step old and new are equal by definition and the ratio is exactly 1); the
+the same code (with a single optimizer step old and new are equal by definition and the ratio is exactly 1); the
 engine's own are compared with them. Everything is deterministic on a CPU: no dropout, no random numbers.
 """
 
@@ -23,30 +23,30 @@ from arpo.models.load import recomputing
 from arpo.models.lora import adapters_off, has_adapter
 from arpo.trainer.dist.shards import read_shards
 from arpo.trainer.forward_backward import accumulate, evaluate
-from arpo.trainer.optimizer import Optimiser
+from arpo.trainer.optimizer import Optimizer
 from arpo.types import Credit, RolloutTree, TreeBatch
 
 Work = tuple[TreeBatch, Sequence[Part] | None]
 """What this process computes of a minibatch, and in which parts if others do the same passes."""
-OPTIMISER = "optimiser.safetensors"
+OPTIMIZER = "optimizer.safetensors"
 SHARING_PAYS = 0.95  # unique over total tokens; above, a tree takes no less time than its paths one by one
 
 
 class Trainer:
-    """Owns the optimiser of `model`; `reference` is what a KL term compares with (unless an adapter is trained)."""
+    """Owns the optimizer of `model`; `reference` is what a KL term compares with (unless an adapter is trained)."""
 
     def __init__(self, model: Any, tokenizer: Any, config: Config, reference: Any = None) -> None:
         self.model, self.tokenizer, self._config, self._reference = model, tokenizer, config, reference
         self._policy = model
-        if config.loss.kl and reference is None and not has_adapter(model):
+        if config.loss.kl_coef and reference is None and not has_adapter(model):
             raise ValueError("a KL term needs the model before training")
-        self.optimiser = Optimiser(model, config.train.lr, config.train.weight_decay)
+        self.optimizer = Optimizer(model, config.train.lr, config.train.weight_decay)
 
     def update(self, trees: Sequence[RolloutTree], credits: Sequence[Sequence[Credit]]) -> dict[str, float]:
         """Train on one batch of trees; returns the step's metrics."""
         every = [self._batch(trees[part], credits[part]) for part in _parts(len(trees), self._config.train.minibatches)]
         batches = [batch for batch in every if len(batch.targets_K)]
-        # With one optimiser step the policy that is trained IS the one that sampled: old = new, at no cost.
+        # With one optimizer step the policy that is trained IS the one that sampled: old = new, at no cost.
         works = [self._work(batch) for batch in batches]
         old = [self._logprobs(self._policy, work) if len(every) > 1 else None for work in works]
         sums: dict[str, float] = {"tokens": 0.0, "loss": 0.0}
@@ -64,20 +64,20 @@ class Trainer:
             "trained_tokens": tokens,
             "computed_tokens": float(unique),
             "unshared_tokens": float(total),
-            "optimiser_steps": float(len(norms)),
+            "optimizer_steps": float(len(norms)),
             **{name: value / tokens for name, value in sums.items()},
         }
 
-    def save_optimiser(self, directory: Path) -> None:
-        """Write the optimiser's state into a checkpoint."""
-        save_file(self.optimiser.tensors(), directory / OPTIMISER)
+    def save_optimizer(self, directory: Path) -> None:
+        """Write the optimizer's state into a checkpoint."""
+        save_file(self.optimizer.tensors(), directory / OPTIMIZER)
 
-    def load_optimiser(self, directory: Path) -> None:
+    def load_optimizer(self, directory: Path) -> None:
         """Take it over from there; raises ValueError if it misfits."""
-        if (directory / OPTIMISER).is_file():
-            self.optimiser.load(load_file(directory / OPTIMISER))
+        if (directory / OPTIMIZER).is_file():
+            self.optimizer.load(load_file(directory / OPTIMIZER))
         else:
-            self.optimiser.load(read_shards(directory))
+            self.optimizer.load(read_shards(directory))
 
     def _work(self, batch: TreeBatch) -> Work:
         """All of a minibatch; a rank among several does its share."""
@@ -90,16 +90,18 @@ class Trainer:
     def _batch(self, trees: Sequence[RolloutTree], credits: Sequence[Sequence[Credit]]) -> TreeBatch:
         config = self._config
         given = trees, credits, config.loss, config.rollout.max_tokens
-        batch = tree_batch(*given, entropy=config.advantage.entropy)
+        batch = tree_batch(*given, entropy=config.advantage.entropy_weight)
         pays = batch.unique_tokens <= SHARING_PAYS * batch.total_tokens
-        return batch if pays else tree_batch(*given, shared=False, entropy=config.advantage.entropy)
+        return batch if pays else tree_batch(*given, shared=False, entropy=config.advantage.entropy_weight)
 
     def _logprobs(self, model: Any, work: Work) -> Tensor:
         batch, matched = work
-        return evaluate(model, batch, self._config.rollout.temperature, self._config.train.micro_tokens, matched)[0]
+        return evaluate(
+            model, batch, self._config.rollout.temperature, self._config.train.max_microbatch_tokens, matched
+        )[0]
 
     def _reference_logprobs(self, work: Work) -> Tensor | None:
-        if not self._config.loss.kl:
+        if not self._config.loss.kl_coef:
             return None
         if has_adapter(self._policy):
             with adapters_off(self._policy):
@@ -108,13 +110,13 @@ class Trainer:
 
     def _accumulate(self, work: Work, old_K: Tensor | None, reference_K: Tensor | None) -> dict[str, float]:
         config, (batch, matched) = self._config, work
-        with recomputing(self._policy) if config.train.checkpointing else nullcontext():
+        with recomputing(self._policy) if config.train.gradient_checkpointing else nullcontext():
             return accumulate(
                 self._policy,
                 batch,
                 config.loss,
                 config.rollout.temperature,
-                config.train.micro_tokens,
+                config.train.max_microbatch_tokens,
                 old_K,
                 reference_K,
                 matched,
@@ -122,8 +124,8 @@ class Trainer:
 
     def _step(self) -> float:
         train = self._config.train
-        lr = train.lr * min(1.0, (self.optimiser.steps + 1) / max(1, train.warmup))
-        return self.optimiser.step(lr, train.max_grad_norm)
+        lr = train.lr * min(1.0, (self.optimizer.steps + 1) / max(1, train.warmup_steps))
+        return self.optimizer.step(lr, train.max_grad_norm)
 
 
 def _parts(count: int, parts: int) -> list[slice]:

@@ -15,22 +15,29 @@ from pathlib import Path
 from arpo.config.loading import config_from_resolved, differences
 from arpo.config.schema import Config
 from arpo.errors import ArpoError
-from arpo.runs.run_dir import RunLog
-from arpo.runs.trackers import Trackers, need_trackers
+from arpo.runs import run_dir
+from arpo.runs.run_dir import RunDir
+from arpo.runs.trackers import Trackers, require_trackers
 from arpo.trainer.checkpoint import load_checkpoint, model_settings, save_checkpoint
 from arpo.trainer.trainer import Trainer
-from arpo.training.checkpoints import run_dir as runlog
 
 # Settings that any resumed run may have other than it began with.
-ALWAYS = ("run.", "eval.", "train.micro_tokens:", "train.checkpointing:", "train.on_collapse:", "model.device:")
+ALWAYS_RESUMABLE_KEYS = (
+    "run.",
+    "eval.",
+    "train.max_microbatch_tokens:",
+    "train.gradient_checkpointing:",
+    "train.on_collapse:",
+    "model.device:",
+)
 
 
 @dataclass(slots=True)
-class Keeper:
+class CheckpointManager:
     """Keeps a run's records and checkpoints; `saved` is the step of the last one."""
 
     trainer: Trainer
-    log: RunLog
+    log: RunDir
     trackers: Trackers
     step: int  # that was done when the run was opened
     every: int
@@ -77,37 +84,41 @@ class Keeper:
 @contextmanager
 def open_directory(
     config: Config, resume: bool, load: Callable[[Config], Trainer], may_change: tuple[str, ...], sign: str
-) -> Iterator[Keeper]:
+) -> Iterator[CheckpointManager]:
     """A new run in `run.dir`, or one that goes on there from its last checkpoint. Holds the directory until left.
 
     `load` gets the settings with the model to start from; `sign` is a metric that all records of such a run have.
     """
     directory = Path(config.run.dir).expanduser()
-    need_trackers(config.run.tracker)
+    require_trackers(config.run.tracker)
     with ExitStack() as stack:
         log = stack.enter_context(_resume(directory, config, may_change, sign)) if resume else None
         if log is None:
-            runlog.refuse_used(directory)
+            run_dir.refuse_used(directory)
         checkpoint = log.latest_checkpoint() if log else None
         model = config.model.model_copy(update=model_settings(checkpoint[1]) if checkpoint else {})
         trainer = load(config.model_copy(update={"model": model}))
         step = load_checkpoint(trainer, checkpoint[1]) if checkpoint else 0
         if log is None:  # only now: a mistake in data or model leaves no run behind
-            log = stack.enter_context(runlog.create(directory, config.resolved()))
+            log = stack.enter_context(run_dir.create(directory, config.resolved()))
         log.rewind(step)
         if [line for line in differences(log.config(), config.resolved()) if not line.startswith("run.dir:")]:
             log.change_config(step, config.resolved())
         trackers = stack.enter_context(closing(Trackers(config, log, step)))
-        yield Keeper(trainer, log, trackers, step, config.run.checkpoint_every, config.run.keep_checkpoints)
+        yield CheckpointManager(trainer, log, trackers, step, config.run.checkpoint_every, config.run.keep_checkpoints)
 
 
-def _resume(directory: Path, config: Config, may_change: tuple[str, ...], sign: str) -> RunLog:
-    if not runlog.is_run(directory):
+def _resume(directory: Path, config: Config, may_change: tuple[str, ...], sign: str) -> RunDir:
+    if not run_dir.is_run(directory):
         raise ArpoError(f"{directory}: there is no run yet; leave out --resume to begin one")
-    log = runlog.open_run(directory, write=True)
+    log = run_dir.open_run(directory, write=True)
     try:
         begun = config_from_resolved(log.config()).resolved()  # with the defaults of settings that came later
-        changed = [line for line in differences(begun, config.resolved()) if not line.startswith(ALWAYS + may_change)]
+        changed = [
+            line
+            for line in differences(begun, config.resolved())
+            if not line.startswith(ALWAYS_RESUMABLE_KEYS + may_change)
+        ]
         if changed:
             message = f"{directory} was begun with other settings, so it can't be resumed:\n"
             raise ArpoError(

@@ -39,18 +39,18 @@ SOLVED = 0.9  # of answers right: a model that knows the answer may be sure of i
 
 ENTROPY_FELL = (
     "entropy fell from {then} to {now}: the model writes the same every time and has little left to learn from; "
-    "try loss.entropy=0.001 or a lower train.lr"
+    "try loss.entropy_coef=0.001 or a lower train.lr"
 )
 ENTROPY_ROSE = (
     "entropy rose from {then} to {now}, and answers are no better for it: the model writes at random; "
-    "try a lower loss.entropy, if you set it, or a lower train.lr"
+    "try a lower loss.entropy_coef, if you set it, or a lower train.lr"
 )
 REWARD_FELL = (
     "reward fell from {then} to {now}: the model unlearns, unless a tool or a judge is broken (infra_faults, judge.* "
-    "in the metrics); try a lower train.lr, or loss.kl=0.01"
+    "in the metrics); try a lower train.lr, or loss.kl_coef=0.01"
 )
 FORMAT_BROKE = (
-    "the share of paths in the right format fell from {then} to {now}; try a lower train.lr, or loss.kl=0.01, "
+    "the share of paths in the right format fell from {then} to {now}; try a lower train.lr, or loss.kl_coef=0.01, "
     "and see whether the reward asks for the format"
 )
 LONGER = (
@@ -65,7 +65,7 @@ GRADIENT_ROSE = "the gradient's norm rose from {then} to {now}: training diverge
 
 
 @dataclass(frozen=True, slots=True)
-class Sign:
+class CollapseWarning:
     """Something that points to a collapse: what, the first step that it was seen in, and a sentence for people."""
 
     name: str
@@ -138,7 +138,7 @@ class _Watch:
     then: _Part | None = None  # what the sign that there is now compares with
     since: int = 0
 
-    def look(self, steps: Sequence[int]) -> Sign | None:
+    def look(self, steps: Sequence[int]) -> CollapseWarning | None:
         """The sign that the newest step shows, if any. A sign stays until what it says is no longer so."""
         end = len(steps) - 1
         first = end - WINDOW + 1
@@ -153,7 +153,7 @@ class _Watch:
         if self.then is None:
             return None
         text = self.text.format(then=self._say(self.then, steps), now=self._say(now, steps))
-        return Sign(self.name, self.since, text)
+        return CollapseWarning(self.name, self.since, text)
 
     def _improve(self, window: _Part) -> None:
         if len(window.values) >= ENOUGH and (self.best is None or window.mean > self.best.mean):
@@ -177,14 +177,14 @@ class _Watch:
         return f"{self.shown(part.mean):.3g} in {where}"
 
 
-class Watcher:
+class CollapseDetector:
     """Looks at the records of a run, one by one and in order, for signs of a collapse."""
 
     def __init__(self) -> None:
         self._steps: list[int] = []
         self._bad: dict[str, list[int]] = {"gradient": [], "loss": []}  # numbers of steps where it is not finite
         reward, form, right = (_Series(partial(_number, name)) for name in ("reward", "format", "accuracy"))
-        entropy, length = (_Series(partial(_log, name)) for name in ("entropy_start", "written_tokens"))
+        entropy, length = (_Series(partial(_log, name)) for name in ("entropy_start", "completion_tokens"))
         gradient = _Series(_log_gradient)
         self._series = (reward, form, right, entropy, length, gradient)
 
@@ -226,7 +226,7 @@ class Watcher:
             _Watch("gradient rose", gradient, steeper, GRADIENT_ROSE, shown=math.exp),
         )
 
-    def add(self, record: Record) -> tuple[Sign, ...]:
+    def add(self, record: Record) -> tuple[CollapseWarning, ...]:
         """The signs that a run shows with this record as its last."""
         self._steps.append(record["step"])
         for series in self._series:
@@ -235,7 +235,7 @@ class Watcher:
         found += [self._not_finite("gradient", "grad_norm", record), self._not_finite("loss", "loss", record)]
         return tuple(sign for sign in found if sign is not None)
 
-    def _not_finite(self, what: str, metric: str, record: Record) -> Sign | None:
+    def _not_finite(self, what: str, metric: str, record: Record) -> CollapseWarning | None:
         """A sign as long as one of the last steps has such a value."""
         bad, number = self._bad[what], len(self._steps) - 1
         if metric in record and _number(metric, record) is None:
@@ -245,39 +245,41 @@ class Watcher:
         return not_finite(what, self._steps[bad[0]]) if bad else None
 
 
-def find_signs(records: Iterable[Record]) -> tuple[Sign, ...]:
+def find_warnings(records: Iterable[Record]) -> tuple[CollapseWarning, ...]:
     """The signs that the last of these records, oldest first, shows."""
-    watcher, signs = Watcher(), tuple[Sign, ...]()
+    watcher, signs = CollapseDetector(), tuple[CollapseWarning, ...]()
     for record in records:
         signs = watcher.add(record)
     return signs
 
 
-def not_finite(what: str, step: int) -> Sign:
+def not_finite(what: str, step: int) -> CollapseWarning:
     """The sign that the gradient, or the loss, of a step is no number to learn from."""
-    return Sign(
+    return CollapseWarning(
         f"{what} not finite",
         step,
         f"the {what} of step {step} is not a finite number: training diverged; try a lower train.lr",
     )
 
 
-def last_sound(records: Sequence[Record], signs: Sequence[Sign], checkpoints: Sequence[int]) -> int:
+def last_healthy(records: Sequence[Record], signs: Sequence[CollapseWarning], checkpoints: Sequence[int]) -> int:
     """The newest of these checkpoints that neither these signs nor one of the next step put in doubt; 0 if none."""
     done = records[-1]["step"] if records else 0
     doubtful = min((sign.since_step for sign in signs), default=done + 1 - WINDOW + 1)
     return max((step for step in _unmarked(records, checkpoints) if step < doubtful), default=0)
 
 
-def spared(records: Sequence[Record], signs: Sequence[Sign], checkpoints: Sequence[int]) -> tuple[int, ...]:
+def protected_checkpoints(
+    records: Sequence[Record], signs: Sequence[CollapseWarning], checkpoints: Sequence[int]
+) -> tuple[int, ...]:
     """Which of these must not be dropped: the last sound one, and the one that will be that when it is old enough."""
-    sound = last_sound(records, signs, checkpoints)
+    sound = last_healthy(records, signs, checkpoints)
     younger = [step for step in _unmarked(records, checkpoints) if step > sound]
     return (sound, *younger[:1])
 
 
 def _unmarked(records: Sequence[Record], checkpoints: Sequence[int]) -> list[int]:
-    marked = {record["step"] for record in records if record.get("signs")}
+    marked = {record["step"] for record in records if record.get("collapse_warnings")}
     return sorted(set(checkpoints) - marked)
 
 

@@ -26,11 +26,11 @@ from arpo.data.rows import read_rows, source_name
 from arpo.data.tasks import as_object
 from arpo.errors import ArpoError
 from arpo.rewards import Scorer, numbers_equal
-from arpo.tools.executor import Toolbox, call_tool
+from arpo.tools.executor import Toolset, call_tool
 from arpo.tools.python.tool import build_python
 from arpo.training.sampler import Session
 from arpo.training.setup import open_sandbox
-from arpo.types import End, Leaf, Reward, RolloutTree, ToolCall, derive_seed
+from arpo.types import Leaf, Reward, RolloutTree, StopReason, ToolCall, derive_seed
 
 AT_A_TIME = 256  # questions or programs under way
 THINK, ANSWER = "<think>{}</think>", "<think>The answer is {}.</think><answer>\\boxed{{{}}}</answer>"
@@ -47,7 +47,7 @@ async def gsm8k_traces(source: str, out: Path, limit: int | None = None) -> None
             programs.append((name, question, make_program(question, solution)))
         except ValueError as reason:
             left_out[str(reason)] += 1
-    with _writing(out) as write, Toolbox([build_python(open_sandbox(512, False))]) as tools:
+    with _writing(out) as write, Toolset([build_python(open_sandbox(512, False))]) as tools:
         with progress_bar("running programs", len(programs)) as bar:
             for first in range(0, len(programs), AT_A_TIME):
                 part = programs[first : first + AT_A_TIME]
@@ -123,7 +123,7 @@ def right_traces(
         trace = _trace(tree, leaf)
         if tree.infra_fault(leaf):
             left_out["a tool was broken"] += 1
-        elif leaf.end is not End.ANSWER or reward.parts["format"] != 1 or reward.parts["correct"] != 1:
+        elif leaf.end is not StopReason.ANSWER or reward.parts["format"] != 1 or reward.parts["correct"] != 1:
             left_out["not right, or not in the right format"] += 1
         elif trace in traces:
             left_out["the same as another path"] += 1

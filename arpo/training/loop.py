@@ -1,6 +1,6 @@
 """The training loop: sample trees, reward, credit, update, log; again.
 
-A step depends on nothing but the config, the step's number, the weights and the optimiser: which questions it takes and
+A step depends on nothing but the config, the step's number, the weights and the optimizer: which questions it takes and
 every random number are derived from the seed. So a run that was stopped and resumed equals one that was not (to the
 last bit on a CPU with deterministic tools).
 """
@@ -24,31 +24,40 @@ from arpo.data.order import batch_of, outcome
 from arpo.errors import ArpoError, Diverged
 from arpo.evaluation.evaluate import Evaluation
 from arpo.rewards import fault_metrics, unjudged
-from arpo.runs.run_dir import RunLog
-from arpo.trainer.dist.process_group import Ranks
+from arpo.runs.run_dir import RunDir
+from arpo.trainer.dist.process_group import ProcessGroup
 from arpo.trainer.dist.sharded import ShardedTrainer
 from arpo.trainer.dist.worker import order
 from arpo.trainer.trainer import Trainer
-from arpo.training.checkpoints import Keeper, open_directory
-from arpo.training.monitor import Guard
-from arpo.training.sampler import Grower, Here, Scored, Session, kept, open_session, teaches, without_room
-from arpo.training.setup import Bench, find_model, make_bench, make_model
+from arpo.training.checkpoints import CheckpointManager, open_directory
+from arpo.training.monitor import CollapseMonitor
+from arpo.training.sampler import (
+    Grower,
+    Here,
+    Scored,
+    Session,
+    has_learning_signal,
+    kept,
+    minimal_engine_config,
+    open_session,
+)
+from arpo.training.setup import Bench, build_bench, build_model, find_model
 from arpo.types import Reward, RolloutTree, derive_seed
 
 # What may change when a run is resumed.
-MAY_CHANGE = (
+RESUMABLE_KEYS = (
     "train.steps:",
     "train.budget:",
-    "train.budget_of:",
+    "train.budget_unit:",
     "train.lr:",
-    "loss.entropy:",
-    "loss.kl:",
-    "rollout.kv_tokens:",
+    "loss.entropy_coef:",
+    "loss.kl_coef:",
+    "rollout.kv_cache_tokens:",
     "rollout.servers:",
     "sft.",
     "cluster.",
 )
-SIGN = "reward"  # what every record of such a run has
+RUN_KIND_METRIC = "reward"  # what every record of such a run has
 T = TypeVar("T")
 
 
@@ -57,7 +66,7 @@ class Run:
     """A session that is being trained and logged."""
 
     session: Session
-    keeper: Keeper
+    keeper: CheckpointManager
 
     @property
     def trainer(self) -> Trainer:
@@ -65,7 +74,7 @@ class Run:
         return self.keeper.trainer
 
     @property
-    def log(self) -> RunLog:
+    def log(self) -> RunDir:
         """Its directory."""
         return self.keeper.log
 
@@ -77,45 +86,49 @@ class Run:
 
 @contextmanager
 def open_run(
-    config: Config, resume: bool = False, ranks: Ranks | None = None, grower: Grower | None = None
+    config: Config, resume: bool = False, ranks: ProcessGroup | None = None, grower: Grower | None = None
 ) -> Iterator[Run]:
     """A new run in `run.dir`, or one that goes on there from its last checkpoint. Holds the directory until left.
 
     With `ranks`, of which this is the first, the others train along. With a `grower`, that samples.
     """
     with ExitStack() as stack:
-        need_cluster(config, grower)
-        bench = make_bench(config)
+        require_cluster_settings(config, grower)
+        bench = build_bench(config)
         stack.callback(bench.tools.close)
         if config.eval.every:
-            need_test_questions(bench)
-        if config.loss.kl and config.train.lora_rank and config.model.adapter is not None:
+            require_test_tasks(bench)
+        if config.loss.kl_coef and config.train.lora_rank and config.model.adapter is not None:
             raise ArpoError(
-                "loss.kl: the adapter that is trained on is not part of the model it would be compared with; "
-                "use loss.kl=0, or train.lora_rank=0 to train all weights"
+                "loss.kl_coef: the adapter that is trained on is not part of the model it would be compared with; "
+                "use loss.kl_coef=0, or train.lora_rank=0 to train all weights"
             )
-        if config.train.resample and config.data.curriculum:
-            raise ArpoError("train.resample: use 0 with data.curriculum, which passes over settled questions already")
-        if config.train.resample and config.advantage.baseline == "batch":
+        if config.train.dynamic_sampling_rounds and config.data.curriculum:
             raise ArpoError(
-                'train.resample: use 0 with advantage.baseline="batch", under which questions whose paths all earned '
+                "train.dynamic_sampling_rounds: use 0 with data.curriculum, which passes over settled questions already"
+            )
+        if config.train.dynamic_sampling_rounds and config.advantage.baseline == "batch":
+            raise ArpoError(
+                'train.dynamic_sampling_rounds: use 0 with advantage.baseline="batch", under which questions whose paths all earned '
                 "the same teach something too"
             )
         sessions: list[Session] = []
 
         def load(latest: Config) -> Trainer:
-            opened = open_session(latest if grower is None else without_room(latest), bench)
+            opened = open_session(latest if grower is None else minimal_engine_config(latest), bench)
             sessions.append(replace(opened, config=latest, grower=grower or Here()))
-            apart = config.loss.kl and not config.train.lora_rank  # from a model of its own, the one before training
-            reference = make_model(config, bench, lambda *_: None)[0] if apart else None
+            apart = (
+                config.loss.kl_coef and not config.train.lora_rank
+            )  # from a model of its own, the one before training
+            reference = build_model(config, bench, lambda *_: None)[0] if apart else None
             given = sessions[0].model, sessions[0].agent.tokenizer, config, reference
             if ranks is None:
                 return Trainer(*given)
             first, now = (find_model(of, bench, lambda *_: None) for of in (config, latest))
-            with ranks.jointly("open", order(config, now, first if apart else None)):
+            with ranks.collective("open", order(config, now, first if apart else None)):
                 return ShardedTrainer(*given, ranks)
 
-        keeper = stack.enter_context(open_directory(config, resume, load, MAY_CHANGE, SIGN))
+        keeper = stack.enter_context(open_directory(config, resume, load, RESUMABLE_KEYS, RUN_KIND_METRIC))
         session = sessions[0]
         if config.data.curriculum:
             session.outcomes.extend(record["outcomes"] for record in keeper.log.read_metrics())
@@ -126,9 +139,9 @@ async def train(run: Run) -> int:
     """Train to the configured number of steps or the end of the budget; returns the last step done."""
     session, step = run.session, run.step
     config, grower = session.config, session.grower
-    guard = Guard(run.keeper, config.train.on_collapse)
-    guard.heed()
-    limit, spending = config.train.budget or math.inf, config.train.budget_of
+    guard = CollapseMonitor(run.keeper, config.train.on_collapse)
+    guard.check()
+    limit, spending = config.train.budget or math.inf, config.train.budget_unit
     spent = sum(record[spending] for record in run.log.read_metrics()) if config.train.budget else 0
     if step >= config.train.steps:
         console.print(f"Nothing to do: the run is at step {step}, train.steps is {config.train.steps}.")
@@ -136,7 +149,7 @@ async def train(run: Run) -> int:
     if spent >= limit:
         console.print(f"Nothing to do: the run has spent {spent:,} of {limit:,} {spending}.")
         return step
-    await grower.renew(session, step)
+    await grower.sync_weights(session, step)
     console.print(HEADER)
     if step and config.eval.every and step % config.eval.every == 0:
         await _make_up_test(run, step)
@@ -149,9 +162,9 @@ async def train(run: Run) -> int:
                 with run.keeper.saving(step):
                     trees, rewards = await sampling.of(step + 1)
                 seconds = {"rollout_seconds": time.monotonic() - started}
-                told = grower.told(session, step + 1)
+                told = grower.step_metrics(session, step + 1)
                 try:
-                    if config.cluster.ahead:
+                    if config.cluster.max_off_policy_steps:
                         metrics = await in_thread(lambda: learn_step(run, step + 1, trees, rewards))  # noqa: B023
                     else:
                         metrics = learn_step(run, step + 1, trees, rewards)
@@ -162,28 +175,28 @@ async def train(run: Run) -> int:
                 step += 1
                 with run.keeper.saving(step):
                     try:
-                        await grower.renew(session, step)
+                        await grower.sync_weights(session, step)
                         if config.eval.every and step % config.eval.every == 0:
                             metrics |= await _tested(run, step)
                     finally:  # a step that was learnt is logged, tested or not
                         seen = {"outcomes": session.outcomes[-1]} if config.data.curriculum else {}
                         run.keeper.record(step, guard.seen(step, {**metrics, **seen}))
                 console.print(step_line(step, metrics))
-                guard.heed()
-                learnt += metrics["optimiser_steps"]
+                guard.check()
+                learnt += metrics["optimizer_steps"]
                 spent += metrics[spending]
                 run.keeper.step_done(step, config.train.steps if spent < limit else step)
     finally:
         await sampling.stop()
-    if wasted := grower.wasted():
-        run.keeper.amend(step, wasted)
+    if discarded_metrics := grower.discarded_metrics():
+        run.keeper.amend(step, discarded_metrics)
     if not learnt:
         console.print("Nothing was learnt: for every question, all paths earned the same. `arpo rollout` shows why.")
     return step
 
 
 class Sampling:
-    """The steps that are being sampled: the one that is asked for, and `cluster.ahead` more behind it."""
+    """The steps that are being sampled: the one that is asked for, and `cluster.max_off_policy_steps` more behind it."""
 
     def __init__(self, session: Session) -> None:
         self._session, self._tasks = session, dict[int, asyncio.Task[Scored]]()
@@ -191,9 +204,9 @@ class Sampling:
     async def of(self, step: int) -> Scored:
         """The trees of a step; the next ones are begun, too."""
         config = self._session.config
-        if not config.cluster.ahead:
+        if not config.cluster.max_off_policy_steps:
             return await sample_step(self._session, step)
-        for number in range(step, min(step + config.cluster.ahead, config.train.steps) + 1):
+        for number in range(step, min(step + config.cluster.max_off_policy_steps, config.train.steps) + 1):
             if number not in self._tasks:
                 self._tasks[number] = asyncio.create_task(sample_step(self._session, number))
         return await self._tasks.pop(step)
@@ -222,7 +235,7 @@ async def in_thread(work: Callable[[], T]) -> T:
 async def _tested(run: Run, step: int) -> dict[str, float]:
     """The metrics of a test on the way."""
     result = await test(run.session)
-    await run.session.grower.renew(run.session, step)  # what testing left in its memory must not matter
+    await run.session.grower.sync_weights(run.session, step)  # what testing left in its memory must not matter
     return {"test_accuracy": result.accuracy, "test_format": result.format_rate}
 
 
@@ -235,14 +248,14 @@ async def _make_up_test(run: Run, step: int) -> None:
 async def sample_step(session: Session, step: int) -> Scored:
     """The trees of one step's questions, with their rewards: a tree is scored while others grow. Changes nothing.
 
-    With `train.resample`, the trees of questions that replace such as teach nothing come after these.
+    With `train.dynamic_sampling_rounds`, the trees of questions that replace such as teach nothing come after these.
     """
     config, parts = session.config, session.bench.parts
-    count, again = config.train.prompts, config.train.resample
+    count, again = config.train.batch_size, config.train.dynamic_sampling_rounds
     trees: list[RolloutTree] = []
     rewards: list[tuple[Reward, ...]] = []
     for turn in range(again + 1):
-        missing = count - sum(map(teaches, repeat(config), trees, rewards))
+        missing = count - sum(map(has_learning_signal, repeat(config), trees, rewards))
         if not missing:
             break
         if turn:
@@ -263,7 +276,7 @@ def learn_step(
 ) -> dict[str, float]:
     """Credit and train on one step's trees; returns the step's metrics."""
     config, started = run.session.config, time.monotonic()
-    aged = staleness(trees, step, config.cluster.ahead) if config.cluster.address else {}
+    aged = staleness(trees, step, config.cluster.max_off_policy_steps) if config.cluster.address else {}
     keep = [kept(config, tree, group) for tree, group in zip(trees, rewards, strict=True)]
     credits = credit(trees, rewards, config.advantage, keep)
     if config.data.curriculum:
@@ -271,8 +284,8 @@ def learn_step(
     if config.run.save_trees:
         run.log.write_trees(step, trees, rewards, credits)
     taught = list(range(len(trees)))
-    if config.train.resample:
-        taught = [number for number in taught if teaches(config, trees[number], rewards[number])]
+    if config.train.dynamic_sampling_rounds:
+        taught = [number for number in taught if has_learning_signal(config, trees[number], rewards[number])]
     learnt = run.trainer.update([trees[number] for number in taught], [credits[number] for number in taught])
     sampled = {
         **rollout_metrics(trees, rewards, config.branching.probe_tokens),
@@ -293,7 +306,7 @@ def _outcome(tree: RolloutTree, rewards: Sequence[Reward]) -> str:
 async def test(session: Session) -> Evaluation:
     """Evaluate the current weights on held-out questions."""
     config = session.config
-    need_test_questions(session.bench)
+    require_test_tasks(session.bench)
     with progress_bar("evaluating", min(config.eval.questions, len(session.bench.test))) as bar:
 
         def done() -> None:
@@ -302,13 +315,13 @@ async def test(session: Session) -> Evaluation:
         return await session.grower.test(session, done)
 
 
-def need_test_questions(bench: Bench) -> None:
+def require_test_tasks(bench: Bench) -> None:
     """Raise if there are none."""
     if not bench.test:
         raise ArpoError("data.test: there are no held-out questions; name a file of them")
 
 
-def need_cluster(config: Config, grower: Grower | None) -> None:
+def require_cluster_settings(config: Config, grower: Grower | None) -> None:
     """Raise if the settings want a cluster that is not there, or more than it can do."""
     cluster = config.cluster
     if cluster.address is None:
@@ -325,9 +338,11 @@ def need_cluster(config: Config, grower: Grower | None) -> None:
             "rollout.servers: every actor would load its own weights there; use rollout.servers=[] on a cluster, where "
             "rollout.engine=vllm starts one vLLM in each actor"
         )
-    if cluster.ahead and config.loss.importance_cap is None:
+    if cluster.max_off_policy_steps and config.loss.importance_cap is None:
         raise ArpoError(
-            "cluster.ahead: trees that older weights sampled must be weighed; give loss.importance_cap=2 as well"
+            "cluster.max_off_policy_steps: trees that older weights sampled must be weighed; give loss.importance_cap=2 as well"
         )
-    if cluster.ahead and config.data.curriculum:
-        raise ArpoError("cluster.ahead: use 0 with data.curriculum, which waits for the outcomes of every step")
+    if cluster.max_off_policy_steps and config.data.curriculum:
+        raise ArpoError(
+            "cluster.max_off_policy_steps: use 0 with data.curriculum, which waits for the outcomes of every step"
+        )

@@ -18,7 +18,7 @@ from arpo.config.schema import Config
 from arpo.engine.local.kv_cache import BLOCK
 from arpo.evaluation.evaluate import Evaluation, evaluate
 from arpo.rewards import RewardFn, Scorer, overlong, reward_from, unjudged
-from arpo.training.setup import Bench, fit_prompts, make_agent, make_bench, make_model
+from arpo.training.setup import Bench, build_agent, build_bench, build_model, fit_prompts
 from arpo.types import Reward, RolloutTree, Task
 
 Scored = tuple[list[RolloutTree], list[tuple[Reward, ...]]]
@@ -28,7 +28,7 @@ Scored = tuple[list[RolloutTree], list[tuple[Reward, ...]]]
 class Grower(Protocol):
     """What grows and scores the trees of a session: this process (`Here`), or others (`arpo.cluster`)."""
 
-    async def renew(self, session: Session, step: int) -> None:
+    async def sync_weights(self, session: Session, step: int) -> None:
         """The session's model now has the weights of this step: sample from these."""
         ...
 
@@ -40,11 +40,11 @@ class Grower(Protocol):
         """Ask the newest weights the held-out questions; `done` is called after each."""
         ...
 
-    def told(self, session: Session, step: int) -> dict[str, float]:
+    def step_metrics(self, session: Session, step: int) -> dict[str, float]:
         """Metrics of the step whose trees were just grown."""
         ...
 
-    def wasted(self) -> dict[str, float]:
+    def discarded_metrics(self) -> dict[str, float]:
         """Metrics of what was grown for steps that were not told of."""
         ...
 
@@ -52,9 +52,9 @@ class Grower(Protocol):
 class Here:
     """Grows trees in this process, one step at a time."""
 
-    async def renew(self, session: Session, step: int) -> None:
+    async def sync_weights(self, session: Session, step: int) -> None:
         """The engine shares the session's model: it only has to forget what it computed."""
-        await session.agent.engine.update_weights(step)
+        await session.agent.engine.sync_weights(step)
 
     async def grow(self, session: Session, tasks: Sequence[Task], seeds: Sequence[int], step: int) -> Scored:
         """All at the same time, `rollout.concurrency` paths of them."""
@@ -66,11 +66,11 @@ class Here:
         given = session.agent, session.bench.test, config.eval, config.rollout, session.reward, config.seed
         return await evaluate(*given, done, config.reward.workers)
 
-    def told(self, session: Session, step: int) -> dict[str, float]:
+    def step_metrics(self, session: Session, step: int) -> dict[str, float]:
         """What the engine did."""
         return {f"engine_{name}": value for name, value in session.agent.engine.stats().items()}
 
-    def wasted(self) -> dict[str, float]:
+    def discarded_metrics(self) -> dict[str, float]:
         """Nothing ever is."""
         return {}
 
@@ -94,12 +94,12 @@ class Session:
 
 def open_session(config: Config, bench: Bench | None = None, threaded: bool | None = None) -> Session:
     """Load (or make) the model that the config names and all that goes with it; `threaded` as in `make_agent`."""
-    bench = bench or make_bench(config)
+    bench = bench or build_bench(config)
     reward = reward_from(config.reward)
     if config.reward.overlong:
         reward = overlong(reward, config.reward.overlong, config.rollout.max_tokens)
     model, tokenizer = load_shown(config, bench)
-    agent = make_agent(config, bench, model, tokenizer, threaded)
+    agent = build_agent(config, bench, model, tokenizer, threaded)
     return Session(config, fit_prompts(bench, agent, config.data.max_prompt_tokens), model, agent, reward)
 
 
@@ -116,7 +116,7 @@ def load_shown(config: Config, bench: Bench) -> tuple[Any, Any]:
             note = f"loss {loss:.3f}" if step else "writing examples"
             bar.update(bar.task_ids[0], completed=step, total=steps, note=note, visible=True)
 
-        return make_model(config, bench, show)
+        return build_model(config, bench, show)
 
 
 async def grow_here(
@@ -127,7 +127,7 @@ async def grow_here(
     with Scorer(session.reward, config.reward.workers) as scorer:
 
         async def mixed(tree: RolloutTree) -> bool:
-            return teaches(config, tree, (await scorer.rewards([tree]))[0])
+            return has_learning_signal(config, tree, (await scorer.rewards([tree]))[0])
 
         given = session.agent, tasks, config.rollout, config.branching, seeds, scorer.add, mixed, slots
         trees = await rollouts(*given)
@@ -137,16 +137,16 @@ async def grow_here(
 def kept(config: Config, tree: RolloutTree, rewards: Sequence[Reward]) -> list[bool]:
     """Which paths count: not those that something broken spoilt, unless the settings say so."""
     spoiled = [tree.infra_fault(leaf) or unjudged(reward) for leaf, reward in zip(tree.leaves, rewards, strict=True)]
-    return [not (config.train.drop_infra and bad) for bad in spoiled]
+    return [not (config.train.mask_infra_faults and bad) for bad in spoiled]
 
 
-def teaches(config: Config, tree: RolloutTree, rewards: Sequence[Reward]) -> bool:
+def has_learning_signal(config: Config, tree: RolloutTree, rewards: Sequence[Reward]) -> bool:
     """Whether the paths of a question that count earned different rewards."""
     return len({reward.total for reward in compress(rewards, kept(config, tree, rewards))}) > 1
 
 
-def without_room(config: Config) -> Config:
+def minimal_engine_config(config: Config) -> Config:
     """The same settings with an engine that takes no memory, since it samples nothing."""
-    small = {"engine": "local", "servers": (), "kv_tokens": 2 * BLOCK, "concurrency": 1}
+    small = {"engine": "local", "servers": (), "kv_cache_tokens": 2 * BLOCK, "concurrency": 1}
     rollout = config.rollout.model_copy(update=small)
     return config.model_copy(update={"rollout": rollout})

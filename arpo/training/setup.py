@@ -10,11 +10,11 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arpo.agent.formats import CallFormat, make_format
+from arpo.agent.formats import CallFormat, build_format
 from arpo.agent.traces import encode_examples, read_examples
 from arpo.algorithm.rollout import Agent
 from arpo.builtin.cold_start import coldstart
-from arpo.builtin.world import World, make_world
+from arpo.builtin.world import World, build_world
 from arpo.cli.display import console, printable
 from arpo.config.keys import key_from
 from arpo.config.loading import config_from_resolved
@@ -22,14 +22,14 @@ from arpo.config.plugins import load_object, names_object
 from arpo.config.schema import Config, Mcp, Model
 from arpo.data.order import Part
 from arpo.data.tasks import Columns, load_tasks
-from arpo.engine.build import make_engine
+from arpo.engine.build import build_engine
 from arpo.errors import ArpoError
 from arpo.models.load import load_trainable
 from arpo.models.lora import has_adapter
 from arpo.runs.run_dir import is_run, open_run
 from arpo.tools.base import Tool
 from arpo.tools.cache import ToolCache
-from arpo.tools.executor import Toolbox
+from arpo.tools.executor import Toolset
 from arpo.tools.search import (
     PROVIDERS,
     build_search,
@@ -55,7 +55,7 @@ class Bench:
 
     parts: tuple[Part, ...]
     test: tuple[Task, ...]
-    tools: Toolbox
+    tools: Toolset
     world: World
 
     @property
@@ -64,9 +64,9 @@ class Bench:
         return tuple(task for part in self.parts for task in part.tasks)
 
 
-def make_bench(config: Config) -> Bench:
+def build_bench(config: Config) -> Bench:
     """Load the questions and build the tools; every mistake in them is found here, before any model is loaded."""
-    world = make_world(config.world)
+    world = build_world(config.world)
     settings = config.data
     prefix = "data.mix." if settings.mix else "data."
     parts = tuple(
@@ -78,7 +78,7 @@ def make_bench(config: Config) -> Bench:
         test = _tasks(source, Columns.named(settings), settings.bad_rows, world.test) if source else ()
     except ArpoError as error:
         raise ArpoError(f"{error}\n(it is data.test; training can do without: data.test=none)") from None
-    tools = make_tools(config, world)
+    tools = build_tools(config, world)
     try:
         read_examples(config.rollout.examples, call_format(config, tools))
     except ArpoError:
@@ -124,7 +124,7 @@ def fit_prompts(bench: Bench, agent: Agent, max_tokens: int | None) -> Bench:
     return replace(bench, parts=parts)
 
 
-def make_tools(config: Config, world: World) -> Toolbox:
+def build_tools(config: Config, world: World) -> Toolset:
     """The tools that the config enables, ready to be called; close them when done."""
     settings = config.tools
     wrong = [name for name in settings.enabled if name not in BUILT_IN and not names_object(name)]
@@ -135,7 +135,7 @@ def make_tools(config: Config, world: World) -> Toolbox:
         tools = [BUILT_IN[name](config, world) if name in BUILT_IN else _own(name) for name in settings.enabled]
         for server in settings.mcp:
             tools += opened.enter_context(_connect(server, settings.timeout)).tools
-        box = Toolbox(tools, ToolCache(settings.cache, settings.cache_mode) if settings.cache else None)
+        box = Toolset(tools, ToolCache(settings.cache, settings.cache_mode) if settings.cache else None)
         missing = sorted(set(config.reward.bonus_tools) - set(box))
         if config.reward.bonus and missing and config.reward.function is None:
             names = ", ".join(missing)
@@ -144,9 +144,9 @@ def make_tools(config: Config, world: World) -> Toolbox:
         return box
 
 
-def call_format(config: Config, tools: Toolbox) -> CallFormat:
+def call_format(config: Config, tools: Toolset) -> CallFormat:
     """How these tools are called."""
-    return make_format(config.rollout.format, [tool.spec for tool in tools.values()])
+    return build_format(config.rollout.format, [tool.spec for tool in tools.values()])
 
 
 def world_tools(config: Config, world: World) -> dict[str, Tool]:
@@ -233,7 +233,7 @@ BUILT_IN: dict[str, Callable[[Config, World], Tool]] = {"search": _search, "pyth
 """The tools that `tools.enabled` can name."""
 
 
-def make_model(config: Config, bench: Bench, progress: Progress) -> tuple[Any, Any]:
+def build_model(config: Config, bench: Bench, progress: Progress) -> tuple[Any, Any]:
     """The model and its tokenizer; the built-in model is made first if need be."""
     return load_trainable(find_model(config, bench, progress), config.train, config.seed)
 
@@ -267,7 +267,7 @@ def _of_run(model: Model) -> Model:
     return _of_run(model.model_copy(update={"path": base})).model_copy(update=trained)
 
 
-def make_agent(config: Config, bench: Bench, model: Any, tokenizer: Any, threaded: bool | None = None) -> Agent:
+def build_agent(config: Config, bench: Bench, model: Any, tokenizer: Any, threaded: bool | None = None) -> Agent:
     """The agent that plays rollouts; its engine has a thread of its own (`threaded`) if some tool takes time."""
     if threaded is None:
         threaded = not all(tool.quick for tool in bench.tools.values())
@@ -276,7 +276,7 @@ def make_agent(config: Config, bench: Bench, model: Any, tokenizer: Any, threade
             "rollout.engine: vLLM gets an adapter merged into the model, and in 16 bits most of what was trained would "
             "be rounded away; use rollout.engine=local, model.dtype=float32, or train.lora_rank=0"
         )
-    engine = make_engine(config.rollout, model, tokenizer, partial(save_untied, model, tokenizer), threaded)
+    engine = build_engine(config.rollout, model, tokenizer, partial(save_untied, model, tokenizer), threaded)
     fmt = call_format(config, bench.tools)
     traces, limit = read_examples(config.rollout.examples, fmt), config.tools.result_tokens
     return Agent(engine, tokenizer, bench.tools, fmt, limit, encode_examples(traces, tokenizer, fmt, limit))

@@ -6,7 +6,7 @@ negative log-likelihood of these tokens.
 
 Promises: each epoch goes through all traces once, in an order of its own that follows from the seed, so a run that was
 stopped and resumed equals one that was not (to the last bit on a CPU).
-Does not cover: `train.steps`, `train.prompts` and `train.minibatches`, which are those of `arpo train`; evaluation on
+Does not cover: `train.steps`, `train.batch_size` and `train.minibatches`, which are those of `arpo train`; evaluation on
 the way (`arpo eval RUN` does it afterwards).
 """
 
@@ -20,43 +20,43 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 
-from arpo.agent.formats import make_format
-from arpo.agent.traces import Lesson, encode_trace, need_traces, read_traces
-from arpo.builtin.world import make_world
+from arpo.agent.formats import build_format
+from arpo.agent.traces import SFTExample, encode_trace, read_traces, require_traces
+from arpo.builtin.world import build_world
 from arpo.cli.display import SFT_HEADER, console, printable, progress_bar, sft_line
 from arpo.config.schema import Config, Loss
 from arpo.data.tasks import complaint
 from arpo.trainer.trainer import Trainer
-from arpo.training.checkpoints import Keeper, open_directory
+from arpo.training.checkpoints import CheckpointManager, open_directory
 from arpo.training.sampler import load_shown
-from arpo.training.setup import Bench, make_tools
+from arpo.training.setup import Bench, build_tools
 from arpo.types import derive_seed
 
-MAY_CHANGE = ("sft.epochs:", "sft.lr:", "train.steps:")  # when a run is resumed
-SIGN = "epoch"  # what every record of such a run has
+RESUMABLE_KEYS = ("sft.epochs:", "sft.lr:", "train.steps:")  # when a run is resumed
+RUN_KIND_METRIC = "epoch"  # what every record of such a run has
 KEPT = ("loss", "grad_norm", "trained_tokens", "computed_tokens", "train_entropy")  # of a training step's metrics
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class SFTRun:
     """A run of supervised fine-tuning: what is taught in each step, and what keeps it."""
 
-    lessons: Sequence[Lesson]
+    lessons: Sequence[SFTExample]
     batches: Sequence[tuple[float, Sequence[int]]]  # per step: epochs done after it, and which lessons it takes
-    keeper: Keeper
+    keeper: CheckpointManager
 
 
 @contextmanager
-def open_course(config: Config, resume: bool = False) -> Iterator[Course]:
+def open_sft(config: Config, resume: bool = False) -> Iterator[SFTRun]:
     """A new run in `run.dir`, or one that goes on there from its last checkpoint. Holds the directory until left."""
     with ExitStack() as stack:
-        world = make_world(config.world)
-        tools = make_tools(config, world)
+        world = build_world(config.world)
+        tools = build_tools(config, world)
         stack.callback(tools.close)
-        fmt = make_format(config.rollout.format, [tool.spec for tool in tools.values()])
+        fmt = build_format(config.rollout.format, [tool.spec for tool in tools.values()])
         reading = read_traces(config.sft.data, fmt)
-        need_traces(reading.traces, reading.problems, reading.source, config.data.bad_rows)
-        lessons: list[Lesson] = []
+        require_traces(reading.traces, reading.problems, reading.source, config.data.bad_rows)
+        lessons: list[SFTExample] = []
 
         def load(latest: Config) -> Trainer:
             model, tokenizer = load_shown(latest, Bench((), (), tools, world))
@@ -64,12 +64,12 @@ def open_course(config: Config, resume: bool = False) -> Iterator[Course]:
             lessons.extend(_fitting(encoded, model.config.max_position_embeddings, config, reading.problems))
             return Trainer(model, tokenizer, objective(config))
 
-        keeper = stack.enter_context(open_directory(config, resume, load, MAY_CHANGE, SIGN))
+        keeper = stack.enter_context(open_directory(config, resume, load, RESUMABLE_KEYS, RUN_KIND_METRIC))
         counts = [lesson.tokens for lesson in lessons]
-        yield Course(lessons, plan(counts, config.sft.batch_tokens, config.sft.epochs, config.seed), keeper)
+        yield SFTRun(lessons, plan(counts, config.sft.batch_tokens, config.sft.epochs, config.seed), keeper)
 
 
-def _fitting(lessons: Sequence[Lesson], context: int, config: Config, problems: Sequence[str]) -> list[Lesson]:
+def _fitting(lessons: Sequence[SFTExample], context: int, config: Config, problems: Sequence[str]) -> list[SFTExample]:
     """Those that the model can hold; what is wrong with others is said, with what was wrong with rows before."""
     long = [
         f"{config.sft.data}, {lesson.task.id}: has {lesson.tokens} tokens, but the model's context holds {context}"
@@ -77,7 +77,7 @@ def _fitting(lessons: Sequence[Lesson], context: int, config: Config, problems: 
         if lesson.tokens > context
     ]
     fitting = [lesson for lesson in lessons if lesson.tokens <= context]
-    need_traces(fitting, long, config.sft.data, config.data.bad_rows)
+    require_traces(fitting, long, config.sft.data, config.data.bad_rows)
     left_out = [*problems, *long]
     if left_out:
         console.print(f"{len(left_out):,} of {len(lessons) + len(problems):,} traces are left out:")
@@ -87,7 +87,7 @@ def _fitting(lessons: Sequence[Lesson], context: int, config: Config, problems: 
 
 def objective(config: Config) -> Config:
     """The settings under which a training step on trees is one of supervised fine-tuning."""
-    train = config.train.model_copy(update={"lr": config.sft.lr, "warmup": config.sft.warmup, "minibatches": 1})
+    train = config.train.model_copy(update={"lr": config.sft.lr, "warmup": config.sft.warmup_steps, "minibatches": 1})
     rollout = config.rollout.model_copy(update={"temperature": 1.0})
     loss = Loss(kind="cispo", aggregation="token-mean")
     return config.model_copy(update={"train": train, "rollout": rollout, "loss": loss})
@@ -111,7 +111,7 @@ def plan(counts: Sequence[int], batch_tokens: int, epochs: int, seed: int) -> li
     return steps
 
 
-async def teach(course: Course) -> int:
+async def train_sft(course: SFTRun) -> int:
     """Train to the end of the last epoch; returns the last step done."""
     keeper, step, last = course.keeper, course.keeper.step, len(course.batches)
     if step >= last:
@@ -132,7 +132,7 @@ async def teach(course: Course) -> int:
     return step
 
 
-def _step(course: Course, step: int) -> dict[str, float]:
+def _step(course: SFTRun, step: int) -> dict[str, float]:
     started = time.monotonic()
     epoch, numbers = course.batches[step]
     lessons = [course.lessons[number] for number in numbers]

@@ -20,7 +20,7 @@ from arpo.config.loading import changes, shareable
 from arpo.config.schema import Branching
 from arpo.errors import ArpoError
 from arpo.runs.locks import is_live
-from arpo.runs.run_dir import CONFIG, RunLog
+from arpo.runs.run_dir import CONFIG, RunDir
 from arpo.runs.trees import ScoredTree, TreeEntry, describe, tree_to_json
 from arpo.types import Reward, RolloutTree
 from arpo.viewer.folder import Folder, NotThere
@@ -134,7 +134,7 @@ def comparison(folder: Folder, name: str) -> dict[str, Any]:
     return folder.comparison(name)
 
 
-def _studied(log: RunLog, name: str, chosen: Sequence[int]) -> dict[str, Any]:
+def _studied(log: RunDir, name: str, chosen: Sequence[int]) -> dict[str, Any]:
     from arpo.studies.entropy.report import Subject, findings, study_json
     from arpo.studies.entropy.study import study  # only here: they take as long to load as all the rest
 
@@ -150,7 +150,7 @@ def _studied(log: RunLog, name: str, chosen: Sequence[int]) -> dict[str, Any]:
     return {**shown, "findings": findings(found), "steps": list(chosen)}
 
 
-def _quick(log: RunLog, chosen: Sequence[int]) -> list[int]:
+def _quick(log: RunDir, chosen: Sequence[int]) -> list[int]:
     """The last of these steps whose trees can be studied while someone waits; one at least."""
     kept: list[int] = []
     used = 0
@@ -232,27 +232,27 @@ def _record(line: bytes) -> dict[str, Any] | None:
     return value
 
 
-def _with_trees(folder: Folder, run: str, step: int) -> RunLog:
+def _with_trees(folder: Folder, run: str, step: int) -> RunDir:
     log = folder.open(run)
     _check_trees(folder, log, step)
     return log
 
 
-def _check_trees(folder: Folder, log: RunLog, step: int) -> None:
+def _check_trees(folder: Folder, log: RunDir, step: int) -> None:
     for path in log.tree_files(step):
         folder.check(path)
         if not path.is_file():
             raise NotThere(f"there are no trees of step {step}")
 
 
-def _readable(log: RunLog, step: int, number: int) -> ScoredTree | None:
+def _readable(log: RunDir, step: int, number: int) -> ScoredTree | None:
     try:
         return log.read_tree(step, number)
     except ArpoError:
         return None
 
 
-def _described(log: RunLog, step: int, number: int, entry: TreeEntry) -> TreeEntry:
+def _described(log: RunDir, step: int, number: int, entry: TreeEntry) -> TreeEntry:
     scored = _readable(log, step, number)
     return entry if scored is None else describe(scored, entry.offset, entry.length)
 
@@ -261,7 +261,7 @@ def _shown(entry: TreeEntry) -> dict[str, Any]:
     return {key: value for key, value in asdict(entry).items() if key not in ("offset", "length")}
 
 
-def _grown(log: RunLog, chosen: Sequence[int]) -> Iterator[tuple[RolloutTree, tuple[Reward, ...]]]:
+def _grown(log: RunDir, chosen: Sequence[int]) -> Iterator[tuple[RolloutTree, tuple[Reward, ...]]]:
     for step in chosen:
         for number in range(len(log.tree_index(step))):
             scored = _readable(log, step, number)

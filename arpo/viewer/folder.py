@@ -22,7 +22,7 @@ from typing import Any
 
 from arpo.errors import ArpoError
 from arpo.runs.locks import LOCK
-from arpo.runs.run_dir import CONFIG, METRICS, RunLog, is_run, open_run, read_object
+from arpo.runs.run_dir import CONFIG, METRICS, RunDir, is_run, open_run, read_object
 
 DEPTH = 8  # folders in folders that are searched
 RESULTS = "results.json"
@@ -61,7 +61,7 @@ class Folder:
         self._runs, self._comparisons = runs, comparisons
         return runs, comparisons
 
-    def open(self, name: str) -> RunLog:
+    def open(self, name: str) -> RunDir:
         """The run with this id."""
         directory = self._find("run", name)
         for part in (CONFIG, METRICS, LOCK, "trees"):

@@ -180,7 +180,7 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
 
-def make_server(folder: Folder, host: str, port: int) -> Server:
+def build_server(folder: Folder, host: str, port: int) -> Server:
     """A server that listens already; port 0 takes a free one."""
     try:
         return Server(folder, host, port)

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arpo.agent.formats import CallFormat, encode_result, make_format
+from arpo.agent.formats import CallFormat, build_format, encode_result
 from arpo.tools.base import tool
-from arpo.tools.executor import Toolbox, call_tool
+from arpo.tools.executor import Toolset, call_tool
 from arpo.types import Fault, ToolCall, ToolResult
 
 
@@ -28,9 +28,9 @@ def python(code: str, seconds: int = 1) -> str:
     return f"ran {code} {seconds}"
 
 
-BOX = Toolbox([search, python])
+BOX = Toolset([search, python])
 SPECS = [each.spec for each in BOX.values()]
-TAGS, JSON = make_format("tags", SPECS), make_format("json", SPECS)
+TAGS, JSON = build_format("tags", SPECS), build_format("json", SPECS)
 NAMES = ("search", "python", "tool_call", "think", "answer", "result", "browse")
 MARKUP = [f"<{slash}{name}>" for name in NAMES for slash in ("", "/")]
 PIECES = st.one_of(

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from arpo.agent import char_offsets as ends
-from arpo.agent.char_offsets import token_ends
+from arpo.agent.char_offsets import token_char_offsets
 
 SPECIAL = ["<|end|>", "<tool_call>"]
 EURO = [f"<0x{byte:02X}>" for byte in "€".encode()]
@@ -106,7 +106,7 @@ def test_they_are_those_of_all_prefixes(make: Callable[[], Any], data: st.DataOb
     tokenizer = make()
     tokens = data.draw(st.lists(st.integers(0, len(tokenizer) - 1), max_size=24))
     text = tokenizer.decode(tokens)
-    assert token_ends(tokenizer, tokens, text) == _oracle(tokenizer, tokens, text)
+    assert token_char_offsets(tokenizer, tokens, text) == _oracle(tokenizer, tokens, text)
 
 
 @given(st.text(max_size=60))
@@ -120,14 +120,14 @@ def test_texts_of_every_script_need_no_slow_path(text: str) -> None:
 def test_parts_of_a_character_end_where_it_begins() -> None:
     tokenizer = _byte_level()
     tokens = tokenizer.convert_tokens_to_ids(list(_spelt("a€b")))
-    assert token_ends(tokenizer, tokens, "a€b") == (1, 1, 1, 2, 3)
+    assert token_char_offsets(tokenizer, tokens, "a€b") == (1, 1, 1, 2, 3)
 
 
 def test_special_tokens_are_part_of_the_text() -> None:
     tokenizer = _metaspace()
     tokens = tokenizer.convert_tokens_to_ids(["\u2581a", SPECIAL[1], "a", SPECIAL[0]])
     text = tokenizer.decode(tokens)
-    assert [text[:end] for end in token_ends(tokenizer, tokens, text)] == [
+    assert [text[:end] for end in token_char_offsets(tokenizer, tokens, text)] == [
         tokenizer.decode(tokens[: count + 1]) for count in range(4)
     ]
 
@@ -143,8 +143,8 @@ class _Sticky:
 def test_a_long_text_that_is_not_made_of_its_tokens_has_no_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ends, "SLOW_TOKENS", 5)
     tokenizer = _Sticky()
-    assert token_ends(tokenizer, range(5), tokenizer.decode(range(5))) == (0, 0, 0, 0, 5)
-    assert token_ends(tokenizer, range(6), tokenizer.decode(range(6))) == ()
+    assert token_char_offsets(tokenizer, range(5), tokenizer.decode(range(5))) == (0, 0, 0, 0, 5)
+    assert token_char_offsets(tokenizer, range(6), tokenizer.decode(range(6))) == ()
 
 
 class _ByCount:
@@ -159,8 +159,8 @@ class _ByCount:
 
 
 def test_an_end_never_goes_back_and_the_last_is_that_of_the_text() -> None:
-    assert token_ends(_ByCount("a", "x", "ab"), [1, 2, 3], "ab") == (1, 1, 2)
-    assert token_ends(_ByCount("a", "aa", "aaa!"), [1, 1, 1], "aaa!") == (1, 2, 4)
+    assert token_char_offsets(_ByCount("a", "x", "ab"), [1, 2, 3], "ab") == (1, 1, 2)
+    assert token_char_offsets(_ByCount("a", "aa", "aaa!"), [1, 1, 1], "aaa!") == (1, 2, 4)
 
 
 def test_a_long_run_of_broken_characters_is_left_to_the_slow_path() -> None:
@@ -168,7 +168,7 @@ def test_a_long_run_of_broken_characters_is_left_to_the_slow_path() -> None:
     tokens = [tokenizer.convert_tokens_to_ids(_spelt("\u00c0")[1])] * 40
     text = tokenizer.decode(tokens)
     assert text == "\ufffd" * 40 and ends._by_pieces(tokenizer, tokens, text) is None
-    assert token_ends(tokenizer, tokens, text) == tuple(range(1, 41))
+    assert token_char_offsets(tokenizer, tokens, text) == tuple(range(1, 41))
 
 
 def test_ordinary_tokens_are_decoded_once() -> None:
@@ -180,5 +180,5 @@ def test_ordinary_tokens_are_decoded_once() -> None:
             return "".join(chr(65 + token) for token in ids)
 
     tokenizer = Counting()
-    assert token_ends(tokenizer, [0, 1] * 500, "AB" * 500) == tuple(range(1, 1001))
+    assert token_char_offsets(tokenizer, [0, 1] * 500, "AB" * 500) == tuple(range(1, 1001))
     assert sum(decoded) == 2 * (1 + 2)

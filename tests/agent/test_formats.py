@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from arpo.agent.formats import encode_prompt, encode_result, make_format, neutralise
+from arpo.agent.formats import build_format, encode_prompt, encode_result, neutralise
 from arpo.errors import ArpoError
 from arpo.types import ToolCall, ToolSpec
 
@@ -67,7 +67,7 @@ def spec(name: str, *arguments: str, required: int = 1) -> ToolSpec:
 
 
 SPECS = [spec("search", "query"), spec("python", "code")]
-TAGS, JSON = make_format("tags", SPECS), make_format("json", SPECS)
+TAGS, JSON = build_format("tags", SPECS), build_format("json", SPECS)
 
 
 # Prompts.
@@ -374,20 +374,20 @@ def test_stops_and_instructions() -> None:
         for part in ("<think>...</think>", r"<answer>\boxed{...}</answer>", "Use search.", "Use python."):
             assert part in fmt.instructions
     assert "<search>query</search>" in TAGS.instructions and '"query": {"type": "string"}' in JSON.instructions
-    assert "tool" not in make_format("tags", []).instructions
+    assert "tool" not in build_format("tags", []).instructions
 
 
 def test_formats_refuse_what_they_cannot_express() -> None:
     with pytest.raises(ArpoError, match="no call format 'xml'"):
-        make_format("xml", SPECS)
+        build_format("xml", SPECS)
     for name in ("answer", "Think", "a b", "", "<x>"):
         with pytest.raises(ArpoError, match="cannot be named"):
-            make_format("json", [spec(name, "query")])
+            build_format("json", [spec(name, "query")])
     with pytest.raises(ArpoError, match="cannot be named"):
-        make_format("tags", [*SPECS, spec("search", "query")])
+        build_format("tags", [*SPECS, spec("search", "query")])
     number = ToolSpec("wait", "Wait.", {"properties": {"seconds": {"type": "number"}}})
     for bad in (spec("now"), spec("move", "a", "b", required=2), number):
         with pytest.raises(ArpoError, match="use json"):
-            make_format("tags", [bad])
-        assert make_format("json", [bad]).specs == (bad,)
-    assert make_format("tags", [spec("move", "a", "b")]).name == "tags"
+            build_format("tags", [bad])
+        assert build_format("json", [bad]).specs == (bad,)
+    assert build_format("tags", [spec("move", "a", "b")]).name == "tags"

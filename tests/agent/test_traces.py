@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from traces import formats, sum_row, write_rows
 
-from arpo.agent.traces import encode_trace, need_traces, read_traces, write_row
+from arpo.agent.traces import encode_trace, read_traces, require_traces, write_row
 from arpo.algorithm.rollout import Agent, rollout
 from arpo.config.schema import Branching, Rollout
 from arpo.engine.scripted import ScriptedEngine
@@ -119,16 +119,16 @@ def test_every_bad_row_is_named_with_its_reason(tmp_path: Path) -> None:
 def test_bad_rows_are_refused_all_at_once_or_skipped() -> None:
     problems = [f"line {n}" for n in range(25)]
     with pytest.raises(ArpoError) as refused:
-        need_traces([1], problems, "x", "refuse")
+        require_traces([1], problems, "x", "refuse")
     assert str(refused.value).splitlines()[-2:] == [
         "and 5 more",
         "mend the rows, or leave them out with data.bad_rows=skip",
     ]
-    need_traces([1], problems, "x", "skip")
+    require_traces([1], problems, "x", "skip")
     with pytest.raises(ArpoError, match="line 0"):
-        need_traces([], problems, "x", "skip")
+        require_traces([], problems, "x", "skip")
     with pytest.raises(ArpoError, match="x: holds no traces"):
-        need_traces([], [], "x", "skip")
+        require_traces([], [], "x", "skip")
 
 
 def test_parquet_rows_are_read(tmp_path: Path) -> None:
@@ -186,7 +186,9 @@ def test_the_tokens_are_those_of_a_rollout(tokenizer: Any, tmp_path: Path, name:
     fmt = formats(name)
     engine = ScriptedEngine(tokenizer, lambda text, seed: turns[text.count(long[:5])])
     agent = Agent(engine, tokenizer, {"python": python}, fmt, result_tokens=12)
-    tree = asyncio.run(rollout(agent, trace.task, Rollout(leaves=1, initial=1), Branching(policy="never"), 0))
+    tree = asyncio.run(
+        rollout(agent, trace.task, Rollout(num_trajectories=1, num_initial=1), Branching(policy="never"), 0)
+    )
     lesson = encode_trace(trace, tokenizer, fmt, 12)
     assert [(node.kind, node.tokens) for node in tree.nodes] == [(kind, tuple(ids)) for kind, ids in lesson.pieces]
     whole = encode_trace(trace, tokenizer, fmt)

@@ -105,7 +105,7 @@ def test_hard_is_the_mean_of_soft_over_the_paths_through_a_node(scores: list[flo
     rollout, rewards = nested_branches(), [Reward(score) for score in scores]
     soft, hard = (credit([rollout], [rewards], how, [keep])[0] for how in (SOFT, HARD))
     for index, node in enumerate(rollout.nodes):
-        through = [i for i, leaf in enumerate(rollout.leaves) if keep[i] and index in rollout.path(leaf.node)]
+        through = [i for i, leaf in enumerate(rollout.num_trajectories) if keep[i] and index in rollout.path(leaf.node)]
         if node.kind is not Kind.MODEL:
             assert all(index not in one.by_node for one in (*soft, *hard))
             continue
@@ -152,7 +152,7 @@ def test_every_baseline_is_what_its_definition_says(
     how = Advantage.model_validate({"baseline": baseline, "scale": scale})
     totals, keep = [list(scores) for scores, _ in groups], [list(kept) for _, kept in groups]
     rollout = nested_branches()
-    firsts = [[rollout.path(leaf.node)[1] for leaf in rollout.leaves]] * len(groups)
+    firsts = [[rollout.path(leaf.node)[1] for leaf in rollout.num_trajectories]] * len(groups)
     credits = credit([rollout] * len(groups), [[Reward(r) for r in group] for group in totals], how, keep)
     for number, group in enumerate(credits):
         for leaf, one in enumerate(group):

@@ -61,7 +61,7 @@ def test_paths_without_gradient_are_not_there_but_count_and_paths_left_out_do_no
     assert by_path.pair_weight_X.tolist() == pytest.approx(
         [1 / 5 / int(by_path.path_tokens_I[path]) for path in by_path.pair_path_X]
     )
-    with_kl = tree_batch([first, second], credits, Loss(kl=0.1), 1)
+    with_kl = tree_batch([first, second], credits, Loss(kl_coef=0.1), 1)
     assert with_kl.path_tokens_I.tolist() == [5, 3, 4, 3, 4]
 
 
@@ -125,7 +125,7 @@ def parts_below(part: Part) -> list[Part]:
 @given(st.randoms(use_true_random=False), st.integers(1, 40), st.booleans())
 def test_parts_hold_every_token_once_and_fit(rng: random.Random, budget: int, shared: bool) -> None:
     forest = random_forest(rng, "soft")
-    batch = tree_batch(forest.trees, forest.credits, Loss(entropy=0.1), 1, shared)
+    batch = tree_batch(forest.trees, forest.credits, Loss(entropy_coef=0.1), 1, shared)
     parent_N = batch.parent_N.numpy()
 
     def check(part: Part, path: list[int]) -> int:

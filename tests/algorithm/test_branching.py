@@ -56,7 +56,7 @@ def test_reasons_not_to_branch(settings: Branching, entropies: list[float], budg
 
 
 def test_width_is_cut_to_the_budget() -> None:
-    assert [decide(Branching(width=3), [1.0], [2.0], V, budget, 0.0).branches for budget in (5, 3, 2, 1)] == [
+    assert [decide(Branching(branch_width=3), [1.0], [2.0], V, budget, 0.0).branches for budget in (5, 3, 2, 1)] == [
         3,
         3,
         2,
@@ -75,9 +75,9 @@ def test_controls_do_not_look_at_entropies() -> None:
     for entropies in ([0.0], [4.0]):
         drawn = [decide(Branching(policy="random", alpha=0.3), [2.0], entropies, V, 4, u) for u in (0.29, 0.31)]
         assert [(d.branches, d.reason, d.probability) for d in drawn] == [(1, "branched", 0.3), (0, "not drawn", 0.3)]
-        always = decide(Branching(policy="always", width=2), [2.0], entropies, V, 4, 0.999999)
+        always = decide(Branching(policy="always", branch_width=2), [2.0], entropies, V, 4, 0.999999)
         assert (always.branches, always.probability) == (2, 1.0)
-        later = decide(Branching(policy="later"), [2.0], entropies, V, 4, 0.0)
+        later = decide(Branching(policy="posthoc_random"), [2.0], entropies, V, 4, 0.0)
         assert (later.branches, later.reason) == (0, "the policy branches when all paths have ended")
         assert later.entropy == entropies[0]  # what was seen is recorded all the same
     assert decide(Branching(policy="always"), [2.0], [1.0], V, 0, 0.0).reason == "the leaf budget is used up"

@@ -17,7 +17,7 @@ from arpo.rewards import overlong
 from arpo.runs.run_dir import open_run as read_run
 from arpo.trainer.trainer import Trainer
 from arpo.training.loop import open_run, sample_step, train
-from arpo.types import End, Leaf, Reward, RolloutTree, Task, derive_seed
+from arpo.types import Leaf, Reward, RolloutTree, StopReason, Task, derive_seed
 
 __all__ = ["model_path"]
 
@@ -35,7 +35,9 @@ def rewarded_by(settled: set[str], counts: dict[str, int]) -> Any:
 
 @pytest.mark.parametrize("open_questions", [0, 1, 2, 3, 5])
 def test_questions_that_teach_nothing_are_replaced(model_path: Path, tmp_path: Path, open_questions: int) -> None:
-    config = config_for(model_path, tmp_path / "run", "train.resample=2", "reward.workers=1", "train.prompts=3")
+    config = config_for(
+        model_path, tmp_path / "run", "train.dynamic_sampling_rounds=2", "reward.workers=1", "train.batch_size=3"
+    )
     with open_run(config) as run:
         parts = run.session.bench.parts
         first = batch_of(parts, 3, 5, config.seed)
@@ -57,8 +59,13 @@ def test_questions_that_teach_nothing_are_replaced(model_path: Path, tmp_path: P
 
 
 def test_only_questions_with_unequal_rewards_get_all_their_paths(model_path: Path, tmp_path: Path) -> None:
-    changes = ("branching.policy=later", "branching.fill=mixed", "rollout.leaves=6", "rollout.initial=2")
-    config = config_for(model_path, tmp_path / "run", *changes, "reward.workers=1", "train.prompts=4")
+    changes = (
+        "branching.policy=posthoc_random",
+        "branching.fill=informative",
+        "rollout.num_trajectories=6",
+        "rollout.num_initial=2",
+    )
+    config = config_for(model_path, tmp_path / "run", *changes, "reward.workers=1", "train.batch_size=4")
     with open_run(config) as run:
         every = {task.id for part in run.session.bench.parts for task in part.tasks}
         tasks = [task.id for task in batch_of(run.session.bench.parts, 4, 1, config.seed)]
@@ -82,7 +89,9 @@ def test_only_questions_that_teach_are_trained_on_and_all_sampling_is_charged(
         return update(trainer, trees, credits)
 
     monkeypatch.setattr(Trainer, "update", spy)
-    config = config_for(model_path, tmp_path / "run", "train.resample=3", "reward.workers=1", "train.steps=1")
+    config = config_for(
+        model_path, tmp_path / "run", "train.dynamic_sampling_rounds=3", "reward.workers=1", "train.steps=1"
+    )
     with open_run(config) as run:
         counts: dict[str, int] = {}
         every = {task.id for part in run.session.bench.parts for task in part.tasks}
@@ -96,24 +105,28 @@ def test_only_questions_that_teach_are_trained_on_and_all_sampling_is_charged(
     taught = [one for one in scored if any(credit.advantage for credit in one.credits)]
     assert {one.tree.task.id for one in taught} <= {only}
     assert given == [[one.tree.task.id for one in taught]]
-    assert (record["optimiser_steps"] > 0) == bool(taught)
+    assert (record["optimizer_steps"] > 0) == bool(taught)
 
 
 def test_replacing_is_repeated_exactly_by_a_resumed_run(model_path: Path, tmp_path: Path) -> None:
-    run_to_the_end(config_for(model_path, tmp_path / "straight", "train.resample=2", "preset=dapo"))
-    run_to_the_end(config_for(model_path, tmp_path / "halves", "train.resample=2", "preset=dapo", "train.steps=2"))
-    run_to_the_end(config_for(model_path, tmp_path / "halves", "train.resample=2", "preset=dapo"), resume=True)
+    run_to_the_end(config_for(model_path, tmp_path / "straight", "train.dynamic_sampling_rounds=2", "preset=dapo"))
+    run_to_the_end(
+        config_for(model_path, tmp_path / "halves", "train.dynamic_sampling_rounds=2", "preset=dapo", "train.steps=2")
+    )
+    run_to_the_end(
+        config_for(model_path, tmp_path / "halves", "train.dynamic_sampling_rounds=2", "preset=dapo"), resume=True
+    )
     assert_same(tmp_path / "straight", tmp_path / "halves")
 
 
 def test_replacing_needs_questions_that_teach_nothing(model_path: Path, tmp_path: Path) -> None:
-    config = config_for(model_path, tmp_path / "run", "train.resample=2", "advantage.baseline=batch")
+    config = config_for(model_path, tmp_path / "run", "train.dynamic_sampling_rounds=2", "advantage.baseline=batch")
     with pytest.raises(ArpoError, match=r'train\.resample: use 0 with advantage\.baseline="batch"'), open_run(config):
         pass
 
 
 def test_a_curriculum_and_replacing_do_not_go_together(model_path: Path, tmp_path: Path) -> None:
-    config = config_for(model_path, tmp_path / "run", "train.resample=2", "data.curriculum=2")
+    config = config_for(model_path, tmp_path / "run", "train.dynamic_sampling_rounds=2", "data.curriculum=2")
     with pytest.raises(ArpoError, match=r"train\.resample: use 0 with data\.curriculum"), open_run(config):
         pass
 
@@ -124,7 +137,7 @@ def test_a_budget_ends_the_run_with_the_step_that_spends_it(model_path: Path, tm
     spent = [row[what] for row in what_it_left(tmp_path / "whole")[1]]
     assert all(spent)
     for name, budget in (("exact", sum(spent[:3])), ("above", sum(spent[:2]) + 1)):
-        more = (f"train.budget={budget}", f"train.budget_of={what}", "train.steps=1000", "run.checkpoint_every=1000")
+        more = (f"train.budget={budget}", f"train.budget_unit={what}", "train.steps=1000", "run.checkpoint_every=1000")
         run_to_the_end(config_for(model_path, tmp_path / name, *more))
         log = read_run(tmp_path / name)
         assert [row[what] for row in log.read_metrics()] == spent[:3]
@@ -136,7 +149,7 @@ def test_a_budget_ends_the_run_with_the_step_that_spends_it(model_path: Path, tm
 def test_a_stopped_run_remembers_what_it_spent(model_path: Path, tmp_path: Path) -> None:
     run_to_the_end(config_for(model_path, tmp_path / "run", "train.steps=2"))
     spent = sum(row["paths"] for row in read_run(tmp_path / "run").read_metrics())
-    more = (f"train.budget={spent + 1}", "train.budget_of=paths", "train.steps=50")
+    more = (f"train.budget={spent + 1}", "train.budget_unit=trajectories", "train.steps=50")
     run_to_the_end(config_for(model_path, tmp_path / "run", *more), resume=True)
     assert len(read_run(tmp_path / "run").read_metrics()) == 3
 
@@ -145,12 +158,12 @@ def test_long_paths_pay_in_the_last_share_of_their_room() -> None:
     def plain(task: Task, rollout: RolloutTree, leaf: Leaf) -> Reward:
         return Reward(1.1, {"correct": 1.0, "format": 1.0})
 
-    def lost(length: int, end: End = End.ANSWER) -> float:
+    def lost(length: int, end: StopReason = StopReason.ANSWER) -> float:
         rollout = tree([prompt([1] * 7), model(0, [3] * (length - 2)), tool(1, [9]), model(2, [4])], [3], end=end)
-        reward = overlong(plain, 0.2, 50)(rollout.task, rollout, rollout.leaves[0])
+        reward = overlong(plain, 0.2, 50)(rollout.task, rollout, rollout.num_trajectories[0])
         assert reward.parts == {"correct": 1.0, "format": 1.0, "overlong": pytest.approx(reward.total - 1.1)}
         return 1.1 - reward.total
 
     assert [lost(n) for n in (3, 39, 40)] == [0, 0, 0]
     assert [lost(n) for n in (41, 45, 49, 50)] == pytest.approx([0.1, 0.5, 0.9, 1.0])
-    assert lost(20, End.LENGTH) == pytest.approx(1.0)  # what it wanted to add did not fit
+    assert lost(20, StopReason.LENGTH) == pytest.approx(1.0)  # what it wanted to add did not fit

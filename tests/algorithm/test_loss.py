@@ -94,7 +94,7 @@ def test_without_dual_clip_a_bad_token_is_pushed_back_in_full() -> None:
 @pytest.mark.parametrize("move", [-500.0, 500.0])
 def test_extreme_ratios_give_finite_numbers(kind: Any, advantage: float, move: float) -> None:
     for dual_clip in (3.0, None):
-        options = Loss(kind=kind, dual_clip=dual_clip, importance_cap=2.0, kl=0.1)
+        options = Loss(kind=kind, dual_clip=dual_clip, importance_cap=2.0, kl_coef=0.1)
         loss, slopes, metrics = loss_of(single(advantage, options), [move], options, reference=[0.0])
         assert all(map(math.isfinite, (loss, *slopes, *metrics.values())))
 
@@ -102,7 +102,7 @@ def test_extreme_ratios_give_finite_numbers(kind: Any, advantage: float, move: f
 def test_importance_weighs_the_policy_term_alone() -> None:
     """The engine's probability was exp(-1.5), the trainer's exp(-1): a factor of e^0.5, or the cap."""
     for cap, factor in ((1.2, 1.2), (9.0, math.exp(0.5))):
-        options = Loss(importance_cap=cap, entropy=0.1, kl=0.2)
+        options = Loss(importance_cap=cap, entropy_coef=0.1, kl_coef=0.2)
         loss, slopes, _ = loss_of(single(2.0, options), [0.0], options, [1.7], [-0.7])
         far = math.exp(0.3) - 0.3 - 1
         # With an entropy bonus or KL both paths teach, but the second has no token to teach.
@@ -157,7 +157,7 @@ def test_gspo_has_one_ratio_for_each_path() -> None:
 
 @pytest.mark.parametrize("kind", ["ppo", "cispo"])
 def test_disjoint_targets_add_up(kind: Any) -> None:
-    options = Loss(kind=kind, kl=0.1, entropy=0.2, importance_cap=1.1, dual_clip=1.5)
+    options = Loss(kind=kind, kl_coef=0.1, entropy_coef=0.2, importance_cap=1.1, dual_clip=1.5)
     rollout = two_branches()
     batch = tree_batch([rollout], [attribute(rollout, [2.0, -1.0, -1.0], "soft")], options, 1)
     torch.manual_seed(0)
@@ -177,7 +177,7 @@ def test_disjoint_targets_add_up(kind: Any) -> None:
 
 def test_numbers_are_those_of_the_given_tensors() -> None:
     """Nothing is computed in a wider or narrower format than that of the log-probs."""
-    options = Loss(kind="gspo", kl=0.1, entropy=0.1, importance_cap=2.0)
+    options = Loss(kind="gspo", kl_coef=0.1, entropy_coef=0.1, importance_cap=2.0)
     batch = single(1.0, options)
     one = torch.zeros(1, requires_grad=True)
     loss: Tensor = policy_loss(one, one, one.detach(), one.detach(), batch, torch.arange(1), options)[0]

@@ -14,7 +14,7 @@ import arpo.cli.display as display
 from arpo.algorithm.metrics import rollout_metrics, tool_metrics
 from arpo.cli.display import HEADER, print_tree, printable, step_line, tool_lines
 from arpo.tools.stats import ToolStats
-from arpo.types import Decision, End, Fault, Leaf, Node, Reward, RolloutTree, Task, ToolResult
+from arpo.types import Decision, Fault, Leaf, Node, Reward, RolloutTree, StopReason, Task, ToolResult
 
 
 def decided(node: Node, entropy: float, branches: int, initial: float = 0.5) -> Node:
@@ -43,18 +43,18 @@ def test_the_numbers_of_two_trees() -> None:
         "reward": pytest.approx((1.1 + 0.0 - 1.0 + 0.3) / 4),
         "accuracy": 0.25,
         "format": 0.75,
-        "mixed_groups": 0.5,  # the first tree's rewards differ, the second has only one
+        "informative_groups": 0.5,  # the first tree's rewards differ, the second has only one
         "questions": 2,
         "paths": 4,
         "tool_calls": 2,  # the shared one counts once
-        "calls_per_path": 0.75,  # 1 + 1 + 0 of the first tree, 1 of the second
+        "calls_per_trajectory": 0.75,  # 1 + 1 + 0 of the first tree, 1 of the second
         "tool_faults": 0,
         "infra_faults": 1,
         "branches": 1,
         "entropy_start": pytest.approx((1.5 + 0.5 + 0.5) / 3),  # turns that start at a prompt
         "entropy_after_tool": 0.75,
         "sampled_tokens": 2 + 3 + 1 + 4 + 2,
-        "written_tokens": ((2 + 3) + (2 + 1) + 4 + 2) / 4,
+        "completion_tokens": ((2 + 3) + (2 + 1) + 4 + 2) / 4,
         "unique_tokens": 13 + 5,
         "total_tokens": (2 + 2 + 1 + 3) + (2 + 2 + 1 + 1) + (2 + 4) + 5,
         "tool_seconds": 1.5,
@@ -116,24 +116,24 @@ def test_entropies_at_the_start_are_those_of_the_probe() -> None:
 
 
 def test_without_tools_and_with_an_unsampled_path_the_numbers_are_zero() -> None:
-    only_prompt = tree([prompt([1, 2, 3])], [0], end=End.TIME)
+    only_prompt = tree([prompt([1, 2, 3])], [0], end=StopReason.MAX_SECONDS)
     metrics = rollout_metrics([only_prompt], [[scored(-1.0, format_=0.0)]], 20)
     assert metrics == {
         "reward": -1.0,
         "accuracy": 0.0,
         "format": 0.0,
-        "mixed_groups": 0.0,
+        "informative_groups": 0.0,
         "questions": 1,
         "paths": 1,
         "tool_calls": 0,
-        "calls_per_path": 0.0,
+        "calls_per_trajectory": 0.0,
         "tool_faults": 0,
         "infra_faults": 0,
         "branches": 0,
         "entropy_start": 0.0,
         "entropy_after_tool": 0.0,
         "sampled_tokens": 0,
-        "written_tokens": 0.0,
+        "completion_tokens": 0.0,
         "unique_tokens": 3,
         "total_tokens": 3,
         "tool_seconds": 0,
@@ -144,7 +144,7 @@ def test_several_branches_at_one_point_are_all_counted() -> None:
     nodes = [prompt(), model(0, [3]), decided(tool(1), 0.5, 2), model(2, [4]), model(2, [5]), model(2, [6])]
     nodes += [decided(tool(3), 0.25, 0), model(6, [7])]
     metrics = rollout_metrics([tree(nodes, [4, 5, 7])], [[scored(0.0)] * 3], 20)
-    assert (metrics["branches"], metrics["entropy_after_tool"], metrics["mixed_groups"]) == (2, 0.375, 0.0)
+    assert (metrics["branches"], metrics["entropy_after_tool"], metrics["informative_groups"]) == (2, 0.375, 0.0)
 
 
 # What a person sees.
@@ -230,7 +230,9 @@ def test_a_tree_is_shown_with_its_decisions_and_ends(show: Shown) -> None:
         model(2, [4], "<answer>Kelso</answer>"),
         model(2, [5], "<answer>Rome</answer>"),
     ]
-    shown = RolloutTree(TASK, tuple(nodes), (Leaf(4, End.ANSWER), Leaf(3, End.ANSWER), Leaf(1, End.CALLS)))
+    shown = RolloutTree(
+        TASK, tuple(nodes), (Leaf(4, StopReason.ANSWER), Leaf(3, StopReason.ANSWER), Leaf(1, StopReason.MAX_TOOL_CALLS))
+    )
     assert [line.rstrip() for line in show(shown, [scored(0.0), scored(1.1), scored(-1.0)]).splitlines()] == [
         "Where was Mira born?",
         "└── <search>mira</search>",

@@ -225,9 +225,11 @@ def test_a_preset_has_the_gradient_of_its_algorithm(name: str) -> None:
         slow_loss(model, trees, rewards, REFERENCES[name], paths_of(trees, credits), old_of(whole), before).backward()
         expected = gradients(model)
         for shared in (True, False):
-            made = tree_batch(trees, credits, config.loss, MAX_TOKENS, shared=shared, entropy=config.advantage.entropy)
+            made = tree_batch(
+                trees, credits, config.loss, MAX_TOKENS, shared=shared, entropy=config.advantage.entropy_weight
+            )
             old_K = old_logprob(made.engine_logprobs_K)
-            reference_K = evaluate(before, made, TEMPERATURE, 10**9)[0] if config.loss.kl else None
+            reference_K = evaluate(before, made, TEMPERATURE, 10**9)[0] if config.loss.kl_coef else None
             accumulate(model, made, config.loss, TEMPERATURE, 10**9, old_K, reference_K)
             for key, value in gradients(model).items():
                 assert (value - expected[key]).abs().max() <= 1e-5 * expected[key].abs().max(), (key, shared)
@@ -238,10 +240,12 @@ def test_a_preset_branches_as_its_algorithm_does(name: str) -> None:
     plain, found = load_config(None, []).branching, preset(name).branching
     wanted = BRANCHING.get(name, {"policy": "never"})
     assert found == plain.model_copy(update=wanted)
-    assert preset(name).rollout.initial == (16 if wanted.get("policy") == "never" else 8)
+    assert preset(name).rollout.num_initial == (16 if wanted.get("policy") == "never" else 8)
 
 
 def test_what_only_dapo_does() -> None:
     for name in REFERENCES:
         config = preset(name)
-        assert (config.train.resample, config.reward.overlong) == ((3, 0.2) if name == "dapo" else (0, 0.0))
+        assert (config.train.dynamic_sampling_rounds, config.reward.overlong) == (
+            (3, 0.2) if name == "dapo" else (0, 0.0)
+        )

@@ -14,14 +14,14 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from arpo.agent.formats import make_format
+from arpo.agent.formats import build_format
 from arpo.algorithm.rollout import Agent, rollout, rollouts
 from arpo.config.schema import Branching, Rollout
 from arpo.engine.scripted import Script, ScriptedEngine
 from arpo.errors import ArpoError
-from arpo.rewards import make_reward
+from arpo.rewards import build_reward
 from arpo.tools.base import Tool, ToolError, ToolUnavailable, tool
-from arpo.types import End, Fault, Kind, Node, RolloutTree, Task
+from arpo.types import Fault, Kind, Node, RolloutTree, StopReason, Task
 
 TASK = Task("q1", "Where was Mira Tolven born?", ("Upper Kelso",))
 SEARCH = "<think> Find it.</think><search> birthplace of Mira Tolven</search>"
@@ -47,12 +47,14 @@ def python(code: str) -> str:
 def agent(tokenizer: Any, script: Script, *tools: Tool, **engine: Any) -> Agent:
     chosen = {t.spec.name: t for t in (tools or (search, python))}
     engine_ = ScriptedEngine(tokenizer, script, **engine)
-    return Agent(engine_, tokenizer, chosen, make_format("tags", [t.spec for t in chosen.values()]))
+    return Agent(engine_, tokenizer, chosen, build_format("tags", [t.spec for t in chosen.values()]))
 
 
 def grow(who: Agent, how: Rollout | None = None, branching: Branching | None = None, seed: int = 0) -> RolloutTree:
-    tree = clock.run(rollout(who, TASK, how or Rollout(leaves=1, initial=1), branching or Branching(), seed))
-    check(tree, how or Rollout(leaves=1, initial=1))
+    tree = clock.run(
+        rollout(who, TASK, how or Rollout(num_trajectories=1, num_initial=1), branching or Branching(), seed)
+    )
+    check(tree, how or Rollout(num_trajectories=1, num_initial=1))
     return tree
 
 
@@ -76,7 +78,7 @@ def check(tree: RolloutTree, how: Rollout) -> None:
         assert not node.ends or node.ends[-1] == len(node.text)
     for leaf in tree.leaves:
         on_path = [tree.nodes[i] for i in tree.path(leaf.node)]
-        assert sum(node.kind is Kind.TOOL for node in on_path) <= how.max_calls
+        assert sum(node.kind is Kind.TOOL for node in on_path) <= how.max_tool_calls
         assert sum(len(node.tokens) for node in on_path[1:]) <= how.max_tokens
 
 
@@ -97,14 +99,14 @@ def test_one_path(tokenizer: Any) -> None:
         "<result>found: birthplace of Mira Tolven</result>\n",
         ANSWER,
     ]
-    assert [(leaf.node, leaf.end) for leaf in tree.leaves] == [(3, End.ANSWER)]
+    assert [(leaf.node, leaf.end) for leaf in tree.leaves] == [(3, StopReason.ANSWER)]
     assert tree.nodes[2].call is not None
     assert dict(tree.nodes[2].call.args) == {"query": "birthplace of Mira Tolven"}
     assert tokenizer.decode(list(tree.tokens(3))) == "".join(node.text for node in tree.nodes)
 
 
 def test_threshold_hit_opens_a_branch_right_after_the_result(tokenizer: Any) -> None:
-    how = Rollout(leaves=2, initial=1)
+    how = Rollout(num_trajectories=2, num_initial=1)
     tree = grow(agent(tokenizer, turns((SEARCH, LOW), (ANSWER, HIGH))), how, Branching(probe_tokens=3))
     assert kinds(tree) == [(None, "prompt"), (0, "model"), (1, "tool"), (2, "model"), (2, "model")]
     decision = tree.nodes[2].decision
@@ -117,7 +119,7 @@ def test_threshold_hit_opens_a_branch_right_after_the_result(tokenizer: Any) -> 
 
 
 def test_threshold_missed_fills_the_rest_from_the_root(tokenizer: Any) -> None:
-    how = Rollout(leaves=3, initial=1)
+    how = Rollout(num_trajectories=3, num_initial=1)
     tree = grow(agent(tokenizer, turns((SEARCH, HIGH), (ANSWER, LOW))), how)
     assert [node.parent for node in tree.nodes if node.kind is Kind.MODEL].count(0) == 3
     reasons = [node.decision.reason for node in tree.nodes if node.decision]
@@ -128,7 +130,7 @@ def test_threshold_missed_fills_the_rest_from_the_root(tokenizer: Any) -> None:
 
 
 def test_budget_is_shared_by_all_paths_and_never_overdrawn(tokenizer: Any) -> None:
-    how = Rollout(leaves=6, initial=4)
+    how = Rollout(num_trajectories=6, num_initial=4)
     tree = grow(agent(tokenizer, turns((SEARCH, LOW), (ANSWER, HIGH))), how)
     reasons = [node.decision.reason for node in tree.nodes if node.decision]
     assert sorted(reasons) == ["branched", "branched", "the leaf budget is used up", "the leaf budget is used up"]
@@ -136,13 +138,13 @@ def test_budget_is_shared_by_all_paths_and_never_overdrawn(tokenizer: Any) -> No
 
 
 def test_width_opens_several_at_one_point(tokenizer: Any) -> None:
-    how = Rollout(leaves=4, initial=1)
-    tree = grow(agent(tokenizer, turns((SEARCH, LOW), (ANSWER, HIGH))), how, Branching(width=3))
+    how = Rollout(num_trajectories=4, num_initial=1)
+    tree = grow(agent(tokenizer, turns((SEARCH, LOW), (ANSWER, HIGH))), how, Branching(branch_width=3))
     assert [node.parent for node in tree.nodes] == [None, 0, 1, 2, 2, 2, 2]
 
 
 def test_a_branch_branches_again_later_but_not_at_its_own_start(tokenizer: Any) -> None:
-    how = Rollout(leaves=8, initial=1)
+    how = Rollout(num_trajectories=8, num_initial=1)
     tree = grow(agent(tokenizer, turns((SEARCH, LOW), (SEARCH, HIGH), (ANSWER, HIGH))), how)
     # One root path branches after its first result; both then branch after their second: 4 leaves. Then the refill.
     assert [node.parent for node in tree.nodes if node.kind is Kind.MODEL].count(0) == 1 + 4
@@ -153,14 +155,14 @@ def test_a_branch_branches_again_later_but_not_at_its_own_start(tokenizer: Any) 
 
 
 def test_never_branching_is_plain_sampling(tokenizer: Any) -> None:
-    how = Rollout(leaves=3, initial=3)
+    how = Rollout(num_trajectories=3, num_initial=3)
     tree = grow(agent(tokenizer, turns((SEARCH, LOW), (ANSWER, HIGH))), how, Branching(policy="never"))
     assert [node.parent for node in tree.nodes].count(0) == 3
     assert {node.decision.reason for node in tree.nodes if node.decision} == {"the policy never branches"}
 
 
 def test_the_stochastic_rule_follows_its_seed(tokenizer: Any) -> None:
-    how, rule = Rollout(leaves=8, initial=4), Branching(rule="stochastic", alpha=0.5, beta=0.0)
+    how, rule = Rollout(num_trajectories=8, num_initial=4), Branching(rule="stochastic", alpha=0.5, beta=0.0)
     who = agent(tokenizer, turns(SEARCH, SEARCH, ANSWER))
     seen = {seed: [n.decision.branches for n in grow(who, how, rule, seed).nodes if n.decision] for seed in range(8)}
     assert len({tuple(branches) for branches in seen.values()}) > 1
@@ -184,33 +186,33 @@ def test_call_limit_ends_the_path_without_a_call(tokenizer: Any) -> None:
         calls.append(query)
         return "nothing"
 
-    tree = grow(agent(tokenizer, turns(SEARCH), search), Rollout(leaves=1, initial=1, max_calls=2))
-    assert tree.leaves[0].end is End.CALLS
+    tree = grow(agent(tokenizer, turns(SEARCH), search), Rollout(num_trajectories=1, num_initial=1, max_tool_calls=2))
+    assert tree.leaves[0].end is StopReason.MAX_TOOL_CALLS
     assert tree.tool_calls == len(calls) == 2
 
 
 def test_token_limit(tokenizer: Any) -> None:
-    how = Rollout(leaves=1, initial=1, max_tokens=10)
+    how = Rollout(num_trajectories=1, num_initial=1, max_tokens=10)
     tree = grow(agent(tokenizer, lambda prefix, seed: "word " * 50), how)
-    assert (tree.leaves[0].end, len(tree.nodes[1].tokens)) == (End.LENGTH, 10)
+    assert (tree.leaves[0].end, len(tree.nodes[1].tokens)) == (StopReason.LENGTH, 10)
 
 
 def test_a_result_that_does_not_fit_ends_the_path(tokenizer: Any) -> None:
     used = len(tokenizer(SEARCH, add_special_tokens=False).input_ids)
-    tree = grow(agent(tokenizer, turns(SEARCH)), Rollout(leaves=1, initial=1, max_tokens=used + 3))
-    assert (tree.leaves[0].end, kinds(tree)) == (End.LENGTH, [(None, "prompt"), (0, "model"), (1, "tool")])
+    tree = grow(agent(tokenizer, turns(SEARCH)), Rollout(num_trajectories=1, num_initial=1, max_tokens=used + 3))
+    assert (tree.leaves[0].end, kinds(tree)) == (StopReason.LENGTH, [(None, "prompt"), (0, "model"), (1, "tool")])
     assert (tree.nodes[2].tokens, tree.tool_calls) == ((), 1)  # the call was made: it counts, but nobody saw its result
 
 
 def test_the_context_limits_a_path_too(tokenizer: Any) -> None:
     prompt = len(grow(agent(tokenizer, turns(ANSWER))).nodes[0].tokens)
     tree = grow(agent(tokenizer, lambda prefix, seed: "word " * 50, max_context=prompt + 7))
-    assert (tree.leaves[0].end, len(tree.nodes[1].tokens)) == (End.LENGTH, 7)
+    assert (tree.leaves[0].end, len(tree.nodes[1].tokens)) == (StopReason.LENGTH, 7)
 
 
 def test_ending_without_an_answer(tokenizer: Any) -> None:
     tree = grow(agent(tokenizer, lambda prefix, seed: "I do not know."))
-    assert tree.leaves[0].end is End.EOS
+    assert tree.leaves[0].end is StopReason.EOS
 
 
 def result_node(tree: RolloutTree) -> Node:
@@ -232,7 +234,7 @@ def test_malformed_and_empty_calls_get_an_answer_to_learn_from(tokenizer: Any, s
     node = result_node(tree)
     assert node.result is not None
     assert (node.result.fault, told in node.result.text) == (Fault.MODEL, True), node.result.text
-    assert tree.leaves[0].end is End.ANSWER
+    assert tree.leaves[0].end is StopReason.ANSWER
 
 
 def failing(error: Callable[[], Exception]) -> Tool:
@@ -258,7 +260,7 @@ def test_tool_failures_become_results(tokenizer: Any, error: Callable[[], Except
     node = result_node(tree)
     assert node.result is not None
     assert node.result.fault is fault
-    assert tree.leaves[0].end is End.ANSWER
+    assert tree.leaves[0].end is StopReason.ANSWER
     assert tree.infra_fault(tree.leaves[0]) == (fault is Fault.INFRA)
 
 
@@ -272,7 +274,7 @@ def test_tool_timeout_does_not_stop_the_path(tokenizer: Any) -> None:
     tree = grow(agent(tokenizer, turns(SEARCH, ANSWER), search))
     node = result_node(tree)
     assert node.result is not None
-    assert (node.result.fault, tree.leaves[0].end) == (Fault.TIMEOUT, End.ANSWER)
+    assert (node.result.fault, tree.leaves[0].end) == (Fault.TIMEOUT, StopReason.ANSWER)
     assert node.seconds == pytest.approx(0.05)
 
 
@@ -288,7 +290,7 @@ def test_a_path_waits_only_for_its_own_tool(tokenizer: Any) -> None:
         await asyncio.sleep(0.5 if calls % 4 == 1 else 0.0)
         return "found"
 
-    how = Rollout(leaves=8, initial=8)
+    how = Rollout(num_trajectories=8, num_initial=8)
     who = agent(tokenizer, turns(SEARCH, SEARCH, ANSWER), search)
     tree, taken = clock.run(timed(rollout(who, TASK, how, Branching(policy="never"), 0)))
     assert tree.tool_calls == calls == 16
@@ -311,7 +313,7 @@ def test_a_slow_tool_on_one_path_in_ten_costs_its_own_second_only(tokenizer: Any
         return "found"
 
     who = agent(tokenizer, turns(SEARCH, SEARCH, SEARCH, ANSWER), search)
-    how, tasks = Rollout(leaves=8, initial=8, concurrency=40), [TASK] * 5
+    how, tasks = Rollout(num_trajectories=8, num_initial=8, concurrency=40), [TASK] * 5
     trees, taken = clock.run(timed(rollouts(who, tasks, how, Branching(policy="never"), range(5))))
     slowest = max(sum(tree.nodes[i].seconds for i in tree.path(leaf.node)) for tree in trees for leaf in tree.leaves)
     assert sum(tree.tool_calls for tree in trees) == calls == 120
@@ -326,37 +328,37 @@ def test_time_limit_keeps_what_was_sampled(tokenizer: Any) -> None:
         await asyncio.sleep(30)
         return "late"
 
-    how = Rollout(leaves=2, initial=2, max_seconds=0.2)
+    how = Rollout(num_trajectories=2, num_initial=2, max_seconds=0.2)
     tree = grow(agent(tokenizer, turns(SEARCH, ANSWER), search), how)
-    assert [leaf.end for leaf in tree.leaves] == [End.TIME, End.TIME]
+    assert [leaf.end for leaf in tree.leaves] == [StopReason.MAX_SECONDS, StopReason.MAX_SECONDS]
     assert [node.text for node in tree.nodes if node.kind is Kind.MODEL] == [SEARCH, SEARCH]
     assert [node.tokens for node in tree.nodes if node.kind is Kind.TOOL] == [(), ()]
     assert tree.tool_calls == 2
 
 
-@pytest.mark.parametrize(("down", "end"), [(True, End.LOST), (False, End.TIME)])
+@pytest.mark.parametrize(("down", "end"), [(True, StopReason.WORKER_LOST), (False, StopReason.MAX_SECONDS)])
 def test_a_path_whose_time_ends_while_nothing_can_sample_is_not_the_models_fault(
-    tokenizer: Any, down: bool, end: End
+    tokenizer: Any, down: bool, end: StopReason
 ) -> None:
     who = agent(tokenizer, turns(SEARCH, ANSWER), delay=0.15)
     who.engine.down = down  # type: ignore[misc]
-    tree = grow(who, Rollout(leaves=1, initial=1, max_seconds=0.2))
+    tree = grow(who, Rollout(num_trajectories=1, num_initial=1, max_seconds=0.2))
     assert [leaf.end for leaf in tree.leaves] == [end]
     assert [tree.infra_fault(leaf) for leaf in tree.leaves] == [down]
 
 
 def test_time_spent_waiting_for_a_slot_does_not_count(tokenizer: Any) -> None:
-    how = Rollout(leaves=6, initial=6, max_seconds=0.25, concurrency=1)
+    how = Rollout(num_trajectories=6, num_initial=6, max_seconds=0.25, concurrency=1)
     tree = grow(agent(tokenizer, turns(ANSWER), delay=0.1), how)  # 0.6 s one after another
-    assert [leaf.end for leaf in tree.leaves] == [End.ANSWER] * 6
+    assert [leaf.end for leaf in tree.leaves] == [StopReason.ANSWER] * 6
 
 
 def test_a_branch_inherits_the_time_of_its_trunk(tokenizer: Any) -> None:
-    how = Rollout(leaves=4, initial=1, max_calls=9, max_seconds=0.5)
+    how = Rollout(num_trajectories=4, num_initial=1, max_tool_calls=9, max_seconds=0.5)
     tree = grow(agent(tokenizer, turns((SEARCH, LOW), (SEARCH, HIGH)), delay=0.15), how)
     assert any(node.decision and node.decision.branches for node in tree.nodes)
     for leaf in tree.leaves:
-        assert leaf.end is End.TIME
+        assert leaf.end is StopReason.MAX_SECONDS
         assert sum(tree.nodes[i].seconds for i in tree.path(leaf.node)) <= 0.5  # with time of its own it would be 0.6
 
 
@@ -374,7 +376,7 @@ def test_paths_of_many_tasks_share_the_slots_and_one_failure_stops_them_all(toke
         return "found"
 
     tasks = [Task(str(i), f"Question {i}?", ("x",)) for i in range(5)]
-    how, never = Rollout(leaves=4, initial=4, concurrency=3), Branching(policy="never")
+    how, never = Rollout(num_trajectories=4, num_initial=4, concurrency=3), Branching(policy="never")
     who = agent(tokenizer, turns(SEARCH, ANSWER), search)
     heard: list[RolloutTree] = []
     trees = clock.run(rollouts(who, tasks, how, never, range(5), heard.append))
@@ -396,9 +398,9 @@ def test_paths_of_many_tasks_share_the_slots_and_one_failure_stops_them_all(toke
 
 
 def test_time_limit_before_the_first_token(tokenizer: Any) -> None:
-    how = Rollout(leaves=2, initial=2, max_seconds=0.05)
+    how = Rollout(num_trajectories=2, num_initial=2, max_seconds=0.05)
     tree = grow(agent(tokenizer, turns(ANSWER), delay=10.0), how)
-    assert [(leaf.node, leaf.end) for leaf in tree.leaves] == [(0, End.TIME), (0, End.TIME)]
+    assert [(leaf.node, leaf.end) for leaf in tree.leaves] == [(0, StopReason.MAX_SECONDS), (0, StopReason.MAX_SECONDS)]
 
 
 def test_a_prompt_longer_than_the_context_is_refused(tokenizer: Any) -> None:
@@ -409,7 +411,7 @@ def test_a_prompt_longer_than_the_context_is_refused(tokenizer: Any) -> None:
 def test_cancelling_a_rollout_leaves_nothing_running(tokenizer: Any) -> None:
     async def cancel_soon() -> int:
         who = agent(tokenizer, turns(ANSWER), delay=10.0)
-        work = asyncio.create_task(rollout(who, TASK, Rollout(leaves=4, initial=4), Branching(), 0))
+        work = asyncio.create_task(rollout(who, TASK, Rollout(num_trajectories=4, num_initial=4), Branching(), 0))
         await asyncio.sleep(0.05)
         work.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -430,7 +432,7 @@ def test_tool_text_cannot_close_its_result_or_answer(tokenizer: Any) -> None:
     assert tokens.count(tokenizer.convert_tokens_to_ids("</result>")) == 1
     assert tokenizer.convert_tokens_to_ids("<answer>") not in tokens
     assert tokenizer.eos_token_id not in tokens
-    reward = make_reward("em", 0.1, ["search"])(TASK, tree, tree.leaves[0])
+    reward = build_reward("em", 0.1, ["search"])(TASK, tree, tree.leaves[0])
     assert (reward.total, reward.parts["correct"]) == (0.0, 0.0)
 
 
@@ -445,20 +447,20 @@ PIECES = [
     max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 def test_no_model_output_crashes_a_rollout(tokenizer: Any, text: str, seed: int) -> None:
-    how = Rollout(leaves=3, initial=2, max_tokens=120)
+    how = Rollout(num_trajectories=3, num_initial=2, max_tokens=120)
     said = text.encode("utf-8", "replace").decode()
     tree = grow(agent(tokenizer, lambda prefix, seed: (said, [seed % 7 * 1.0])), how, seed=seed)
-    reward = make_reward("f1", 0.1, ["search", "python"])
+    reward = build_reward("f1", 0.1, ["search", "python"])
     assert all(-1 <= reward(TASK, tree, leaf).total <= 1.1 for leaf in tree.leaves)
 
 
 def test_later_starts_the_rest_at_drawn_results_one_for_each_first_path(tokenizer: Any) -> None:
-    how = Rollout(leaves=9, initial=3, max_calls=4)
+    how = Rollout(num_trajectories=9, num_initial=3, max_tool_calls=4)
     script = turns((SEARCH, HIGH), (SEARCH, LOW), (SEARCH, LOW), (ANSWER, LOW))
     who = agent(tokenizer, script)
     seen = set()
     for seed in range(12):
-        tree = grow(who, how, Branching(policy="later"), seed)
+        tree = grow(who, how, Branching(policy="posthoc_random"), seed)
         firsts = [index for index, node in enumerate(tree.nodes) if node.parent == 0]
         assert len(firsts) == 3  # nothing is filled from the prompt while there are results
         assert [sum(first in tree.path(leaf.node) for leaf in tree.leaves) for first in firsts] == [3, 3, 3]
@@ -476,8 +478,8 @@ def test_later_starts_the_rest_at_drawn_results_one_for_each_first_path(tokenize
                     seen.add(sum(tree.nodes[i].kind is Kind.TOOL for i in tree.path(index)))
         calls = [sum(tree.nodes[i].kind is Kind.TOOL for i in tree.path(leaf.node)) for leaf in tree.leaves]
         assert calls == [3] * 9  # a path that starts at a result has the calls above it behind it
-        assert {leaf.end for leaf in tree.leaves} == {End.ANSWER}
-        again = grow(who, how, Branching(policy="later"), seed)
+        assert {leaf.end for leaf in tree.leaves} == {StopReason.ANSWER}
+        again = grow(who, how, Branching(policy="posthoc_random"), seed)
         assert [(n.parent, n.text, n.decision) for n in tree.nodes] == [
             (n.parent, n.text, n.decision) for n in again.nodes
         ]
@@ -487,8 +489,8 @@ def test_later_starts_the_rest_at_drawn_results_one_for_each_first_path(tokenize
 @pytest.mark.parametrize(("rounds", "depths"), [(1, [2]), (2, [2, 3]), (3, [2, 3, 3]), (4, [1, 2, 3, 3])])
 def test_top_starts_the_rest_where_entropy_rose_most(tokenizer: Any, rounds: int, depths: list[int]) -> None:
     script = turns((SEARCH, [1.0]), (SEARCH, [0.5]), (SEARCH, [3.0]), (ANSWER, [2.0]))  # it rises most after the second
-    how = Rollout(leaves=2 + 2 * rounds, initial=2, max_calls=3)
-    tree = grow(agent(tokenizer, script), how, Branching(policy="top"))
+    how = Rollout(num_trajectories=2 + 2 * rounds, num_initial=2, max_tool_calls=3)
+    tree = grow(agent(tokenizer, script), how, Branching(policy="posthoc_entropy"))
     firsts = [index for index, node in enumerate(tree.nodes) if node.parent == 0]
     assert len(firsts) == 2
     for first in firsts:
@@ -501,15 +503,17 @@ def test_top_starts_the_rest_where_entropy_rose_most(tokenizer: Any, rounds: int
 
 
 def test_later_without_any_result_fills_from_the_prompt(tokenizer: Any) -> None:
-    tree = grow(agent(tokenizer, turns(ANSWER)), Rollout(leaves=4, initial=2), Branching(policy="later"))
+    tree = grow(
+        agent(tokenizer, turns(ANSWER)), Rollout(num_trajectories=4, num_initial=2), Branching(policy="posthoc_random")
+    )
     assert [node.parent for node in tree.nodes] == [None, 0, 0, 0, 0]
-    only_cut = Rollout(leaves=3, initial=1, max_tokens=1)
-    assert len(grow(agent(tokenizer, turns(ANSWER)), only_cut, Branching(policy="later")).leaves) == 3
+    only_cut = Rollout(num_trajectories=3, num_initial=1, max_tokens=1)
+    assert len(grow(agent(tokenizer, turns(ANSWER)), only_cut, Branching(policy="posthoc_random")).leaves) == 3
 
 
 @pytest.mark.parametrize("policy", ["entropy", "later", "never"])
 def test_where_rewards_are_equal_the_missing_paths_are_left_out(tokenizer: Any, policy: Any) -> None:
-    how = Rollout(leaves=6, initial=2, max_calls=3)
+    how = Rollout(num_trajectories=6, num_initial=2, max_tool_calls=3)
     who = agent(tokenizer, turns((SEARCH, HIGH), (SEARCH, LOW), (ANSWER, LOW)))  # entropy falls: nothing branches
     asked: list[RolloutTree] = []
 
@@ -531,19 +535,21 @@ def test_where_rewards_are_equal_the_missing_paths_are_left_out(tokenizer: Any, 
     assert [(node.parent, node.text, node.decision) for node in filled.nodes] == [
         (node.parent, node.text, node.decision) for node in full.nodes
     ]
-    how = Rollout(leaves=2, initial=2, max_calls=3)
+    how = Rollout(num_trajectories=2, num_initial=2, max_tool_calls=3)
     assert len(grown("mixed", None).leaves) == 2  # none is missing: nobody is asked
 
 
 def test_a_path_started_later_ends_at_the_call_limit_of_its_whole_length(tokenizer: Any) -> None:
-    how = Rollout(leaves=6, initial=2, max_calls=2)
-    tree = grow(agent(tokenizer, turns(SEARCH)), how, Branching(policy="later"))
-    assert [leaf.end for leaf in tree.leaves] == [End.CALLS] * 6
+    how = Rollout(num_trajectories=6, num_initial=2, max_tool_calls=2)
+    tree = grow(agent(tokenizer, turns(SEARCH)), how, Branching(policy="posthoc_random"))
+    assert [leaf.end for leaf in tree.leaves] == [StopReason.MAX_TOOL_CALLS] * 6
     for leaf in tree.leaves:
         assert sum(tree.nodes[i].kind is Kind.TOOL for i in tree.path(leaf.node)) == 2
-    short = Rollout(leaves=8, initial=2, max_calls=99, max_tokens=150)
-    tree = grow(agent(tokenizer, turns(SEARCH)), short, Branching(policy="later"))  # checks the length of every path
-    assert [leaf.end for leaf in tree.leaves] == [End.LENGTH] * 8
+    short = Rollout(num_trajectories=8, num_initial=2, max_tool_calls=99, max_tokens=150)
+    tree = grow(
+        agent(tokenizer, turns(SEARCH)), short, Branching(policy="posthoc_random")
+    )  # checks the length of every path
+    assert [leaf.end for leaf in tree.leaves] == [StopReason.LENGTH] * 8
 
 
 @pytest.mark.parametrize(
@@ -559,9 +565,12 @@ def test_a_path_started_later_ends_at_the_call_limit_of_its_whole_length(tokeniz
 def test_a_first_path_decides_how_many_start_at_the_prompt(
     tokenizer: Any, start: list[float], after: list[float], weight: float, roots: int
 ) -> None:
-    how, branching = Rollout(leaves=8, initial=5), Branching(policy="always", balance=weight, width=8)
+    how, branching = (
+        Rollout(num_trajectories=8, num_initial=5),
+        Branching(policy="always", balance=weight, branch_width=8),
+    )
     tree = grow(agent(tokenizer, turns((SEARCH, start), (SEARCH, after), (ANSWER, after))), how, branching)
-    assert [node.parent for node in tree.nodes].count(0) == roots  # whatever rollout.initial says
+    assert [node.parent for node in tree.nodes].count(0) == roots  # whatever rollout.num_initial says
     first = [tree.nodes[i] for i in tree.path(5)]
     assert [node.kind.value for node in first[1:]] == ["model", "tool", "model", "tool", "model"]
     opened = [node.decision.branches for node in first if node.decision]
@@ -570,7 +579,7 @@ def test_a_first_path_decides_how_many_start_at_the_prompt(
 
 @pytest.mark.parametrize("balance", [None, 9.0])  # 9: all but one path come from the first, decided upon afterwards
 def test_results_in_a_row_are_branched_from_less(tokenizer: Any, balance: float | None) -> None:
-    how = Rollout(leaves=30, initial=1, max_calls=4)
+    how = Rollout(num_trajectories=30, num_initial=1, max_tool_calls=4)
     script = turns((SEARCH, LOW), (SEARCH, HIGH), (SEARCH, HIGH), (SEARCH, LOW), (ANSWER, HIGH))
     tree = grow(agent(tokenizer, script), how, Branching(penalty=0.2, beta=1.0, balance=balance))
     seen = set()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import arpo.builtin.demo
-from arpo.agent.formats import make_format
+from arpo.agent.formats import build_format
 from arpo.algorithm.rollout import rollout
 from arpo.builtin.cold_start import coldstart
 from arpo.builtin.imitate import batches_of, trace_rows
@@ -21,12 +21,12 @@ from arpo.config.schema import Config, Model
 from arpo.errors import ArpoError
 from arpo.evaluation.evaluate import evaluate
 from arpo.models.load import load_model
-from arpo.rewards import make_reward
-from arpo.training.setup import make_agent, make_bench, world_tools
+from arpo.rewards import build_reward
+from arpo.training.setup import build_agent, build_bench, world_tools
 from arpo.types import Kind
 
 BASE = Path(arpo.builtin.demo.__file__).parent / "models" / "base"
-SMALL = ["world.entities=120", "world.train_questions=20", "world.test_questions=40", "rollout.max_calls=6"]
+SMALL = ["world.entities=120", "world.train_questions=20", "world.test_questions=40", "rollout.max_tool_calls=6"]
 
 
 @pytest.fixture(scope="module")
@@ -38,17 +38,17 @@ def base() -> tuple[Any, Any]:
 def test_the_base_can_read(base: tuple[Any, Any]) -> None:
     """It answers more than half of the questions about a world that it has never seen, before any training there."""
     config = load_config(None, [*SMALL, "world.seed=77", "reward.accuracy=em", "eval.questions=40"])
-    bench = make_bench(config)
-    agent = make_agent(config, bench, *base)
-    result = asyncio.run(evaluate(agent, bench.test, config.eval, config.rollout, make_reward("em", 0.0, ()), seed=0))
+    bench = build_bench(config)
+    agent = build_agent(config, bench, *base)
+    result = asyncio.run(evaluate(agent, bench.test, config.eval, config.rollout, build_reward("em", 0.0, ()), seed=0))
     assert result.accuracy > 0.5
     assert result.format_rate > 0.9
 
 
 def test_entropy_is_higher_after_tool_results_than_at_the_start(base: tuple[Any, Any]) -> None:
     config = load_config(None, [*SMALL, "branching.probe_tokens=6"])
-    bench = make_bench(config)
-    agent = make_agent(config, bench, *base)
+    bench = build_bench(config)
+    agent = build_agent(config, bench, *base)
     tree = asyncio.run(rollout(agent, bench.test[0], config.rollout, config.branching, 0))
     decisions = [node.decision for node in tree.nodes if node.decision]
     assert sum(d.entropy for d in decisions) / len(decisions) > decisions[0].initial_entropy
@@ -76,7 +76,7 @@ def test_the_cold_start_is_made_once_and_belongs_to_its_settings(
         def progress(step: int, steps: int, loss: float) -> None:
             seen.append(step)
 
-        return coldstart(config.coldstart, make_bench(config).world, tools, progress)
+        return coldstart(config.coldstart, build_bench(config).world, tools, progress)
 
     first = make()
     assert seen == [0, 1, 2]
@@ -90,7 +90,7 @@ def test_the_cold_start_is_made_once_and_belongs_to_its_settings(
         make("tools.search_results=1"),
     }
     assert len(others | {first}) == 5
-    assert make("rollout.leaves=4") == first
+    assert make("rollout.num_trajectories=4") == first
     assert {path.name for path in tmp_path.iterdir()} == {path.name for path in others | {first}}  # nothing half-made
     load_model(Model(path=str(first)))
 
@@ -100,7 +100,9 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("ARPO_CACHE", str(tmp_path / "file" / "cache"))
     config = load_config(None, SMALL)
     with pytest.raises(ArpoError, match="ARPO_CACHE"):
-        coldstart(config.coldstart, make_bench(config).world, lambda world: world_tools(config, world), lambda *_: None)
+        coldstart(
+            config.coldstart, build_bench(config).world, lambda world: world_tools(config, world), lambda *_: None
+        )
 
 
 def test_pretraining_runs_from_nothing() -> None:
@@ -116,10 +118,10 @@ def test_trace_rows_train_on_the_models_own_tokens_only(base: tuple[Any, Any]) -
     from arpo.builtin.traces import write_traces
 
     config = load_config(None, SMALL)
-    bench = make_bench(config)
+    bench = build_bench(config)
     tokenizer = base[1]
     traces = write_traces(bench.world, 5, lambda other: caller(world_tools(config, other)), seed=0, difficulty=0.5)
-    fmt = make_format("tags", [tool.spec for tool in bench.tools.values()])
+    fmt = build_format("tags", [tool.spec for tool in bench.tools.values()])
     for trace, (tokens, trained) in zip(traces, trace_rows(traces, tokenizer, fmt), strict=True):
         own = "".join(text for kind, text in trace.segments if kind is Kind.MODEL)
         assert tokenizer.decode([t for t, mine in zip(tokens, trained, strict=True) if mine]) == own
@@ -143,7 +145,14 @@ def test_the_demo_from_end_to_end(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ARPO_CACHE", str(tmp_path / "cache"))
-    short = [*SMALL, "train.steps=2", "train.prompts=2", "eval.questions=6", "coldstart.steps=2", "coldstart.traces=20"]
+    short = [
+        *SMALL,
+        "train.steps=2",
+        "train.batch_size=2",
+        "eval.questions=6",
+        "coldstart.steps=2",
+        "coldstart.traces=20",
+    ]
 
     def shortened(path: Path | None, overrides: Sequence[str] = ()) -> Config:
         return load_config(path, [*overrides, *short])

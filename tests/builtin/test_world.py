@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 
 from arpo.builtin.traces import PER_WORLD, CallFn, Mistakes, Trace, write_trace, write_traces
-from arpo.builtin.world import KINDS, World, make_world, other_world, sample_task, world_vocabulary
+from arpo.builtin.world import KINDS, World, build_world, other_world, sample_task, world_vocabulary
 from arpo.config.schema import World as Settings
 from arpo.rewards import format_ok
 from arpo.rewards.text import answer_text, boxed
@@ -27,7 +27,7 @@ NO_MISTAKES = Mistakes(0, 0, 0, 0, 0)
 
 @functools.cache
 def small_world() -> World:
-    return make_world(SMALL)
+    return build_world(SMALL)
 
 
 def real_tools(world: World) -> CallFn:
@@ -100,7 +100,7 @@ def test_the_solver_reads_questions_as_a_person_would() -> None:
 
 @pytest.mark.parametrize("difficulty", [0.0, 0.5, 1.0])
 def test_every_answer_follows_from_the_documents(difficulty: float) -> None:
-    world = make_world(SMALL.model_copy(update={"difficulty": difficulty}))
+    world = build_world(SMALL.model_copy(update={"difficulty": difficulty}))
     facts = read_documents(world)
     tasks = (*world.train, *world.test)
     assert [(task.question, (solve(task.question, facts),)) for task in tasks] == [
@@ -119,8 +119,8 @@ def test_compared_values_differ_and_differences_are_positive() -> None:
 
 def test_the_same_settings_give_the_same_world_and_another_seed_another() -> None:
     world = small_world()
-    assert make_world(SMALL) == world
-    other = make_world(SMALL.model_copy(update={"seed": 4}))
+    assert build_world(SMALL) == world
+    other = build_world(SMALL.model_copy(update={"seed": 4}))
     assert {d.text for d in other.documents} != {d.text for d in world.documents}
     assert {t.question for t in other.train}.isdisjoint({t.question for t in world.train})
 
@@ -173,7 +173,7 @@ def test_every_name_word_is_in_the_vocabulary() -> None:
 
 
 def kinds_at(difficulty: float) -> set[str]:
-    world = make_world(SMALL.model_copy(update={"difficulty": difficulty}))
+    world = build_world(SMALL.model_copy(update={"difficulty": difficulty}))
     return {task.kind for task in (*world.train, *world.test)}
 
 
@@ -271,7 +271,7 @@ def test_without_mistakes_the_plan_is_followed() -> None:
 
 
 def hard_traces() -> tuple[World, list[Trace]]:
-    world = make_world(SMALL.model_copy(update={"difficulty": 1.0}))
+    world = build_world(SMALL.model_copy(update={"difficulty": 1.0}))
     return world, write_traces(world, PER_WORLD + 20, real_tools, seed=5, difficulty=1.0)
 
 

@@ -22,7 +22,7 @@ from test_render import CHATML, DROPPING, QWEN, STRICT, make_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from arpo.agent.formats import encode_follow_up, encode_prompt, encode_result, make_format
+from arpo.agent.formats import build_format, encode_follow_up, encode_prompt, encode_result
 from arpo.algorithm.rollout import Agent
 from arpo.builtin.model import build_model
 from arpo.cli.base import model_config
@@ -43,10 +43,10 @@ from arpo.cli.main import main
 from arpo.config.schema import Config, Rollout
 from arpo.engine.scripted import Script, ScriptedEngine
 from arpo.errors import ArpoError
+from arpo.runs import run_dir as runlog
 from arpo.tools.base import Tool, tool
 from arpo.trainer.checkpoint import save_pretrained
-from arpo.training.checkpoints import run_dir as runlog
-from arpo.types import End
+from arpo.types import StopReason
 
 CLOSED = (
     "{% for m in messages %}{% if m.role == 'assistant' %} {{ m.content }} <|im_end|>"
@@ -72,7 +72,7 @@ def converse(
 ) -> Conversation:
     """A conversation with a scripted model."""
     chosen = {t.spec.name: t for t in (tools or (search,))}
-    fmt = make_format("tags", [t.spec for t in chosen.values()])
+    fmt = build_format("tags", [t.spec for t in chosen.values()])
     agent = Agent(ScriptedEngine(tokenizer, script, max_context=context, delay=delay), tokenizer, chosen, fmt)
     return Conversation(agent, Rollout(**rollout), probe_tokens=2, seed=0)
 
@@ -332,22 +332,22 @@ def test_entropies_are_those_of_the_first_tokens_of_the_turn_and_after_each_resu
     conversation = converse(lambda prefix, seed: next(turns))
     conversation.ask("Why?")
     turn = asyncio.run(conversation.answer(screen()[0]))
-    assert (turn.end, turn.calls) == (End.EOS, 2)
+    assert (turn.end, turn.calls) == (StopReason.EOS, 2)
     assert (turn.first_entropies, turn.later_entropies) == ([1.0, 2.0], [3.0, 4.0, 5.0, 6.0])
     assert turn.tokens == sum(_length(CHAT, text) for text in ("<search>a</search>", "<search>b</search>", "So it is."))
     assert turn.line().endswith("2 tool calls, entropy at the start 1.50, after results 4.50")
 
 
 def test_the_line_of_a_turn() -> None:
-    assert Turn(End.EOS, tokens=1, seconds=0.5).line() == "1 token, 2 tokens/s, 0 tool calls"
+    assert Turn(StopReason.EOS, tokens=1, seconds=0.5).line() == "1 token, 2 tokens/s, 0 tool calls"
     assert Turn().line() == "0 tokens, 0 tokens/s, 0 tool calls"
 
 
 def test_calls_are_limited_per_answer() -> None:
     script = says(*["<search>a</search>"] * 3, "<search>b</search>", "Done.")
-    shown = play(converse(script, max_calls=2), "Why?", "And now?")
+    shown = play(converse(script, max_tool_calls=2), "Why?", "And now?")
     assert shown.count("found: a") == 2 and shown.count("found: b") == 1
-    assert shown.count("Cut off: 2 tool calls an answer at most (rollout.max_calls).") == 1
+    assert shown.count("Cut off: 2 tool calls an answer at most (rollout.max_tool_calls).") == 1
 
 
 def test_a_broken_call_is_told_to_the_model() -> None:
@@ -371,12 +371,12 @@ def test_tokens_are_limited_per_answer() -> None:
 
 def test_a_result_counts_against_the_tokens_of_an_answer() -> None:
     room = _length(CHAT, "<search>a</search><result>found: a</result>\n")
-    for more, end in ((0, End.LENGTH), (1, End.EOS)):
+    for more, end in ((0, StopReason.LENGTH), (1, StopReason.EOS)):
         conversation = converse(says("<search>a</search>", "x"), max_tokens=room + more)
         conversation.ask("Why?")
         asked = len(conversation.tokens)
         assert asyncio.run(conversation.answer(screen()[0])).end is end
-        taken = room + 1 if end is End.EOS else _length(CHAT, "<search>a</search>")
+        taken = room + 1 if end is StopReason.EOS else _length(CHAT, "<search>a</search>")
         assert len(conversation.tokens) == asked + taken
 
 
@@ -441,7 +441,7 @@ class Stuck:
 
     down = False
 
-    async def update_weights(self, version: int) -> None: ...
+    async def sync_weights(self, version: int) -> None: ...
 
 
 def test_a_stopped_answer_keeps_what_was_sampled_and_nothing_that_comes_late() -> None:
@@ -553,7 +553,7 @@ def test_what_chat_takes_for_a_model(tmp_path: Path) -> None:
         (str(toml), "owner/name"),
     ]:
         assert model_config(given_, []).model.path == path
-    assert model_config(str(toml), []).rollout.max_calls == 7
+    assert model_config(str(toml), []).rollout.max_tool_calls == 7
     with pytest.raises(ArpoError, match="no such file"):
         model_config(str(tmp_path / "absent.toml"), [])
 

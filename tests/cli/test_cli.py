@@ -219,7 +219,9 @@ def test_rollout_shows_a_tree(arpo: Arpo, trained: Path) -> None:
 
 
 def test_rollout_answers_a_question_of_ones_own(arpo: Arpo, trained: Path) -> None:
-    outcome = arpo("rollout", trained, "rollout.leaves=2", "rollout.initial=1", "--ask", "Who is [bold]Ada[/] Lom?")
+    outcome = arpo(
+        "rollout", trained, "rollout.num_trajectories=2", "rollout.num_initial=1", "--ask", "Who is [bold]Ada[/] Lom?"
+    )
     assert outcome.code == 0
     assert "Who is [bold]Ada[/] Lom?" in outcome.out
     assert outcome.out.splitlines()[-1].startswith("2 paths, ")
@@ -265,13 +267,13 @@ def test_a_wrong_type(arpo: Arpo) -> None:
 
 def test_an_override_without_a_value(arpo: Arpo) -> None:
     assert mistake(arpo("train", "small.toml", "train.steps")) == (
-        'command line: got "train.steps", expected key=value, like rollout.leaves=8'
+        'command line: got "train.steps", expected key=value, like rollout.num_trajectories=8'
     )
 
 
 def test_fewer_leaves_than_initial_paths(arpo: Arpo) -> None:
-    assert mistake(arpo("train", "small.toml", "rollout.initial=20", "rollout.leaves=8")) == (
-        "command line: rollout.initial: got 20, expected at most rollout.leaves, which is 8"
+    assert mistake(arpo("train", "small.toml", "rollout.num_initial=20", "rollout.num_trajectories=8")) == (
+        "command line: rollout.num_initial: got 20, expected at most rollout.num_trajectories, which is 8"
     )
 
 

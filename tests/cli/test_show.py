@@ -10,7 +10,8 @@ import pytest
 from test_treepicture import branched
 from trees import searched
 
-from arpo.cli.main import display, main
+from arpo.cli import display
+from arpo.cli.main import main
 from arpo.runs.run_dir import create
 from arpo.types import Credit, Fault, Reward, RolloutTree, Task, ToolResult
 
@@ -101,7 +102,7 @@ def test_the_list_has_every_question(run: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_mistakes_are_told_with_what_there_is(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def told(*arguments: object) -> str:
+    def step_metrics(*arguments: object) -> str:
         code, text = outcome(capsys, *arguments)
         assert code == 2
         return text

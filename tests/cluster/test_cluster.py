@@ -17,14 +17,14 @@ import pytest
 from cluster_runs import BASE, SMALL, ages, assert_all_there, tokens_of, toys_in
 from safetensors.torch import load_file
 
-from arpo.cli.main import main as cli
+from arpo.cli import main as cli
 from arpo.cluster.connect import on_cluster
 from arpo.cluster.ray_backend import ray_crew
 from arpo.config.loading import differences, load_config
 from arpo.config.schema import Config
 from arpo.errors import ArpoError
 from arpo.models.load import load_model
-from arpo.runs.run_dir import RunLog
+from arpo.runs.run_dir import RunDir
 from arpo.runs.run_dir import open_run as read_run
 from arpo.trainer.trainer import Trainer
 from arpo.training.loop import learn_step, open_run, train
@@ -64,13 +64,13 @@ def config_for(directory: Path, toys: Path, *more: str) -> Config:
     return load_config(None, [*named, *SMALL, *more])
 
 
-def run_here(config: Config) -> RunLog:
+def run_here(config: Config) -> RunDir:
     with open_run(config) as run:
         asyncio.run(train(run))
     return read_run(Path(config.run.dir))
 
 
-def run_there(config: Config, resume: bool = False) -> RunLog:
+def run_there(config: Config, resume: bool = False) -> RunDir:
     with on_cluster(config) as pool, open_run(config, resume, None, pool) as run:
         asyncio.run(train(run))
     return read_run(Path(config.run.dir))
@@ -92,9 +92,9 @@ def test_a_run_is_the_same_but_for_the_address(
     for mine, other in zip(here.read_metrics(), there.read_metrics(), strict=True):
         assert mine["accuracy"] == pytest.approx(other["accuracy"], abs=0.02)
         assert mine["paths"] == other["paths"] and ("test_accuracy" in mine) == ("test_accuracy" in other)
-        assert other["engine_mismatch"] < 1e-4 and other["cluster_redone"] == 0 and 0 < other["cluster_busy"] <= 1
+        assert other["engine_mismatch"] < 1e-4 and other["cluster_retried"] == 0 and 0 < other["cluster_busy"] <= 1
         assert mine.keys() ^ other.keys() == {
-            "cluster_actors", "cluster_redone", "cluster_busy", "staleness", "staleness_max",
+            "cluster_actors", "cluster_retried", "cluster_busy", "staleness", "staleness_max",
         }  # fmt: skip
     assert set(ages(there)) == {0}
     shown = capsys.readouterr().out
@@ -211,7 +211,7 @@ def test_a_run_goes_on_when_an_actor_and_then_a_node_are_killed_and_a_node_joins
     assert_all_there(log, config)
     assert set(ages(log)) == {0}
     rows = log.read_metrics()
-    assert sum(row["cluster_redone"] for row in rows) == 2
+    assert sum(row["cluster_retried"] for row in rows) == 2
     shown = capsys.readouterr().out
     assert shown.count("is lost") >= 2 and shown.count("joined:") == 1
     # Whoever grew a tree in the end, it is that of its question, its seed and the weights.
@@ -231,8 +231,8 @@ def test_no_tree_is_older_than_allowed_and_some_are_as_old(
         return learn_step(run, step, *given)
 
     monkeypatch.setattr("arpo.training.loop.learn_step", slowly)
-    more = ("train.steps=6", f"cluster.ahead={ahead}", "loss.importance_cap=2", "cluster.actors=2")
-    budget = ("train.budget=90", "train.budget_of=paths")  # four steps of 24
+    more = ("train.steps=6", f"cluster.max_off_policy_steps={ahead}", "loss.importance_cap=2", "cluster.actors=2")
+    budget = ("train.budget=90", "train.budget_unit=trajectories")  # four steps of 24
     config = config_for(tmp_path / "run", toys, *more, *budget, f"cluster.address={cluster.address}")
     log = run_there(config)
     rows = log.read_metrics()
@@ -243,7 +243,9 @@ def test_no_tree_is_older_than_allowed_and_some_are_as_old(
     assert [row["staleness"] for row in rows] == pytest.approx(
         [sum(found[i : i + 6]) / 6 for i in range(0, len(found), 6)]
     )
-    assert 6 * ahead - 2 <= rows[-1]["cluster_wasted_trees"] <= 6 * ahead and "cluster_wasted_trees" not in rows[0]
+    assert (
+        6 * ahead - 2 <= rows[-1]["cluster_discarded_trees"] <= 6 * ahead and "cluster_discarded_trees" not in rows[0]
+    )
 
 
 def test_two_trainers_learn_what_one_process_does(cluster: Any, tmp_path: Path, toys: Path) -> None:
@@ -255,7 +257,7 @@ def test_two_trainers_learn_what_one_process_does(cluster: Any, tmp_path: Path, 
     assert "WORLD_SIZE" not in os.environ and "RANK" not in os.environ
     log = read_run(tmp_path / "run")
     assert_all_there(log, config)
-    assert (tmp_path / "run" / "checkpoints" / "step_000002" / "optimiser").is_dir()  # of two ranks
+    assert (tmp_path / "run" / "checkpoints" / "step_000002" / "optimizer").is_dir()  # of two ranks
     model, tokenizer = load_model(config.model)
     trainer = Trainer(model, tokenizer, config)
     for step in (1, 2):

@@ -30,15 +30,15 @@ from arpo.algorithm.metrics import staleness
 from arpo.builtin.model import build_model
 from arpo.cluster.connect import on_cluster
 from arpo.cluster.ray_backend import ray_crew, reason
-from arpo.cluster.sampler import LONELY, STARTS, Lost, Pool, together
+from arpo.cluster.sampler import LONELY, STARTS, Pool, WorkerDied, together
 from arpo.cluster.scheduler import Machine, Place
 from arpo.cluster.worker import (
     BUG,
     DONE,
     MISTAKE,
     Worker,
-    order_from_bytes,
-    order_to_bytes,
+    decode_request,
+    encode_request,
     pack_scored,
     put_weights,
     weights_of,
@@ -52,7 +52,7 @@ from arpo.trainer.checkpoint import save_pretrained
 from arpo.trainer.forward_backward import accumulate
 from arpo.trainer.trainer import Trainer
 from arpo.training.loop import in_thread, open_run, sample_step, train
-from arpo.training.sampler import without_room
+from arpo.training.sampler import minimal_engine_config
 from arpo.types import Kind, Reward, Task
 
 
@@ -70,7 +70,7 @@ class Actor:
         if work.done():
             return work.result()
         work.cancel()
-        raise Lost("killed")
+        raise WorkerDied("killed")
 
     def kill(self) -> None:
         self.dead.set()
@@ -105,7 +105,7 @@ TASKS = [Task(f"q{i}", f"Question {i}?", ("x",)) for i in range(6)]
 async def answers(method: str, *given: Any) -> Any:
     """0.9 seconds for a tree, half a second for weights, two for opening."""
     if method == "grow":
-        task, seed, _ = order_from_bytes(given[0])
+        task, seed, _ = decode_request(given[0])
         await asyncio.sleep(0.9)
         found = searched()
         done = replace(found, task=task)
@@ -115,7 +115,7 @@ async def answers(method: str, *given: Any) -> Any:
 
 
 def pool_of(crew: Any, *more: str) -> Pool:
-    given = ["cluster.address=made-up", "rollout.leaves=4", "rollout.concurrency=4", *more]
+    given = ["cluster.address=made-up", "rollout.num_trajectories=4", "rollout.concurrency=4", *more]
     return Pool(crew, load_config(None, given), "made up")
 
 
@@ -129,19 +129,19 @@ def test_trees_come_back_in_order_and_time_is_accounted_for(capsys: pytest.Captu
     async def main() -> None:
         crew = Scripted(answers)
         pool = pool_of(crew)
-        await pool.renew(SESSION, 0)
+        await pool.sync_weights(SESSION, 0)
         assert await grown(pool) == [task.id for task in TASKS]
-        told, busy = pool.told(SESSION, 1), pytest.approx(2.7 / 3.2)
+        told, busy = pool.step_metrics(SESSION, 1), pytest.approx(2.7 / 3.2)
         assert told == {
             "cluster_actors": 2,
-            "cluster_redone": 0,
+            "cluster_retried": 0,
             "cluster_busy": busy,
-            "engine_read": 30.0,
+            "engine_prefill_tokens": 30.0,
         }
-        await pool.renew(SESSION, 1)
+        await pool.sync_weights(SESSION, 1)
         assert await grown(pool, 2) == [task.id for task in TASKS]
         assert [hand.asked.count("update") for hand in crew.hands] == [2, 2]
-        await pool.renew(SESSION, 1)  # nothing new
+        await pool.sync_weights(SESSION, 1)  # nothing new
         await asyncio.sleep(5)
         assert [hand.asked.count("update") for hand in crew.hands] == [2, 2]
         pool.close()
@@ -155,7 +155,7 @@ def test_what_dies_is_done_again_and_new_machines_get_actors(capsys: pytest.Capt
     async def main() -> None:
         crew = Scripted(answers)
         pool = pool_of(crew)
-        await pool.renew(SESSION, 0)
+        await pool.sync_weights(SESSION, 0)
         many = [Task(f"q{i}", "?", ("x",)) for i in range(16)]
         work = asyncio.ensure_future(grown(pool, 1, many))
         await asyncio.sleep(2.8)  # both grow their first tree, and it is not yet time to look for machines
@@ -167,8 +167,8 @@ def test_what_dies_is_done_again_and_new_machines_get_actors(capsys: pytest.Capt
         assert await work == [task.id for task in many]
         assert [place.machine for place in crew.started] == ["m0", "m1", "m0", "m2"]
         assert crew.hands[3].asked.count("grow") >= 1
-        told = pool.told(SESSION, 1)
-        assert told["cluster_redone"] >= 1 and told["cluster_actors"] == 2
+        told = pool.step_metrics(SESSION, 1)
+        assert told["cluster_retried"] >= 1 and told["cluster_actors"] == 2
 
     clock.run(main())
     shown = capsys.readouterr().out
@@ -180,13 +180,13 @@ def test_what_dies_is_done_again_and_new_machines_get_actors(capsys: pytest.Capt
 def test_a_question_that_kills_is_named_and_does_not_go_on_for_ever() -> None:
     async def main() -> None:
         async def deadly(method: str, *given: Any) -> Any:
-            if method == "grow" and order_from_bytes(given[0])[0].id == "q3":
+            if method == "grow" and decode_request(given[0])[0].id == "q3":
                 await asyncio.sleep(0.1)
-                raise Lost("out of memory")
+                raise WorkerDied("out of memory")
             return await answers(method, *given)
 
         pool = pool_of(Scripted(deadly), "rollout.concurrency=8")
-        await pool.renew(SESSION, 0)
+        await pool.sync_weights(SESSION, 0)
         with pytest.raises(ArpoError, match=r"3 actors died while they grew the tree of question 'q3'.*out of memory"):
             await grown(pool)
         with pytest.raises(ArpoError, match="q3"):  # and whoever asks later is told, too
@@ -203,7 +203,7 @@ def test_mistakes_and_bugs_in_an_actor_reach_the_user(how: str, kind: type[Excep
             return (how, "no such file") if asked == method else await answers(asked, *given)
 
         pool = pool_of(Scripted(wrong))
-        await pool.renew(SESSION, 0)
+        await pool.sync_weights(SESSION, 0)
         with pytest.raises(kind, match="no such file"):
             await grown(pool)
 
@@ -214,11 +214,11 @@ def test_a_machine_where_no_actor_starts_is_left_out(capsys: pytest.CaptureFixtu
     async def main() -> None:
         async def never(method: str, *given: Any) -> Any:
             await asyncio.sleep(1)
-            raise Lost("it crashed at once")
+            raise WorkerDied("it crashed at once")
 
         crew = Scripted(never, machines=1)
         pool = pool_of(crew)
-        await pool.renew(SESSION, 0)
+        await pool.sync_weights(SESSION, 0)
         began = asyncio.get_running_loop().time()
         with pytest.raises(ArpoError, match=r"on no machine an actor could be started 3 times: .*it crashed at once"):
             await grown(pool)
@@ -232,12 +232,12 @@ def test_actors_that_die_of_their_weights_are_not_started_for_ever() -> None:
     async def main() -> None:
         async def dies(method: str, *given: Any) -> Any:
             if method == "update":
-                raise Lost("out of memory")
+                raise WorkerDied("out of memory")
             return await answers(method, *given)
 
         crew = Scripted(dies, machines=2)
         pool = pool_of(crew)
-        await pool.renew(SESSION, 0)
+        await pool.sync_weights(SESSION, 0)
         with pytest.raises(ArpoError, match="out of memory"):
             await grown(pool)
         assert len(crew.started) == 2 * STARTS
@@ -253,12 +253,12 @@ def test_a_machine_that_was_used_since_is_trusted_again() -> None:
             nonlocal opened
             opened += method == "open"
             if method == "open" and opened in (1, 2, 4, 5):
-                raise Lost("a bad start")
+                raise WorkerDied("a bad start")
             return await answers(method, *given)
 
         crew = Scripted(sometimes, machines=1)
         pool = pool_of(crew)
-        await pool.renew(SESSION, 0)
+        await pool.sync_weights(SESSION, 0)
         assert await grown(pool) == [task.id for task in TASKS]
         crew.hands[2].kill()
         assert await grown(pool) == [task.id for task in TASKS]
@@ -279,7 +279,7 @@ def test_tests_on_an_actor_share_its_places(monkeypatch: pytest.MonkeyPatch) -> 
     engine = SimpleNamespace(stats=dict)
     worker._session = SimpleNamespace(config=config, agent=SimpleNamespace(engine=engine), reward=None)  # type: ignore[assignment]
     worker._slots = asyncio.Semaphore(3)
-    how, told = asyncio.run(worker.grow(order_to_bytes(TASKS[0], 5, True)))
+    how, told = asyncio.run(worker.grow(encode_request(TASKS[0], 5, True)))
     assert how == DONE, told
     assert seen == [worker._slots]
 
@@ -299,7 +299,7 @@ def test_actors_that_wait_for_room_go_to_a_machine_that_joins() -> None:
         crew.there = [replace(machine, cpus=4) for machine in crew.there]
         second = crew.there[1]
         pool = pool_of(crew, "cluster.actors=4")
-        await pool.renew(SESSION, 0)
+        await pool.sync_weights(SESSION, 0)
         await grown(pool)
         crew.there.remove(second)
         await asyncio.sleep(10)
@@ -307,7 +307,7 @@ def test_actors_that_wait_for_room_go_to_a_machine_that_joins() -> None:
         crew.there.append(second)
         await asyncio.sleep(10)
         assert [place.machine for place in crew.started[6:]] == ["m1", "m1"]
-        assert await grown(pool) == [task.id for task in TASKS] and pool.told(SESSION, 1)["cluster_actors"] == 4
+        assert await grown(pool) == [task.id for task in TASKS] and pool.step_metrics(SESSION, 1)["cluster_actors"] == 4
 
     clock.run(main())
 
@@ -338,14 +338,14 @@ def test_a_machine_that_is_lost_again_and_again_is_not_the_questions_fault() -> 
 
         losses, crew = 0, Scripted(slowly, machines=1)
         pool = pool_of(crew)
-        await pool.renew(SESSION, 0)
+        await pool.sync_weights(SESSION, 0)
         work = asyncio.ensure_future(grown(pool, 1, TASKS[:1]))
         for number in range(1, 5):
             await asyncio.sleep(20)
             losses = number
             crew.there = [Machine(f"n{losses}", f"10.0.1.{losses}", 1, 0)]
         assert await work == ["q0"]
-        assert pool.told(SESSION, 1)["cluster_redone"] == 4
+        assert pool.step_metrics(SESSION, 1)["cluster_retried"] == 4
 
     clock.run(main())
 
@@ -353,7 +353,7 @@ def test_a_machine_that_is_lost_again_and_again_is_not_the_questions_fault() -> 
 def test_no_machine_for_anybody_is_an_error_too() -> None:
     async def main() -> None:
         pool = pool_of(Scripted(answers, machines=0))
-        await pool.renew(SESSION, 0)
+        await pool.sync_weights(SESSION, 0)
         began = asyncio.get_running_loop().time()
         with pytest.raises(ArpoError, match=r"for 5 minutes nobody could sample: no machine has a free CPU.*--resume"):
             await grown(pool)
@@ -366,7 +366,7 @@ def test_who_stops_waiting_leaves_nothing_behind() -> None:
     async def main() -> None:
         crew = Scripted(answers, machines=1)
         pool = pool_of(crew)
-        await pool.renew(SESSION, 0)
+        await pool.sync_weights(SESSION, 0)
         work = asyncio.ensure_future(grown(pool))
         await asyncio.sleep(3.0)
         work.cancel()
@@ -380,19 +380,19 @@ def test_who_stops_waiting_leaves_nothing_behind() -> None:
 def test_a_test_waits_for_the_newest_weights_and_comes_before_later_steps() -> None:
     async def main() -> None:
         crew = Scripted(answers, machines=1)
-        pool = pool_of(crew, "cluster.ahead=2", "rollout.concurrency=8", "eval.questions=2")
-        await pool.renew(SESSION, 0)
+        pool = pool_of(crew, "cluster.max_off_policy_steps=2", "rollout.concurrency=8", "eval.questions=2")
+        await pool.sync_weights(SESSION, 0)
         ahead = [asyncio.ensure_future(grown(pool, step)) for step in (2, 3)]
         await asyncio.sleep(3.0)
-        await pool.renew(SESSION, 1)
+        await pool.sync_weights(SESSION, 1)
         seen: list[int] = []
         session = SimpleNamespace(model=SESSION.model, bench=SimpleNamespace(test=TASKS[:4]))
         result = await pool.test(session, lambda: seen.append(1))  # type: ignore[arg-type]
         assert [tree.task.id for tree in result.trees] == ["q0", "q1"] and len(seen) == 2
         assert crew.hands[0].asked == ["open", "update", "grow", "grow", "update", *["grow"] * 3]  # one more has room
         await asyncio.gather(*ahead)
-        pool.told(SESSION, 2)
-        assert pool.wasted() == {"cluster_wasted_trees": 6, "cluster_wasted_calls": 6}
+        pool.step_metrics(SESSION, 2)
+        assert pool.discarded_metrics() == {"cluster_discarded_trees": 6, "cluster_discarded_calls": 6}
 
     clock.run(main())
 
@@ -401,11 +401,11 @@ def test_a_busy_actor_that_is_too_old_finishes_and_is_renewed_before_it_gets_mor
     async def main() -> None:
         for step, order in ((2, ["grow", "grow", "update"]), (3, ["grow", "update", "grow"])):
             crew = Scripted(answers, machines=1)
-            pool = pool_of(crew, "cluster.ahead=1", "rollout.concurrency=8")
-            await pool.renew(SESSION, 0)
+            pool = pool_of(crew, "cluster.max_off_policy_steps=1", "rollout.concurrency=8")
+            await pool.sync_weights(SESSION, 0)
             first = asyncio.ensure_future(grown(pool, 1, TASKS[:1]))
             await asyncio.sleep(2.7)
-            await pool.renew(SESSION, 1)
+            await pool.sync_weights(SESSION, 1)
             await grown(pool, step, TASKS[:1])
             await first
             await asyncio.sleep(1)
@@ -453,9 +453,14 @@ def run_near(config: Config, resume: bool = False) -> Any:
 
 
 def test_a_run_that_samples_ahead_is_resumed_and_skips_nothing(tmp_path: Path) -> None:
-    ahead = ("cluster.ahead=1", "loss.importance_cap=2", "train.steps=4", "train.budget_of=paths")
+    ahead = (
+        "cluster.max_off_policy_steps=1",
+        "loss.importance_cap=2",
+        "train.steps=4",
+        "train.budget_unit=trajectories",
+    )
     log = run_near(config_for(tmp_path / "run", *ahead, "train.budget=30"))
-    assert len(log.read_metrics()) == 2 and log.read_metrics()[1]["cluster_wasted_trees"] <= 6
+    assert len(log.read_metrics()) == 2 and log.read_metrics()[1]["cluster_discarded_trees"] <= 6
     config = config_for(tmp_path / "run", *ahead)
     log = run_near(config, resume=True)
     assert_all_there(log, config)
@@ -467,7 +472,9 @@ def test_trees_are_as_old_as_they_may_be_and_no_older(
     tmp_path: Path, ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With two, and in other processes: tests/test_cluster.py."""
-    config = config_for(tmp_path / "run", f"cluster.ahead={ahead}", "loss.importance_cap=2", "train.steps=4")
+    config = config_for(
+        tmp_path / "run", f"cluster.max_off_policy_steps={ahead}", "loss.importance_cap=2", "train.steps=4"
+    )
     scored, learn = tmp_path / "run-toys" / "toys" / "scored", arpo.training.loop.learn_step
 
     def slowly(run: Any, step: int, *given: Any) -> Any:
@@ -487,7 +494,11 @@ def test_ctrl_c_while_it_learns_ends_after_the_step_which_is_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_for(
-        tmp_path / "run", "cluster.ahead=1", "loss.importance_cap=2", "train.steps=4", "run.checkpoint_every=9"
+        tmp_path / "run",
+        "cluster.max_off_policy_steps=1",
+        "loss.importance_cap=2",
+        "train.steps=4",
+        "run.checkpoint_every=9",
     )
     learn, learning, go = arpo.training.loop.learn_step, threading.Event(), threading.Event()
 
@@ -559,8 +570,13 @@ def test_staleness_is_counted_and_never_too_much() -> None:
 def test_stale_trees_are_weighed_by_the_policy_that_sampled_them(tokenizer: Any, tmp_path: Path) -> None:
     """Gradients of an update on trees of older weights, against one path at a time: old is what the weights are now."""
     save_pretrained(build_model(tokenizer, 32, 1, 256, seed=1), tokenizer, tmp_path / "model")
-    given = [f"model.path={tmp_path / 'model'}", "model.device=cpu", "rollout.leaves=4", "rollout.max_tokens=20"]
-    small = ["world.entities=60", "world.train_questions=12", "train.prompts=3", "branching.policy=never"]
+    given = [
+        f"model.path={tmp_path / 'model'}",
+        "model.device=cpu",
+        "rollout.num_trajectories=4",
+        "rollout.max_tokens=20",
+    ]
+    small = ["world.entities=60", "world.train_questions=12", "train.batch_size=3", "branching.policy=never"]
     config = load_config(None, [*given, *small, f"run.dir={tmp_path / 'run'}", "loss.importance_cap=1.3"])
     with open_run(config) as run:
         trees, _ = asyncio.run(sample_step(run.session, 1))
@@ -596,16 +612,19 @@ def test_stale_trees_are_weighed_by_the_policy_that_sampled_them(tokenizer: Any,
     ("given", "message"),
     [
         (["cluster.address=auto"], "only `arpo train`"),
-        (["cluster.ahead=1"], "cluster.ahead: needs a cluster"),
+        (["cluster.max_off_policy_steps=1"], "cluster.max_off_policy_steps: needs a cluster"),
         (["cluster.trainers=2"], "cluster.trainers: needs a cluster"),
-        (["cluster.address=x", "cluster.ahead=1"], "loss.importance_cap=2"),
-        (["cluster.address=x", "cluster.ahead=1", "loss.importance_cap=2", "data.curriculum=2"], "data.curriculum"),
+        (["cluster.address=x", "cluster.max_off_policy_steps=1"], "loss.importance_cap=2"),
+        (
+            ["cluster.address=x", "cluster.max_off_policy_steps=1", "loss.importance_cap=2", "data.curriculum=2"],
+            "data.curriculum",
+        ),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(given: list[str], message: str) -> None:
     pool: Any = None if len(given) == 1 else object()
     with pytest.raises(ArpoError, match=message):
-        arpo.training.loop.need_cluster(load_config(None, given), pool)
+        arpo.training.loop.require_cluster_settings(load_config(None, given), pool)
 
 
 def test_without_ray_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -630,16 +649,16 @@ def test_torchrun_and_a_cluster_do_not_go_together(monkeypatch: pytest.MonkeyPat
 
 def test_a_question_survives_its_way() -> None:
     task = Task("1", "Wer? Ä\u2028", ("a", "b"), kind="k", meta={"level": [1, {"x": None}]})
-    assert order_from_bytes(order_to_bytes(task, 2**63, True)) == (task, 2**63, True)
+    assert decode_request(encode_request(task, 2**63, True)) == (task, 2**63, True)
 
 
 def test_whoever_only_leads_needs_neither_vllm_nor_room() -> None:
     config = load_config(
-        None, ["rollout.engine=vllm", 'rollout.servers=["http://localhost:1"]', "rollout.kv_tokens=10000"]
+        None, ["rollout.engine=vllm", 'rollout.servers=["http://localhost:1"]', "rollout.kv_cache_tokens=10000"]
     )
-    here = without_room(config).rollout
-    assert (here.engine, here.servers, here.concurrency) == ("local", (), 1) and here.kv_tokens < 100
-    assert without_room(config).model_copy(update={"rollout": config.rollout}) == config
+    here = minimal_engine_config(config).rollout
+    assert (here.engine, here.servers, here.concurrency) == ("local", (), 1) and here.kv_cache_tokens < 100
+    assert minimal_engine_config(config).model_copy(update={"rollout": config.rollout}) == config
 
 
 def test_what_several_engines_tell_is_put_together_as_it_is_meant() -> None:
@@ -688,13 +707,16 @@ def test_learning_in_a_thread_is_never_left_half_done() -> None:
     ("more", "said"),
     [
         (("rollout.engine=vllm", 'rollout.servers=["http://localhost:1"]'), r"rollout\.servers: every actor"),
-        (("cluster.address=none", "cluster.ahead=1"), r"cluster\.ahead: needs a cluster.*cluster\.ahead=0"),
+        (
+            ("cluster.address=none", "cluster.max_off_policy_steps=1"),
+            r"cluster\.ahead: needs a cluster.*cluster\.ahead=0",
+        ),
     ],
 )
 def test_what_a_cluster_cannot_do_is_refused(more: tuple[str, ...], said: str) -> None:
     config = load_config(None, ["cluster.address=made-up", *more])
     with pytest.raises(ArpoError, match=said):
-        arpo.training.loop.need_cluster(config, object())  # type: ignore[arg-type]
+        arpo.training.loop.require_cluster_settings(config, object())  # type: ignore[arg-type]
 
 
 def test_why_an_actor_could_not_be_made_is_told_in_one_plain_line() -> None:

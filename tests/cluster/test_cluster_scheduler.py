@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arpo.cluster.scheduler import LOSSES, Board, Deadly, Give, Machine, Place, Update, places
+from arpo.cluster.scheduler import LOSSES, Assign, Machine, Place, PoisonTask, Scheduler, Update, places
 
 
-def ready(board: Board, *actors: str, slots: int = 2) -> None:
+def ready(board: Scheduler, *actors: str, slots: int = 2) -> None:
     for name in actors:
         board.joined(name, slots)
     for action in doings(board):
@@ -19,7 +19,7 @@ def ready(board: Board, *actors: str, slots: int = 2) -> None:
         board.updated(action.actor, action.version)
 
 
-def doings(board: Board) -> list[Give | Update]:
+def doings(board: Scheduler) -> list[Assign | Update]:
     found = []
     while (action := board.next()) is not None:
         found.append(action)
@@ -27,25 +27,25 @@ def doings(board: Board) -> list[Give | Update]:
 
 
 def test_trees_of_earlier_steps_go_first_and_are_spread() -> None:
-    board = Board()
+    board = Scheduler()
     board.newest(0)
     ready(board, "a", "b")
     for job, step in ((0, 2), (1, 1), (2, 1), (3, 2), (4, 2)):
         board.add(job, step, 0)
-    assert doings(board) == [Give("a", 1), Give("b", 2), Give("a", 0), Give("b", 3)]
+    assert doings(board) == [Assign("a", 1), Assign("b", 2), Assign("a", 0), Assign("b", 3)]
     assert board.actors == {"a": 2, "b": 2} and board.waiting == 1
-    assert board.finished("b", 2) and doings(board) == [Give("b", 4)]
+    assert board.finished("b", 2) and doings(board) == [Assign("b", 4)]
     assert not board.finished("b", 2)
 
 
 def test_nobody_gets_a_tree_before_weights_or_during_an_update() -> None:
-    board = Board()
+    board = Scheduler()
     board.newest(3)
     board.joined("a", 1)
     board.add(0, 4, 3)
     assert doings(board) == [Update("a", 3)]
     board.updated("a", 3)
-    assert doings(board) == [Give("a", 0)]
+    assert doings(board) == [Assign("a", 0)]
     with pytest.raises(ValueError, match="newest is 3"):
         board.add(1, 9, 4)
     with pytest.raises(ValueError, match="comes after"):
@@ -55,45 +55,45 @@ def test_nobody_gets_a_tree_before_weights_or_during_an_update() -> None:
 
 
 def test_weights_change_between_trees_only_and_the_idle_get_them_first() -> None:
-    board = Board()
+    board = Scheduler()
     board.newest(0)
     ready(board, "a", "b")
     board.add(0, 1, 0)
-    assert doings(board) == [Give("a", 0)]
+    assert doings(board) == [Assign("a", 0)]
     board.newest(1)
     board.add(1, 2, 0)
-    assert doings(board) == [Update("b", 1), Give("a", 1)]  # b will be newer, a is new enough
+    assert doings(board) == [Update("b", 1), Assign("a", 1)]  # b will be newer, a is new enough
     board.updated("b", 1)
     board.add(2, 3, 1)
     board.add(3, 4, 0)  # would do for a, but it comes after one that would not
-    assert doings(board) == [Give("b", 2), Give("b", 3)]
+    assert doings(board) == [Assign("b", 2), Assign("b", 3)]
     board.add(4, 5, 1)
     board.finished("a", 0)
     assert doings(board) == []  # a is drained
     board.finished("a", 1)
     assert doings(board) == [Update("a", 1)]
     board.updated("a", 1)
-    assert doings(board) == [Give("a", 4)]
+    assert doings(board) == [Assign("a", 4)]
 
 
 def test_what_a_lost_actor_was_growing_goes_first() -> None:
-    board = Board()
+    board = Scheduler()
     board.newest(0)
     ready(board, "a")
     for job in range(4):
         board.add(job, 1, 0)
-    assert doings(board) == [Give("a", 0), Give("a", 1)]
+    assert doings(board) == [Assign("a", 0), Assign("a", 1)]
     assert board.lost("a") == [0, 1] and board.redone == 2
     assert board.lost("a") == [] and board.redone == 2
     assert not board.finished("a", 0)
     board.joined("b", 2)
     assert doings(board) == [Update("b", 0)]
     board.updated("b", 0)
-    assert doings(board) == [Give("b", 0), Give("b", 1)]
+    assert doings(board) == [Assign("b", 0), Assign("b", 1)]
 
 
 def test_a_tree_that_was_lost_often_is_grown_alone_before_it_is_blamed() -> None:
-    board = Board()
+    board = Scheduler()
     board.newest(0)
     for job in range(3):
         board.add(job, 1, 0)
@@ -102,36 +102,36 @@ def test_a_tree_that_was_lost_often_is_grown_alone_before_it_is_blamed() -> None
         board.joined(name, 2)
         assert doings(board) == [Update(name, 0)]
         board.updated(name, 0)
-        assert doings(board) == [Give(name, 0), Give(name, 1)]
+        assert doings(board) == [Assign(name, 0), Assign(name, 1)]
         board.lost(name)
     board.joined("b", 2)
     doings(board)
     board.updated("b", 0)
-    assert doings(board) == [Give("b", 0)]
+    assert doings(board) == [Assign("b", 0)]
     assert board.finished("b", 0)
-    assert doings(board) == [Give("b", 1)]
-    with pytest.raises(Deadly) as caught:
+    assert doings(board) == [Assign("b", 1)]
+    with pytest.raises(PoisonTask) as caught:
         board.lost("b")
     assert caught.value.job == 1
 
 
 def test_a_tree_to_be_grown_alone_waits_for_an_idle_actor() -> None:
-    board = Board()
+    board = Scheduler()
     board.newest(0)
     board.add(1, 2, 0)
     for name in ("a", "b"):
         board.joined(name, 1)
         assert board.next() == Update(name, 0)
         board.updated(name, 0)
-        assert board.next() == Give(name, 1)
+        assert board.next() == Assign(name, 1)
         board.lost(name)
     board.add(0, 1, 0)
     board.joined("c", 2)
     assert board.next() == Update("c", 0)
     board.updated("c", 0)
-    assert doings(board) == [Give("c", 0)]
+    assert doings(board) == [Assign("c", 0)]
     board.finished("c", 0)
-    assert doings(board) == [Give("c", 1)]
+    assert doings(board) == [Assign("c", 1)]
 
 
 @settings(max_examples=200)
@@ -141,7 +141,7 @@ def test_whatever_happens_every_tree_is_grown_once_by_weights_that_are_new_enoug
 ) -> None:
     """A run against a simulated cluster that joins, dies, updates and finishes in any order."""
     rng = random.Random(seed)
-    board, steps, prompts = Board(), 5, 3
+    board, steps, prompts = Scheduler(), 5, 3
     board.newest(0)
     growing: dict[int, tuple[str, int]] = {}
     updating: dict[str, int] = {}
@@ -221,28 +221,28 @@ def test_a_number_of_actors_is_spread_evenly() -> None:
 
 
 def test_an_actor_takes_as_many_paths_as_it_may_and_one_tree_always() -> None:
-    board = Board()
+    board = Scheduler()
     board.newest(0)
     board.joined("a", 8)
     assert board.next() == Update("a", 0)
     board.updated("a", 0)
     for job, paths in enumerate((16, 4, 4, 1, 1)):
         board.add(job, 1, 0, paths)
-    assert board.next() == Give("a", 0) and board.next() is None  # too large, but alone
+    assert board.next() == Assign("a", 0) and board.next() is None  # too large, but alone
     board.finished("a", 0)
-    assert [board.next(), board.next(), board.next()] == [Give("a", 1), Give("a", 2), None]
+    assert [board.next(), board.next(), board.next()] == [Assign("a", 1), Assign("a", 2), None]
     board.finished("a", 1)
-    assert [board.next(), board.next(), board.next()] == [Give("a", 3), Give("a", 4), None]
+    assert [board.next(), board.next(), board.next()] == [Assign("a", 3), Assign("a", 4), None]
 
 
 def test_a_tree_is_not_to_blame_for_its_machine() -> None:
-    board = Board()
+    board = Scheduler()
     board.newest(0)
     board.add(0, 1, 0)
     for number in range(5):
         board.joined(str(number), 1)
         assert board.next() == Update(str(number), 0)
         board.updated(str(number), 0)
-        assert board.next() == Give(str(number), 0)
+        assert board.next() == Assign(str(number), 0)
         assert board.lost(str(number), alone=False) == [0]
     assert board.redone == 5

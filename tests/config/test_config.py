@@ -36,7 +36,7 @@ def _error(path: Path | None, overrides: list[str] | None = None) -> str:
 def test_without_anything_the_defaults_of_the_paper_hold() -> None:
     config = load_config(None)
     assert config == Config()
-    assert (config.rollout.leaves, config.rollout.initial) == (16, 8)
+    assert (config.rollout.num_trajectories, config.rollout.num_initial) == (16, 8)
     assert (config.branching.alpha, config.branching.beta, config.branching.tau) == (0.5, 0.2, 0.5)
     assert config.tools.enabled == ("search", "python")
 
@@ -51,15 +51,15 @@ def test_an_algorithm_is_what_its_preset_says_whatever_the_file_has(tmp_path: Pa
     assert config.advantage == plain.advantage
     assert config.branching == plain.branching.model_copy(update={"alpha": 0.1})  # tuning is the file's
     assert config.loss == plain.loss.model_copy(update={"clip_low": 0.3, "kl": 0.1})
-    assert (config.train.resample, config.train.lr, config.reward.overlong) == (0, 1e-3, 0.0)
+    assert (config.train.dynamic_sampling_rounds, config.train.lr, config.reward.overlong) == (0, 1e-3, 0.0)
     assert load_config(path).branching.policy == "always"
 
 
 def test_precedence_is_defaults_preset_file_command_line(tmp_path: Path) -> None:
     path = _file(tmp_path, 'preset = "arpo-hard"\n[rollout]\nleaves = 4\nmax_calls = 5\n')
-    config = load_config(path, ["rollout.leaves=6"])
+    config = load_config(path, ["rollout.num_trajectories=6"])
     assert config.advantage.attribution == "hard"  # preset
-    assert (config.rollout.leaves, config.rollout.max_calls, config.rollout.max_tokens) == (6, 5, 4096)
+    assert (config.rollout.num_trajectories, config.rollout.max_tool_calls, config.rollout.max_tokens) == (6, 5, 4096)
     assert load_config(path, ["advantage.attribution=soft"]).advantage.attribution == "soft"
     assert load_config(path, ["preset=arpo"]).advantage.attribution == "soft"
 
@@ -70,12 +70,16 @@ def test_presets_load_and_differ_from_the_defaults_only_as_they_say() -> None:
         said = {f"{section}.{key}" for section, keys in tomllib.loads(file.read_text()).items() for key in keys}
         config = load_config(None, [f"preset={name}"])
         if config.branching.policy == "never":
-            said.add("rollout.initial")
+            said.add("rollout.num_initial")
         changed = {line.partition(":")[0] for line in differences(Config().resolved(), config.resolved())}
         assert changed - {"preset"} == said
         assert config.preset == name
     found = differences(Config().resolved(), load_config(None, ["preset=grpo"]).resolved())
-    assert found == ['preset: "arpo" -> "grpo"', "rollout.initial: 8 -> 16", 'branching.policy: "entropy" -> "never"']
+    assert found == [
+        'preset: "arpo" -> "grpo"',
+        "rollout.num_initial: 8 -> 16",
+        'branching.policy: "entropy" -> "never"',
+    ]
 
 
 def test_a_preset_may_be_a_file_and_an_algorithm_lies_above_the_file(tmp_path: Path) -> None:
@@ -103,15 +107,15 @@ def test_a_preset_may_be_a_file_and_an_algorithm_lies_above_the_file(tmp_path: P
 @pytest.mark.parametrize(
     ("overrides", "initial"),
     [
-        (["rollout.leaves=1"], 1),
-        (["rollout.leaves=5"], 2),
-        (["rollout.leaves=5", "rollout.initial=5"], 5),
-        (["rollout.leaves=5", "branching.policy=never"], 5),
-        (["rollout.leaves=5", "branching.policy=never", "rollout.initial=3"], 3),
+        (["rollout.num_trajectories=1"], 1),
+        (["rollout.num_trajectories=5"], 2),
+        (["rollout.num_trajectories=5", "rollout.num_initial=5"], 5),
+        (["rollout.num_trajectories=5", "branching.policy=never"], 5),
+        (["rollout.num_trajectories=5", "branching.policy=never", "rollout.num_initial=3"], 3),
     ],
 )
 def test_initial_is_resolved_to_a_number(overrides: list[str], initial: int) -> None:
-    assert load_config(None, overrides).rollout.initial == initial
+    assert load_config(None, overrides).rollout.num_initial == initial
 
 
 def test_override_values_are_toml_or_else_plain_text() -> None:
@@ -123,7 +127,7 @@ def test_override_values_are_toml_or_else_plain_text() -> None:
             " run.dir =2025-01-01",
             "data.question=7",
             "train.lr=1",
-            "train.drop_infra=false",
+            "train.mask_infra_faults=false",
             'tools.enabled=["search"]',
             "loss={clip_low=0.1, dual_clip=2}",
             "loss.dual_clip=none",
@@ -131,7 +135,7 @@ def test_override_values_are_toml_or_else_plain_text() -> None:
         ],
     )
     assert (config.model.path, config.data.train, config.run.dir) == ("Qwen/Qwen3-0.6B", "a b.jsonl", "2025-01-01")
-    assert (config.data.question, config.train.lr, config.train.drop_infra) == ("7", 1.0, False)
+    assert (config.data.question, config.train.lr, config.train.mask_infra_faults) == ("7", 1.0, False)
     assert (config.tools.enabled, config.loss.clip_low, config.loss.dual_clip) == (("search",), 0.1, None)
     assert (config.data.answer, config.seed) == ('"a"\nseed = 3', 0)
 
@@ -149,21 +153,21 @@ def test_saved_configuration_with_an_unknown_key_is_refused() -> None:
 
 def test_config_cannot_be_changed() -> None:
     with pytest.raises(ValidationError):
-        Config().rollout.leaves = 3
+        Config().rollout.num_trajectories = 3
 
 
 @pytest.mark.parametrize(
     ("toml", "message"),
     [
         ("seed = true", "seed: got true, expected whole number >= 0 and <= 4294967295"),
-        ("[rollout]\nleaves = 3.5", "rollout.leaves: got 3.5, expected whole number >= 1"),
-        ("[rollout]\nleaves = 3.0", "rollout.leaves: got 3.0, expected whole number >= 1"),
-        ('[rollout]\nleaves = "3"', 'rollout.leaves: got "3", expected whole number >= 1'),
-        ("[rollout]\nleaves = 0", "rollout.leaves: got 0, expected whole number >= 1"),
+        ("[rollout]\nleaves = 3.5", "rollout.num_trajectories: got 3.5, expected whole number >= 1"),
+        ("[rollout]\nleaves = 3.0", "rollout.num_trajectories: got 3.0, expected whole number >= 1"),
+        ('[rollout]\nleaves = "3"', 'rollout.num_trajectories: got "3", expected whole number >= 1'),
+        ("[rollout]\nleaves = 0", "rollout.num_trajectories: got 0, expected whole number >= 1"),
         ('[train]\nlr = "1e-6"', 'train.lr: got "1e-6", expected number > 0'),
         ("[train]\nlr = true", "train.lr: got true, expected number > 0"),
         ("[train]\nlr = inf", "train.lr: got Infinity, expected number > 0"),
-        ("[train]\ndrop_infra = 1", "train.drop_infra: got 1, expected true or false"),
+        ("[train]\ndrop_infra = 1", "train.mask_infra_faults: got 1, expected true or false"),
         ("[model]\npath = 3", "model.path: got 3, expected non-empty text"),
         ("[data]\ntrain = 2020-01-01", 'data.train: got 2020-01-01, expected non-empty text or "none"'),
         ('[tools]\nenabled = ["a", 3, 4]', 'tools.enabled: got ["a", 3, 4], expected list of texts, like ["search"]'),
@@ -175,17 +179,23 @@ def test_config_cannot_be_changed() -> None:
         ),
         (
             "[rollout]\nleaves = 4\ninitial = 9",
-            "rollout.initial: got 9, expected at most rollout.leaves, which is 4",
+            "rollout.num_initial: got 9, expected at most rollout.num_trajectories, which is 4",
         ),
-        ("[train]\nminibatches = 17", "train.minibatches: got 17, expected at most train.prompts, which is 16"),
-        ("[rollout]\nleafs = 4", "rollout.leafs: got 4, but there is no such setting; did you mean rollout.leaves?"),
-        ("leaves = 4", "leaves: got 4, but there is no such setting; did you mean rollout.leaves?"),
-        ('"rollout.leaves" = 4', "rollout.leaves: got 4, but there is no such setting; did you mean rollout.leaves?"),
+        ("[train]\nminibatches = 17", "train.minibatches: got 17, expected at most train.batch_size, which is 16"),
+        (
+            "[rollout]\nleafs = 4",
+            "rollout.leafs: got 4, but there is no such setting; did you mean rollout.num_trajectories?",
+        ),
+        ("leaves = 4", "leaves: got 4, but there is no such setting; did you mean rollout.num_trajectories?"),
+        (
+            '"rollout.num_trajectories" = 4',
+            "rollout.num_trajectories: got 4, but there is no such setting; did you mean rollout.num_trajectories?",
+        ),
         ("[rolout]\nx = 4", 'rolout: got {"x": 4}, but there is no such setting; did you mean rollout?'),
         (
             "[advantage]\nzzz = 4",
             "advantage.zzz: got 4, but there is no such setting; there are advantage.baseline, advantage.scale, "
-            "advantage.attribution, advantage.entropy",
+            "advantage.attribution, advantage.entropy_weight",
         ),
         ("model = 3", "model: got 3, expected a section with model.path, model.adapter, model.device, model.dtype"),
         (
@@ -204,21 +214,24 @@ def test_all_mistakes_are_reported_at_once_each_with_its_source(tmp_path: Path) 
     path = _file(
         tmp_path, 'preset = "nope"\n[rollout]\nleaves = 4\ntemperature = 0\n[train]\nminibatches = 99\nlr = -1\n'
     )
-    lines = _error(path, ["rollout.initial=5", "novalue", "=3", "model.device=tpu"]).split("\n")
+    lines = _error(path, ["rollout.num_initial=5", "novalue", "=3", "model.device=tpu"]).split("\n")
     assert lines == [
-        'command line: got "novalue", expected key=value, like rollout.leaves=8',
-        'command line: got "=3", expected key=value, like rollout.leaves=8',
+        'command line: got "novalue", expected key=value, like rollout.num_trajectories=8',
+        'command line: got "=3", expected key=value, like rollout.num_trajectories=8',
         f'{path}: preset: got "nope", expected one of {PRESETS}, or a TOML file',
         'command line: model.device: got "tpu", expected one of "auto", "cpu", "cuda" (did you mean "cpu"?)',
-        f"command line and {path}: rollout.initial: got 5, expected at most rollout.leaves, which is 4",
+        f"command line and {path}: rollout.num_initial: got 5, expected at most rollout.num_trajectories, which is 4",
         f"{path}: rollout.temperature: got 0, expected number > 0",
-        f"{path}: train.minibatches: got 99, expected at most train.prompts, which is 16",
+        f"{path}: train.minibatches: got 99, expected at most train.batch_size, which is 16",
         f"{path}: train.lr: got -1, expected number > 0",
     ]
 
 
 def test_a_wrong_leaves_is_not_also_blamed_on_initial() -> None:
-    assert _error(None, ["rollout.leaves=0"]) == "command line: rollout.leaves: got 0, expected whole number >= 1"
+    assert (
+        _error(None, ["rollout.num_trajectories=0"])
+        == "command line: rollout.num_trajectories: got 0, expected whole number >= 1"
+    )
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
@@ -258,8 +271,8 @@ def test_settings_table_has_every_setting_once_and_described() -> None:
     assert [key for key in keys if not key.startswith(("tools.mcp.", "data.mix."))] == flat
     assert {f"tools.mcp.{key}" for key in Mcp.model_fields} == {key for key in keys if key.startswith("tools.mcp.")}
     assert all(description and "\n" not in description for *_, description in table)
-    assert ("rollout.leaves", "whole number >= 1", "16", "M: paths per question") in table
-    assert [row[2] for row in table if row[0] in ("rollout.initial", "tools.search")] == ['"none"', "unset"]
+    assert ("rollout.num_trajectories", "whole number >= 1", "16", "M: paths per question") in table
+    assert [row[2] for row in table if row[0] in ("rollout.num_initial", "tools.search")] == ['"none"', "unset"]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from trees import searched
 
 from arpo.builtin.model import build_model
-from arpo.builtin.world import World, make_world
+from arpo.builtin.world import World, build_world
 from arpo.config.loading import load_config
 from arpo.config.plugins import load_object, names_object
 from arpo.config.schema import Rewards
@@ -23,7 +23,7 @@ from arpo.runs.run_dir import open_run as read_run
 from arpo.tools.executor import call_tool
 from arpo.trainer.checkpoint import save_pretrained
 from arpo.training.loop import open_run, train
-from arpo.training.setup import make_tools
+from arpo.training.setup import build_tools
 from arpo.types import Reward, Task, ToolCall
 
 ROOT = Path(__file__).parent.parent
@@ -67,7 +67,7 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def world() -> World:
-    return make_world(WorldSection(entities=60, train_questions=5, test_questions=5))
+    return build_world(WorldSection(entities=60, train_questions=5, test_questions=5))
 
 
 def refused(setting: str, text: str) -> str:
@@ -157,7 +157,7 @@ def test_each_accuracy_scores_as_its_function_does() -> None:
 
 def test_a_tool_of_ones_own(file: Path, world: World) -> None:
     def tools(*overrides: str) -> Any:
-        return make_tools(load_config(None, ["reward.bonus=0.0", *overrides]), world)
+        return build_tools(load_config(None, ["reward.bonus=0.0", *overrides]), world)
 
     with tools(f'tools.enabled=["search", "{file}:length"]') as box:
         assert list(box) == ["search", "length"]
@@ -186,8 +186,8 @@ def test_the_example_is_short_and_trains(tokenizer: Any, tmp_path: Path, monkeyp
     save_pretrained(build_model(tokenizer, 32, 1, 2048, seed=1), tokenizer, tmp_path / "model")
     config = load_config(
         example / "run.toml",
-        [f"model.path={tmp_path / 'model'}", f"run.dir={tmp_path / 'run'}", "train.steps=1", "train.prompts=2",
-         "rollout.leaves=4", "rollout.max_tokens=24"],
+        [f"model.path={tmp_path / 'model'}", f"run.dir={tmp_path / 'run'}", "train.steps=1", "train.batch_size=2",
+         "rollout.num_trajectories=4", "rollout.max_tokens=24"],
     )  # fmt: skip
     with open_run(config) as run:
         assert asyncio.run(train(run)) == 1

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from arpo.builtin.world import World, make_world
+from arpo.builtin.world import World, build_world
 from arpo.config.loading import load_config
 from arpo.config.schema import Config
 from arpo.config.schema import World as WorldSection
 from arpo.errors import ArpoError
-from arpo.tools.executor import Toolbox, call_tool
+from arpo.tools.executor import Toolset, call_tool
 from arpo.tools.search import build_index
-from arpo.training.setup import make_tools
+from arpo.training.setup import build_tools
 from arpo.types import Fault, ToolCall
 
 SERVER = Path(__file__).with_name("mcp_server.py")
@@ -24,7 +24,7 @@ SERVER = Path(__file__).with_name("mcp_server.py")
 
 @pytest.fixture(scope="module")
 def world() -> World:
-    return make_world(WorldSection(entities=60, train_questions=5, test_questions=5))
+    return build_world(WorldSection(entities=60, train_questions=5, test_questions=5))
 
 
 @pytest.fixture
@@ -39,34 +39,34 @@ def configured(*overrides: str) -> Config:
     return load_config(None, ["reward.bonus=0.0", 'tools.enabled=["search"]', *overrides])
 
 
-def said(box: Toolbox, name: str, **args: object) -> str:
+def said(box: Toolset, name: str, **args: object) -> str:
     return asyncio.run(call_tool(box, ToolCall(name, args))).text
 
 
 def refused(world: World, *overrides: str) -> str:
     with pytest.raises(ArpoError) as error:
-        make_tools(configured(*overrides), world)
+        build_tools(configured(*overrides), world)
     return str(error.value)
 
 
 def test_search_looks_in_the_world_a_file_or_an_index(world: World, documents: Path, tmp_path: Path) -> None:
     build_index(documents, tmp_path / "index")
     entity = world.halves[0].names["person"][0]
-    with make_tools(configured(), world) as box:
+    with build_tools(configured(), world) as box:
         assert f"birthplace of {entity}" in said(box, "search", query=f"birthplace of {entity}")
     for source in (documents, tmp_path / "index"):
-        with make_tools(configured(f"tools.search={source}"), world) as box:
+        with build_tools(configured(f"tools.search={source}"), world) as box:
             assert said(box, "search", query="who leads kip salt") == "Kip Salt: Ada Lom leads it."
 
 
 def test_a_server_and_the_web_are_asked_for_only_when_called(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    with make_tools(configured("tools.search=http://127.0.0.1:9/retrieve", "tools.timeout=1"), world) as box:
+    with build_tools(configured("tools.search=http://127.0.0.1:9/retrieve", "tools.timeout=1"), world) as box:
         result = asyncio.run(call_tool(box, ToolCall("search", {"query": "a"})))
         assert (result.fault, result.attempts) == (Fault.INFRA, 3)
     monkeypatch.delenv("BRAVE_API_KEY", raising=False)
     assert "BRAVE_API_KEY" in refused(world, "tools.search=brave")
     monkeypatch.setenv("BRAVE_API_KEY", "secret")
-    with make_tools(configured("tools.search=brave"), world) as box:
+    with build_tools(configured("tools.search=brave"), world) as box:
         assert "secret" not in repr(box["search"])
 
 
@@ -89,7 +89,7 @@ def test_tools_of_a_server_stand_beside_the_others(world: World, tmp_path: Path)
         f"[[tools.mcp]]\ncommand = {json.dumps(sys.executable)}\nargs = [{json.dumps(str(SERVER))}, 'sdk']\n"
         'only = ["echo", "add"]\n'
     )
-    with make_tools(load_config(config), world) as box:
+    with build_tools(load_config(config), world) as box:
         assert list(box) == ["search", "echo", "add"]
         assert said(box, "add", a=2, b=3) == "5"
         assert said(box, "add", a=2, b="x").startswith("Error: add: ")
@@ -97,9 +97,9 @@ def test_tools_of_a_server_stand_beside_the_others(world: World, tmp_path: Path)
 
 def test_a_recording_is_replayed_without_a_call(world: World, documents: Path, tmp_path: Path) -> None:
     where = [f"tools.search={documents}", f"tools.cache={tmp_path / 'answers.sqlite'}"]
-    with make_tools(configured(*where, "tools.cache_mode=record"), world) as box:
+    with build_tools(configured(*where, "tools.cache_mode=record"), world) as box:
         told = said(box, "search", query="kip salt")
-    with make_tools(configured(*where, "tools.cache_mode=replay"), world) as box:
+    with build_tools(configured(*where, "tools.cache_mode=replay"), world) as box:
         assert said(box, "search", query="kip salt") == told
         unknown = asyncio.run(call_tool(box, ToolCall("search", {"query": "zor"})))
         assert (unknown.fault, "recording" in unknown.text) == (Fault.INFRA, True)

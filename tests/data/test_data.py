@@ -18,7 +18,7 @@ from questions import rows, verl
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from arpo.agent.formats import make_format
+from arpo.agent.formats import build_format
 from arpo.algorithm.rollout import Agent, rollouts
 from arpo.builtin.model import build_model
 from arpo.cli.main import app
@@ -28,11 +28,11 @@ from arpo.data.order import batch_of
 from arpo.data.tasks import Columns, load_tasks, read_tasks
 from arpo.engine.scripted import ScriptedEngine
 from arpo.errors import ArpoError
-from arpo.rewards import make_reward
+from arpo.rewards import build_reward
 from arpo.runs.run_dir import open_run as read_run
 from arpo.trainer.checkpoint import save_pretrained
 from arpo.training.loop import _outcome, open_run, train
-from arpo.training.setup import fit_prompts, make_bench
+from arpo.training.setup import build_bench, fit_prompts
 from arpo.types import Fault, Kind, Leaf, Node, Reward, RolloutTree, Task
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -76,7 +76,7 @@ def write_sources() -> None:
 
 def test_a_mixture_of_sources_each_with_its_columns(here: Path) -> None:
     write_sources()
-    bench = make_bench(toml(MIXED))
+    bench = build_bench(toml(MIXED))
     assert [(part.source, len(part.tasks), part.weight) for part in bench.parts] == [
         ("sums.jsonl", 7, 3), ("places.jsonl", 1, 1), ("world", 6, 1),
     ]  # fmt: skip
@@ -104,7 +104,7 @@ def test_mistakes_in_a_mixture(here: Path) -> None:
         with pytest.raises(ArpoError, match=re.escape(told)):
             toml(f"[[data.mix]]\n{wrong}\n")
     with pytest.raises(ArpoError, match=r"places\.jsonl, line 1: no column .*data\.mix\.question="):
-        make_bench(toml('[[data.mix]]\nsource = "places.jsonl"'))
+        build_bench(toml('[[data.mix]]\nsource = "places.jsonl"'))
 
 
 def test_a_saved_mixture_is_read_back(here: Path) -> None:
@@ -117,17 +117,17 @@ def test_a_saved_mixture_is_read_back(here: Path) -> None:
 def test_search_needs_somewhere_to_look_unless_the_world_is_among_the_sources(here: Path) -> None:
     write_sources()
     tools = ['tools.enabled=["search"]']
-    with make_bench(toml(MIXED, *tools)).tools as box:
+    with build_bench(toml(MIXED, *tools)).tools as box:
         assert list(box) == ["search"]
     with pytest.raises(ArpoError, match="somewhere to look"):
-        make_bench(toml("", "data.train=sums.jsonl", *tools))
+        build_bench(toml("", "data.train=sums.jsonl", *tools))
 
 
 def test_bad_rows_are_refused_or_skipped_and_told(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write("mine.jsonl", {"question": "Who?", "answer": "Ada"}, {"question": "Who?", "answer": "\x1b[31m "}, [1])
     with pytest.raises(ArpoError, match=r"line 3: expected a JSON object, got list\nmend the rows, or leave them out"):
-        make_bench(toml("", "data.train=mine.jsonl"))
-    bench = make_bench(toml("", "data.train=mine.jsonl", "data.bad_rows=skip"))
+        build_bench(toml("", "data.train=mine.jsonl"))
+    bench = build_bench(toml("", "data.train=mine.jsonl", "data.bad_rows=skip"))
     assert [task.id for task in bench.train] == ["mine.jsonl:1", "mine.jsonl:2"]
     assert capsys.readouterr().out.splitlines() == [
         "1 of 3 rows of mine.jsonl are left out:",
@@ -139,7 +139,7 @@ def test_bad_rows_are_refused_or_skipped_and_told(here: Path, capsys: pytest.Cap
 
 
 def scripted(tokenizer: Any, tools: Any = None, script: Any = None, **more: Any) -> Agent:
-    fmt = make_format("tags", [tool.spec for tool in (tools or {}).values()])
+    fmt = build_format("tags", [tool.spec for tool in (tools or {}).values()])
     return Agent(ScriptedEngine(tokenizer, script or (lambda *_: ""), **more), tokenizer, tools or {}, fmt)
 
 
@@ -147,7 +147,7 @@ def test_long_prompts_are_left_out_of_training_and_counted(
     here: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write("mine.jsonl", *({"question": "word " * n, "answer": "x"} for n in (1, 50, 2, 400)))
-    bench = make_bench(toml("", "data.train=mine.jsonl", "data.test=mine.jsonl"))
+    bench = build_bench(toml("", "data.train=mine.jsonl", "data.test=mine.jsonl"))
     agent = scripted(tokenizer)
     lengths = [len(agent.prompt(task)) for task in bench.train]
     assert lengths[0] < lengths[2] < lengths[1] < lengths[3]
@@ -165,7 +165,7 @@ def test_long_prompts_are_left_out_of_training_and_counted(
 
 def test_without_a_limit_what_the_model_cannot_hold_is_refused(here: Path, tokenizer: Any) -> None:
     write("mine.jsonl", *({"question": "word " * n, "answer": "x"} for n in (1, 400)))
-    bench = make_bench(toml("", "data.train=mine.jsonl"))
+    bench = build_bench(toml("", "data.train=mine.jsonl"))
     agent = scripted(tokenizer, max_context=len(scripted(tokenizer).prompt(bench.train[1])))
     with pytest.raises(ArpoError, match=r"mine\.jsonl:2"):
         fit_prompts(bench, agent, None)
@@ -175,8 +175,8 @@ def test_without_a_limit_what_the_model_cannot_hold_is_refused(here: Path, token
 # A curriculum resumes as if it had never stopped.
 
 TINY_RUN = [
-    "world.entities=60", "world.train_questions=4", "world.test_questions=2", "train.prompts=3", "train.steps=8",
-    "rollout.leaves=4", "rollout.max_tokens=16", "train.lr=1e-3", "run.checkpoint_every=2", "data.curriculum=1",
+    "world.entities=60", "world.train_questions=4", "world.test_questions=2", "train.batch_size=3", "train.steps=8",
+    "rollout.num_trajectories=4", "rollout.max_tokens=16", "train.lr=1e-3", "run.checkpoint_every=2", "data.curriculum=1",
 ]  # fmt: skip
 
 
@@ -330,7 +330,7 @@ def test_an_example_reads_its_files_and_rolls_out(here: Path, tokenizer: Any, na
             write(source, *example_rows(name))
     write("wiki.jsonl", {"title": "One", "text": "One is a number."})
     search = [f"tools.search={here / 'wiki.jsonl'}"] if "search" in shown.tools.enabled else []
-    config = load_config(EXAMPLES / name, [*search, "rollout.leaves=2"])
+    config = load_config(EXAMPLES / name, [*search, "rollout.num_trajectories=2"])
     calls = {"search": lambda number: "one", "python": lambda number: f"print({number} + 1)"}
 
     def script(prefix: str, seed: int) -> str:
@@ -341,13 +341,13 @@ def test_an_example_reads_its_files_and_rolls_out(here: Path, tokenizer: Any, na
             return f"<think>Look.</think><{tool}>{calls[tool](number)}</{tool}>"
         return f"<think>Done.</think><answer>\\boxed{{{number + 1}}}</answer>"
 
-    bench = make_bench(config)
+    bench = build_bench(config)
     with bench.tools:
         agent = scripted(tokenizer, bench.tools, script)
         bench = fit_prompts(bench, agent, config.data.max_prompt_tokens)
         assert [task.answers for task in bench.train] == [(str(n),) for n in range(1, 21)]
         grown = asyncio.run(rollouts(agent, bench.train, config.rollout, config.branching, range(20)))
-    reward = make_reward(config.reward.accuracy, config.reward.bonus, config.reward.bonus_tools)
+    reward = build_reward(config.reward.accuracy, config.reward.bonus, config.reward.bonus_tools)
     earned = [reward(tree.task, tree, leaf) for tree in grown for leaf in tree.leaves]
     assert len(earned) == 40
     assert {(each.total, each.parts["correct"]) for each in earned} == {(1.0 + config.reward.bonus, 1.0)}

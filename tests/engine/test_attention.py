@@ -136,7 +136,7 @@ def test_copies_are_done_one_after_the_other(chain: bool) -> None:
 def test_a_model_that_an_engine_uses_computes_as_before(family: str, attention: str) -> None:
     """Forward with padding on either side, gradients, and `generate`: to the last bit."""
     plain, used = make_model(family, attention), make_model(family, attention)
-    LocalEngine(used, Letters(), rows=2, kv_tokens=128)
+    LocalEngine(used, Letters(), rows=2, kv_cache_tokens=128)
     tokens = torch.randint(4, VOCAB, (3, 30), generator=torch.Generator().manual_seed(0))
     for mask in (torch.ones(3, 30), torch.arange(30) < torch.tensor([[30], [12], [21]])):
         for side in (mask.long(), mask.long().flip(1)):
@@ -159,7 +159,7 @@ def test_installing_twice_changes_nothing_and_is_not_saved_with_the_model() -> N
     install(model)
     name = model.config._attn_implementation
     install(model)
-    LocalEngine(model, Letters(), rows=1, kv_tokens=64)
+    LocalEngine(model, Letters(), rows=1, kv_cache_tokens=64)
     assert model.config._attn_implementation == name == "arpo-sdpa"
     assert "arpo" not in model.config.to_json_string()
     assert copy.deepcopy(model)(torch.tensor([[5, 6]])).logits.isfinite().all()

@@ -81,7 +81,7 @@ def assert_exact(model: Any, prefix: list[int], params: SamplingParams, done: Co
 def assert_idle(engine: LocalEngine) -> None:
     scheduler = engine._scheduler
     assert not scheduler.running and not scheduler.waiting
-    assert scheduler.tree.available * BLOCK == engine.kv_tokens
+    assert scheduler.tree.available * BLOCK == engine.kv_cache_tokens
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -121,7 +121,7 @@ def test_forks_pauses_cancellations_and_evictions_change_nothing(
 ) -> None:
     """Conversations that pause, go on, branch at any point and break off, through a pool far too small for them."""
     model = plain_model(family)
-    engine = small(family, rows=rows, kv_tokens=blocks * BLOCK, prefill_tokens=prefill, threaded=threaded)
+    engine = small(family, rows=rows, kv_cache_tokens=blocks * BLOCK, prefill_tokens=prefill, threaded=threaded)
 
     async def turn(number: int, before: list[asyncio.Task[list[int]]]) -> list[int]:
         back, share, new, length, temperature, cancel = turns[number]
@@ -133,12 +133,12 @@ def test_forks_pauses_cancellations_and_evictions_change_nothing(
         params = SamplingParams(length, temperature, stop=stop, seed=number)
         heard: list[tuple[int, float, float]] = []
 
-        def hear(*token: Any) -> None:
+        def receive(*token: Any) -> None:
             heard.append(token)
             if len(heard) == cancel:
                 asyncio.get_running_loop().call_soon(task.cancel)
 
-        task = asyncio.create_task(engine.generate(prefix, params, on_token=hear))
+        task = asyncio.create_task(engine.generate(prefix, params, on_token=receive))
         if cancel == 0:
             asyncio.get_running_loop().call_soon(task.cancel)
         try:
@@ -169,7 +169,7 @@ def test_forks_pauses_cancellations_and_evictions_change_nothing(
 
 def test_preempted_requests_yield_what_they_would_have_yielded() -> None:
     asked = [(p, SamplingParams(60, 1.0, seed=i)) for i, p in enumerate(prompts(6, seed=8, longest=30))]
-    roomy, tight = small(), small(kv_tokens=5 * BLOCK)
+    roomy, tight = small(), small(kv_cache_tokens=5 * BLOCK)
     expected = run(roomy, *asked)
     got = run(tight, *asked)
     assert roomy._scheduler.preempted == 0 < tight._scheduler.preempted
@@ -180,8 +180,10 @@ def test_preempted_requests_yield_what_they_would_have_yielded() -> None:
 
 def test_a_thousand_requests_through_a_pool_for_fifty() -> None:
     """Each takes one block; all finish, and those looked at have the right numbers."""
-    engine = small(rows=128, kv_tokens=50 * BLOCK)
-    assert engine.kv_tokens == 50 * BLOCK == engine._pool.data.shape[2] * BLOCK - BLOCK  # one more, for what is padding
+    engine = small(rows=128, kv_cache_tokens=50 * BLOCK)
+    assert (
+        engine.kv_cache_tokens == 50 * BLOCK == engine._pool.data.shape[2] * BLOCK - BLOCK
+    )  # one more, for what is padding
     asked = [(p, SamplingParams(3, seed=i)) for i, p in enumerate(prompts(1000, longest=25))]
     done = run(engine, *asked)
     assert all(1 <= len(completion.tokens) <= 3 for completion in done)
@@ -191,9 +193,9 @@ def test_a_thousand_requests_through_a_pool_for_fifty() -> None:
 
 
 def test_the_pool_is_as_large_as_asked_for() -> None:
-    assert small(kv_tokens=70).kv_tokens == 64  # whole blocks
+    assert small(kv_cache_tokens=70).kv_cache_tokens == 64  # whole blocks
     with pytest.raises(ArpoError, match="at least 64 tokens"):
-        small(kv_tokens=40)
+        small(kv_cache_tokens=40)
 
 
 @pytest.mark.parametrize(("rows", "context"), [(1, 40), (1, 100), (2, 90)])
@@ -207,7 +209,7 @@ def test_by_default_every_row_can_be_as_long_as_the_context(rows: int, context: 
 
 
 def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
-    engine = small(kv_tokens=3 * BLOCK)
+    engine = small(kv_cache_tokens=3 * BLOCK)
     with pytest.raises(ArpoError, match=r"60 tokens and up to 37 new ones can never fit into the engine's 96"):
         run(engine, ([5] * 60, SamplingParams(37)))
     [done] = run(engine, ([5] * 60, SamplingParams(36, seed=1)))
@@ -258,7 +260,7 @@ def test_a_long_prompt_does_not_hold_up_the_others() -> None:
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_sampled_tokens_follow_the_softmax(temperature: float) -> None:
     """Chi-square over 3,000 requests with seeds of their own; rare tokens are put together."""
-    engine, prefix, draws = small(rows=128, kv_tokens=300 * BLOCK), [5, 6, 7, 8], 3000
+    engine, prefix, draws = small(rows=128, kv_cache_tokens=300 * BLOCK), [5, 6, 7, 8], 3000
     done = run(engine, *((prefix, SamplingParams(1, temperature, seed=i)) for i in range(draws)))
     counts = Counter(completion.tokens[0] for completion in done)
     probs = (logits_of(plain_model("llama-gqa"), prefix)[-1] / temperature).softmax(-1).tolist()
@@ -353,11 +355,11 @@ def test_the_engine_tells_what_it_read_and_what_it_found() -> None:
     run(engine, (prefix, SamplingParams(1)))
     run(engine, ([*prefix, 7, 8], SamplingParams(1)))
     stats = engine.stats()
-    assert (stats["read"], stats["reused"], stats["put_back"]) == (len(prefix) - 1 + 1, len(prefix), 0)
+    assert (stats["read"], stats["reused"], stats["preemptions"]) == (len(prefix) - 1 + 1, len(prefix), 0)
     assert engine.stats()["read"] == 0  # since the last call
-    tight = small(kv_tokens=3 * BLOCK)
+    tight = small(kv_cache_tokens=3 * BLOCK)
     run(tight, *(([5 + i] * 20, SamplingParams(70, seed=i)) for i in range(3)))
-    assert tight.stats()["put_back"] > 0
+    assert tight.stats()["preemptions"] > 0
 
 
 def test_the_callback_hears_every_token(tiny_model: Any, tokenizer: Any) -> None:
@@ -446,7 +448,7 @@ def test_weights_may_change_right_after_a_cancellation() -> None:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         asyncio.get_running_loop().call_later(0.02, steps.release, 100)  # the update has to wait for the step
-        await engine.update_weights(1)
+        await engine.sync_weights(1)
         return await engine.generate([5, 6, 7], GREEDY)
 
     done = asyncio.run(cancel_and_update())
@@ -474,7 +476,7 @@ def test_an_event_loop_that_ends_early_leaves_the_engine_usable(during: bool) ->
         asyncio.run(interrupted())
     steps.release(1000)
     assert_idle(engine)
-    asyncio.run(engine.update_weights(1))
+    asyncio.run(engine.sync_weights(1))
     batches.clear()
     assert run(engine, ([5, 6], GREEDY))[0].tokens == run(small(), ([5, 6], GREEDY))[0].tokens
     assert all(len(batch.requests) == 1 for batch in batches)
@@ -500,14 +502,14 @@ def test_timers_and_tools_go_on_while_the_model_computes() -> None:
 
 def test_new_weights_invalidate_old_prefixes() -> None:
     model, prefix = make_model("qwen2"), [5, 6, 7, 8, 9] * 9
-    engine = LocalEngine(model, Letters(), rows=2, kv_tokens=256)
+    engine = LocalEngine(model, Letters(), rows=2, kv_cache_tokens=256)
 
     async def change() -> Completion:
         before = await engine.generate(prefix, SamplingParams(4, seed=1))
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1.2)
-        await engine.update_weights(3)
+        await engine.sync_weights(3)
         assert before.policy_version == 0
         return await engine.generate(prefix, SamplingParams(4, seed=1))
 
@@ -522,7 +524,7 @@ def test_weights_may_not_change_under_a_request() -> None:
         request = asyncio.create_task(engine.generate([5], SamplingParams(50)))
         await asyncio.sleep(0)
         try:
-            await engine.update_weights(1)
+            await engine.sync_weights(1)
         finally:
             request.cancel()
 
@@ -572,7 +574,7 @@ def test_whatever_ends_the_driver_reaches_the_callers() -> None:
 )
 def test_weights_that_are_not_numbers_are_told_and_can_be_mended(broken: str) -> None:
     model = make_model("llama-gqa")
-    engine = LocalEngine(model, Letters(), rows=2, kv_tokens=128)
+    engine = LocalEngine(model, Letters(), rows=2, kv_cache_tokens=128)
     weight = dict(model.named_parameters())[broken]
     right = weight.detach().clone()
     with torch.no_grad():
@@ -582,7 +584,7 @@ def test_weights_that_are_not_numbers_are_told_and_can_be_mended(broken: str) ->
             run(engine, *(([5, 6, i] * 20, SamplingParams(9, temperature)) for i in range(4)))
     with torch.no_grad():
         weight.copy_(right)
-    asyncio.run(engine.update_weights(1))
+    asyncio.run(engine.sync_weights(1))
     [done] = run(engine, ([5, 6, 7], GREEDY))
     assert_exact(plain_model("llama-gqa"), [5, 6, 7], GREEDY, done)
 
@@ -629,7 +631,7 @@ def test_a_model_with_an_adapter_is_run_unmerged() -> None:
         torch.manual_seed(0)
         config = peft.LoraConfig(r=2, target_modules=layers, init_lora_weights=False)
         model = peft.get_peft_model(make_model("llama-gqa"), config).eval()
-    engine = LocalEngine(model, Letters(), rows=2, kv_tokens=256, threaded=False)
+    engine = LocalEngine(model, Letters(), rows=2, kv_cache_tokens=256, threaded=False)
     [done] = run(engine, ([5, 6, 7] * 15, GREEDY))
     assert_exact(model, [5, 6, 7] * 15, GREEDY, done)
     expected = plain_numbers(plain_model("llama-gqa"), [5, 6, 7] * 15, done.tokens, 1.0)[0]

@@ -22,9 +22,9 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from models import FAMILIES, VOCAB, Letters, make_model, plain_numbers
 
+from arpo.engine.local import cuda, kernels
+from arpo.engine.local import engine as local
 from arpo.engine.local.attention import BlockPlan
-from arpo.engine.local.engine import cuda, kernels
-from arpo.engine.local.engine import engine as local
 from arpo.engine.local.fused import fused
 from arpo.engine.local.kernels import Tiles, attend, rows_per_tile, store
 from arpo.engine.local.kv_cache import BLOCK
@@ -120,7 +120,7 @@ def test_the_gpu_step_has_the_numbers_of_a_plain_pass(family: str, monkeypatch: 
     monkeypatch.setattr(local, "make_runner", _NoGraphs)
     monkeypatch.setitem(local.PATIENCE, "cpu", 8)
     model = make_model(family)
-    engine = local.LocalEngine(model, Letters(), rows=5, kv_tokens=400, prefill_tokens=64)
+    engine = local.LocalEngine(model, Letters(), rows=5, kv_cache_tokens=400, prefill_tokens=64)
     rng = random.Random(1)
 
     async def conversation(prefix: list[int], depth: int) -> None:

@@ -22,18 +22,18 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from arpo.builtin.model import build_model
-from arpo.builtin.world import make_world
+from arpo.builtin.world import build_world
 from arpo.config.loading import load_config
 from arpo.config.schema import Rollout
-from arpo.engine.build import make_engine
+from arpo.engine.build import build_engine
 from arpo.engine.vllm.completion import BadToken, Sampled, Terms
 from arpo.engine.vllm.engine import _no_ranks
 from arpo.engine.vllm.entropy_bounds import entropy_bounds
 from arpo.errors import ArpoError
 from arpo.models.lora import add_adapter
-from arpo.tools.executor import Toolbox
+from arpo.tools.executor import Toolset
 from arpo.trainer.checkpoint import save_untied
-from arpo.training.setup import Bench, make_agent
+from arpo.training.setup import Bench, build_agent
 from arpo.types import Completion, SamplingParams
 
 pytest.importorskip("httpx2")
@@ -177,7 +177,7 @@ def test_the_context_limits_a_turn() -> None:
 
 
 def choose(**settings: Any) -> Any:
-    return make_engine(Rollout(**settings), make_model("llama"), Letters(), lambda directory: None, False)
+    return build_engine(Rollout(**settings), make_model("llama"), Letters(), lambda directory: None, False)
 
 
 def test_settings_that_do_not_go_together() -> None:
@@ -201,9 +201,9 @@ def test_an_adapter_that_merging_would_round_away_is_refused() -> None:
     ]
     config = load_config(None, settings)
     model = add_adapter(make_model("llama"), 2, 4, ("q_proj",), 0)
-    tools = Bench((), (), Toolbox([]), make_world(config.world))
+    tools = Bench((), (), Toolset([]), build_world(config.world))
     with pytest.raises(ArpoError, match="rounded away"):
-        make_agent(config, tools, model, Letters())
+        build_agent(config, tools, model, Letters())
 
 
 def test_vllm_does_not_see_that_there_are_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,7 +329,7 @@ def test_new_weights_reach_a_server_before_it_samples_again(two: Bed) -> None:
     two.ask(PREFIX, [7, 8], [8, 9])
     before = {turn["cache_salt"] for server in two.servers for turn in server.turns()}
     two.weights = 555
-    asyncio.run(two.engine.update_weights(4))
+    asyncio.run(two.engine.sync_weights(4))
     done = two.ask(PREFIX, [7, 8], [8, 9])
     assert [one.tokens for one in done] == [two.plain(prefix) for prefix in (PREFIX, [7, 8], [8, 9])]
     assert {one.policy_version for one in done} == {4}
@@ -346,7 +346,7 @@ def test_weights_may_not_change_under_a_turn(one: Bed) -> None:
         turn = asyncio.create_task(one.engine.generate(PREFIX, PARAMS))
         await asyncio.to_thread(one.servers[0].began.wait, 30)
         with pytest.raises(RuntimeError, match="may not change"):
-            await one.engine.update_weights(1)
+            await one.engine.sync_weights(1)
         assert one.servers[0].hold is not None
         one.servers[0].hold.set()
         assert (await turn).tokens == one.plain(PREFIX)
@@ -543,13 +543,13 @@ def test_a_long_load_does_not_use_up_patience() -> None:
 def test_servers_load_new_weights_before_anyone_asks(two: Bed) -> None:
     async def update() -> None:
         two.weights = 7
-        await two.engine.update_weights(1)
+        await two.engine.sync_weights(1)
 
     asyncio.run(update())
     assert [server.weights for server in two.servers] == [7, 7]
     two.servers[0].status = {"/collective_rpc": [(500, {})]}
     two.weights = 8
-    asyncio.run(two.engine.update_weights(2))  # one of them cannot: it loads them when it is asked
+    asyncio.run(two.engine.sync_weights(2))  # one of them cannot: it loads them when it is asked
     assert sorted(server.weights for server in two.servers) == [7, 8]
     assert [done.tokens for done in two.ask(PREFIX, [9], [8])] == [two.plain(x) for x in (PREFIX, [9], [8])]
     assert [server.weights for server in two.servers] == [8, 8]
@@ -664,7 +664,7 @@ def test_a_cancelled_turn_hangs_up(one: Bed) -> None:
         with pytest.raises(asyncio.CancelledError):
             await turn
         assert await asyncio.to_thread(one.servers[0].gone.wait, 30)
-        await one.engine.update_weights(1)  # nothing is under way
+        await one.engine.sync_weights(1)  # nothing is under way
 
     asyncio.run(try_it())
 

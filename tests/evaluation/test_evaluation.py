@@ -369,7 +369,7 @@ def test_what_decides_an_answer() -> None:
         "run.dir=x",
     )
     assert not any(map(changed, same))
-    other = ("seed=1", "model.path=x", "tools.timeout=3", "rollout.max_calls=9", "eval.top_p=0.5", "eval.top_k=5")
+    other = ("seed=1", "model.path=x", "tools.timeout=3", "rollout.max_tool_calls=9", "eval.top_p=0.5", "eval.top_k=5")
     assert all(map(changed, (*other, "reward.judge_model=x", "rollout.format=json", "eval.endpoint=http://x")))
     remote = ("eval.endpoint=http://x", "eval.endpoint_model=m")
     with_key = identity(load_config(None, [*remote, "eval.endpoint_key_env=K", "model.path=x"]))

@@ -11,14 +11,14 @@ import pytest
 from trees import TASK, model, prompt, searched, tool, tree
 
 from arpo.errors import ArpoError
-from arpo.evaluation.samples import Sample, SampleLog, open_samples, refuse_other, sample_of, written_tokens
-from arpo.rewards import make_reward
+from arpo.evaluation.samples import Sample, SampleLog, completion_tokens, open_samples, refuse_other, sample_of
+from arpo.rewards import build_reward
 from arpo.runs.trees import tree_from_json
 from arpo.types import Fault, Reward, RolloutTree, Task
 
 SETTINGS = {"seed": 0, "rollout": {"format": "tags", "max_calls": 3}}
 TASKS = [replace(TASK, id=f"q{n}") for n in range(3)]
-F1 = make_reward("f1", 0.1, ["search"])
+F1 = build_reward("f1", 0.1, ["search"])
 
 
 def scored(path: RolloutTree, number: int = 0, tokens: int | None = None) -> Sample:
@@ -50,7 +50,7 @@ def test_scores_of_trees_made_by_hand() -> None:
     assert scored(searched(fault=Fault.INFRA)).failed == "a tool was unavailable"
     timed = replace(searched(), nodes=tuple(replace(node, seconds=1.5) for node in searched().nodes))
     assert scored(timed).seconds == 6.0
-    assert written_tokens(searched()) == 2
+    assert completion_tokens(searched()) == 2
 
 
 def test_what_the_judge_could_not_say() -> None:

@@ -31,7 +31,7 @@ from arpo.plan.load import ASSUMED, assume, guess_load, load_of_run
 from arpo.plan.shape import SHAPES, SIZES, Shape, find_shape
 from arpo.trainer.trainer import SHARING_PAYS as TRAINER_SHARING_PAYS
 
-TOY = Shape("toy", layers=2, width=4, heads=2, kv_heads=1, head=2, inner=8, vocabulary=10, tied=True)
+TOY = Shape("toy", layers=2, branch_width=4, heads=2, kv_heads=1, head=2, inner=8, vocabulary=10, tied=True)
 SLOW = Hardware(
     "slow",
     memory=1e6,
@@ -201,59 +201,59 @@ def test_the_sum_of_the_larger_line_is_that_of_a_loop(
 
 
 def test_an_update_by_hand() -> None:
-    config = load_config(None, [*BF16, "train.micro_tokens=10"])
+    config = load_config(None, [*BF16, "train.max_microbatch_tokens=10"])
     spent = update(config, TOY, SLOW, 1, 40, 5, 4)
     assert spent.arithmetic == pytest.approx(3 * 40 * 816 / 1e4)
     assert spent.memory == pytest.approx(3 * 40 * 2.08)
     assert spent.launching == 0 and spent.network == 0
-    assert spent.optimiser == pytest.approx(32 * 328 / 1000)
+    assert spent.optimizer == pytest.approx(32 * 328 / 1000)
     assert spent.seconds == pytest.approx(9.792 + 249.6 + 10.496)
     fast = replace(SLOW, bandwidth=1e9, flops=1e9)
     assert update(config, TOY, fast, 1, 40, 5, 4).seconds == pytest.approx(4 * 3 * 2 * 1.0, rel=1e-3)  # four groups
-    twice = load_config(None, [*BF16, "train.micro_tokens=10", "train.minibatches=2", "train.prompts=2"])
+    twice = load_config(None, [*BF16, "train.max_microbatch_tokens=10", "train.minibatches=2", "train.batch_size=2"])
     assert update(twice, TOY, fast, 1, 40, 5, 4).seconds == pytest.approx(2 * 2 * 4 * 2 * 1.0, rel=1e-3)
     assert update(config, TOY, SLOW, 1, 0, 5, 0).seconds == 0
 
 
 def test_more_gpus_share_the_tokens_and_collect_weights() -> None:
-    config = load_config(None, [*BF16, "train.micro_tokens=10", "train.minibatches=2", "train.prompts=2"])
+    config = load_config(None, [*BF16, "train.max_microbatch_tokens=10", "train.minibatches=2", "train.batch_size=2"])
     one, eight = (update(config, TOY, SLOW, gpus, 80, 5, 16) for gpus in (1, 8))
     assert eight.arithmetic == one.arithmetic / 8 and eight.memory == one.memory / 8
-    assert eight.optimiser == one.optimiser / 8
+    assert eight.optimizer == one.optimizer / 8
     # 2 groups of 4 passes collect 656 bytes each, over the network: 20 bytes a second
     assert eight.network == pytest.approx(2 * 4 * 656 / 20 - eight.arithmetic - eight.memory)
 
 
 def test_no_tree_is_divided() -> None:
-    config = load_config(None, [*BF16, "train.minibatches=8", "train.prompts=128"])
+    config = load_config(None, [*BF16, "train.minibatches=8", "train.batch_size=128"])
     shares = {gpus: busiest(config, gpus, 128) for gpus in (1, 5, 8, 16, 64)}
     assert shares == {1: 1.0, 5: 4 / 16, 8: 2 / 16, 16: 1 / 16, 64: 1 / 16}
     assert busiest(config, 64, 128 * 0.3) == 1 / 5  # 38.4 trees teach something, 4.8 of them in an update
     assert [busiest(config, gpus, 1) for gpus in (1, 64)] == [1.0, 1.0]
     few, many = (update(config, TOY, SLOW, gpus, 80, 5, 128) for gpus in (16, 64))
     assert (many.arithmetic, many.memory) == (few.arithmetic, few.memory)
-    assert many.optimiser == few.optimiser / 4  # which is sharded
+    assert many.optimizer == few.optimizer / 4  # which is sharded
     assert many.arithmetic == pytest.approx(4 * 80 / 16 * 816 / 1e4)
     assert SHARING_PAYS == TRAINER_SHARING_PAYS
 
 
 @pytest.mark.parametrize(
     ("settings", "passes"),
-    [([], 3), (["train.checkpointing=true"], 4), (["train.minibatches=2"], 4), (["loss.kl=0.1"], 4),
-     (["train.lora_rank=4"], 2), (["loss.kl=0.1", "train.minibatches=2", "train.checkpointing=true"], 6)],
+    [([], 3), (["train.gradient_checkpointing=true"], 4), (["train.minibatches=2"], 4), (["loss.kl_coef=0.1"], 4),
+     (["train.lora_rank=4"], 2), (["loss.kl_coef=0.1", "train.minibatches=2", "train.gradient_checkpointing=true"], 6)],
 )  # fmt: skip
 def test_settings_ask_for_more_passes(settings: list[str], passes: int) -> None:
     assert forward_passes(load_config(None, settings)) == passes
 
 
 def test_memory_by_hand() -> None:
-    config = load_config(None, [*BF16, "train.micro_tokens=10"])
+    config = load_config(None, [*BF16, "train.max_microbatch_tokens=10"])
     layer = 23 * 4 + 8 * 8
     assert training_memory(config, TOY, 1) == Memory(656, 16 * 328, 10 * 2 * layer, 10 * 10 * 8)
     assert training_memory(config, TOY, 4) == Memory(164 + 288, 4 * 328, 10 * 2 * layer, 800)
-    again = load_config(None, [*BF16, "train.micro_tokens=10", "train.checkpointing=true"])
+    again = load_config(None, [*BF16, "train.max_microbatch_tokens=10", "train.gradient_checkpointing=true"])
     assert training_memory(again, TOY, 1).activations == 10 * (layer + 2 * 4 * 2)
-    single = load_config(None, ["train.micro_tokens=4096"])
+    single = load_config(None, ["train.max_microbatch_tokens=4096"])
     assert training_memory(single, TOY, 1) == Memory(1312, 12 * 328, 4096 * 4 * layer, 2048 * 10 * 16)
     assert Memory(1, 2, 4, 8, 16).total == 31
 
@@ -269,7 +269,7 @@ def test_a_sync_sends_what_was_trained() -> None:
 
 
 def test_without_a_run_half_of_the_limits_is_guessed() -> None:
-    config = load_config(None, ["rollout.max_calls=4", "rollout.max_tokens=1000", "tools.result_tokens=100"])
+    config = load_config(None, ["rollout.max_tool_calls=4", "rollout.max_tokens=1000", "tools.result_tokens=100"])
     load = guess_load(config)
     assert (load.calls, load.result_tokens, load.turn_tokens) == (2, 50, 400 / 3)
     assert (load.prompt_tokens, load.branch_rate, load.trained_share, load.spread) == (256, 0.5, 1, 0.5)
@@ -291,20 +291,22 @@ def test_tools_are_guessed_by_where_they_are(settings: list[str], p50: float) ->
 def record(**changed: Any) -> dict[str, Any]:
     """Two questions of two paths: prompts of 10, one call each with a result of 5, 8 tokens written on a path."""
     return {
-        "paths": 4, "questions": 2, "written_tokens": 8.0, "tool_calls": 4, "calls_per_path": 1.0, "branches": 1,
-        "sampled_tokens": 32, "unique_tokens": 72, "total_tokens": 92, "computed_tokens": 36, "engine_read": 34,
+        "paths": 4, "questions": 2, "completion_tokens": 8.0, "tool_calls": 4, "calls_per_trajectory": 1.0, "branches": 1,
+        "sampled_tokens": 32, "unique_tokens": 72, "total_tokens": 92, "computed_tokens": 36, "engine_prefill_tokens": 34,
         "tool.a.calls": 3, "tool.a.p50_seconds": 1.0, "tool.a.p95_seconds": 2.0,
         "tool.b.calls": 1, "tool.b.p50_seconds": 3.0, "tool.b.p95_seconds": 6.0, **changed,
     }  # fmt: skip
 
 
 def test_a_runs_metrics_tell_what_its_steps_were() -> None:
-    load = load_of_run(load_config(None, ["rollout.leaves=2", "train.prompts=2"]), [record(), record()], 0.3)
+    load = load_of_run(
+        load_config(None, ["rollout.num_trajectories=2", "train.batch_size=2"]), [record(), record()], 0.3
+    )
     assert (load.prompt_tokens, load.result_tokens, load.shared_prompt) == (10, 5, 3)
     assert (load.turn_tokens, load.calls, load.branch_rate, load.spread) == (4, 1, 0.25, 0.3)
     assert (load.tool_p50, load.tool_p95, load.trained_share) == (1.5, 3.0, 0.5)
     assert load.tool_spread == pytest.approx(math.log(2) / 1.6449)
-    older = {name: value for name, value in record().items() if name != "engine_read"}
+    older = {name: value for name, value in record().items() if name != "engine_prefill_tokens"}
     assert load_of_run(load_config(None, []), [older]).shared_prompt == 0
 
 

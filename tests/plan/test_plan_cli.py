@@ -26,7 +26,12 @@ from arpo.plan.simulate import Sampled, simulate
 from arpo.runs.run_dir import create
 
 ROOT = Path(__file__).parent.parent
-SMALL = ["train.prompts=8", "rollout.leaves=4", "model.dtype=bfloat16", "train.checkpointing=true"]
+SMALL = [
+    "train.batch_size=8",
+    "rollout.num_trajectories=4",
+    "model.dtype=bfloat16",
+    "train.gradient_checkpointing=true",
+]
 
 
 def setup(model: str = "3B", gpus: int = 4, staleness: int = 0, gpu: str = "h100", *more: str) -> Setup:
@@ -65,7 +70,7 @@ def test_more_gpus_than_trees_do_not_train_faster() -> None:
     half = replace(given, load=replace(given.load, trained_share=0.5))  # 4 trees, half of the tokens
     fewer = Planner(half).option(Split(4, 8, 1, False))
     assert fewer is not None and fewer.update.arithmetic == pytest.approx(few.update.arithmetic)
-    apart = replace(given.load, initial=4, branch_rate=0.0, prompt_tokens=1.0)  # next to nothing is shared
+    apart = replace(given.load, num_initial=4, branch_rate=0.0, prompt_tokens=1.0)  # next to nothing is shared
     alone = [Planner(replace(given, load=apart)).option(Split(4, training, 1, False)) for training in (8, 12)]
     assert alone[0] is not None and alone[1] is not None
     assert alone[1].update.arithmetic == pytest.approx(alone[0].update.arithmetic * 3 / 4)  # 32 paths: 4 or 3 on each
@@ -102,15 +107,15 @@ def test_memory_decides_what_fits() -> None:
     assert both is not None
     held = training_memory(given.config, given.shape, 8)
     assert both.sampling_memory.weights == held.weights + 2 * given.shape.parameters
-    assert both.sampling_memory.optimiser == held.optimiser == 16 * given.shape.parameters / 8
+    assert both.sampling_memory.optimizer == held.optimizer == 16 * given.shape.parameters / 8
     tokens = both.paths * given.load.path_tokens
     assert both.sampling_memory.keys == pytest.approx(tokens * 57344)
     assert both.sampling_memory.total <= USABLE * 80e9
 
 
 def test_keys_and_values_limit_the_open_paths() -> None:
-    given = setup("7B", 1, 0, "h200", "train.lora_rank=8", "train.prompts=128", "rollout.concurrency=4096")
-    given = replace(given, load=replace(given.load, leaves=16, initial=8))
+    given = setup("7B", 1, 0, "h200", "train.lora_rank=8", "train.batch_size=128", "rollout.concurrency=4096")
+    given = replace(given, load=replace(given.load, num_trajectories=16, num_initial=8))
     roomy = Planner(given).best()
     room = USABLE * 141e9 - roomy.training_memory.total
     assert roomy.paths == int(room / 57344 / given.load.path_tokens) < 2048
@@ -119,7 +124,7 @@ def test_keys_and_values_limit_the_open_paths() -> None:
 
 
 def test_heads_of_keys_and_values_are_not_divided() -> None:
-    given = setup("3B", 8, 0, "h100", "train.prompts=128", "rollout.leaves=64", "rollout.concurrency=9999")
+    given = setup("3B", 8, 0, "h100", "train.batch_size=128", "rollout.num_trajectories=64", "rollout.concurrency=9999")
     assert given.shape.kv_heads == 2
     limit, token = USABLE * 80e9 / given.load.path_tokens, 36864 * given.load.path_tokens
     found = {ways: Planner(given).option(Split(8, 8, ways, True)) for ways in (2, 8)}
@@ -133,8 +138,10 @@ def test_heads_of_keys_and_values_are_not_divided() -> None:
 def test_what_does_not_fit_says_what_would() -> None:
     with pytest.raises(ArpoError, match=r"Qwen3-14B does not fit on 2 x h100 .80 GB.*it would with --gpus 8"):
         Planner(setup("14B", 2)).best()
-    with pytest.raises(ArpoError, match=r"it would with train.micro_tokens=4096, or with train.checkpointing=true"):
-        Planner(setup("7B", 8, 0, "h100", "train.checkpointing=false")).best()
+    with pytest.raises(
+        ArpoError, match=r"it would with train.max_microbatch_tokens=4096, or with train.gradient_checkpointing=true"
+    ):
+        Planner(setup("7B", 8, 0, "h100", "train.gradient_checkpointing=false")).best()
     with pytest.raises(ArpoError, match="no single change helps"):
         Planner(setup("70B", 1, 0, "l40s")).best()
 
@@ -199,7 +206,7 @@ def plan(*given: str) -> Any:
 
 
 def run_of(path: Path, records: list[dict[str, Any]]) -> Path:
-    with create(path, load_config(None, ["rollout.leaves=2", "train.prompts=2"]).resolved()) as log:
+    with create(path, load_config(None, ["rollout.num_trajectories=2", "train.batch_size=2"]).resolved()) as log:
         for step, values in enumerate(records, 1):
             log.append(step, values)
     return path
@@ -275,10 +282,15 @@ def test_planning_needs_no_torch() -> None:
 def test_the_clusters_settings_are_the_papers_and_fit_on_eight(name: str, model: str) -> None:
     config = load_config(ROOT / "examples" / "cluster" / f"{name}.toml", [])
     deep = name.startswith("deep")
-    assert (config.rollout.leaves, config.rollout.initial, config.rollout.temperature) == (16, 8, 1.0)
-    assert (config.rollout.max_calls, config.rollout.max_tokens) == ((6, 8192) if deep else (3, 4096))
-    assert (config.train.prompts, config.train.minibatches, config.train.lr) == (128, 8, 1e-6)
-    assert (config.loss.clip_low, config.loss.clip_high, config.loss.dual_clip, config.loss.kl) == (0.2, 0.2, 3.0, 0.0)
+    assert (config.rollout.num_trajectories, config.rollout.num_initial, config.rollout.temperature) == (16, 8, 1.0)
+    assert (config.rollout.max_tool_calls, config.rollout.max_tokens) == ((6, 8192) if deep else (3, 4096))
+    assert (config.train.batch_size, config.train.minibatches, config.train.lr) == (128, 8, 1e-6)
+    assert (config.loss.clip_low, config.loss.clip_high, config.loss.dual_clip, config.loss.kl_coef) == (
+        0.2,
+        0.2,
+        3.0,
+        0.0,
+    )
     assert (config.branching.alpha, config.branching.beta, config.branching.tau) == (0.5, 0.2, 0.5)
     assert config.tools.search_results == 10 and config.run.dir == f"runs/{name}"
     shape = find_shape(config.model.path)

@@ -21,7 +21,7 @@ H200 = Decoder(SHAPES["qwen2.5-0.5b"], GPUS["h200"])
 
 def load_of(**changed: float | bool) -> Load:
     """Four questions of one path each without calls: prompts of 100 tokens, answers of 50."""
-    plain = guess_load(load_config(None, ["train.prompts=4", "rollout.leaves=1", "rollout.initial=1"]))
+    plain = guess_load(load_config(None, ["train.batch_size=4", "rollout.num_trajectories=1", "rollout.num_initial=1"]))
     values = {"prompt_tokens": 100.0, "turn_tokens": 50.0, "spread": 0.0, "calls": 0.0, "result_tokens": 0.0}
     return replace(plain, **{**values, "tool_p50": 1.0, "tool_p95": 1.0, "branch_rate": 0.0, **changed})
 
@@ -71,7 +71,7 @@ def test_replicas_share_the_questions_and_the_last_one_counts() -> None:
 def test_a_shared_prompt_is_read_once_by_each_replica() -> None:
     assert simulate(load_of(shared_prompt=60.0), H200).read == 100 + 3 * 40
     assert simulate(load_of(shared_prompt=60.0), H200, replicas=2).read == 2 * (100 + 40)
-    assert simulate(load_of(leaves=5, initial=5), H200).read == 400  # paths of a question share it
+    assert simulate(load_of(num_trajectories=5, num_initial=5), H200).read == 400  # paths of a question share it
 
 
 def test_paths_end_at_the_limit() -> None:
@@ -81,14 +81,14 @@ def test_paths_end_at_the_limit() -> None:
 
 
 def test_branches_come_where_they_may_and_missing_paths_are_filled() -> None:
-    tree = load_of(questions=1, leaves=6, initial=2, calls=1.0, result_tokens=10.0, probe=20)
+    tree = load_of(questions=1, num_trajectories=6, num_initial=2, calls=1.0, result_tokens=10.0, probe_tokens=20)
     every = simulate(replace(tree, branch_rate=1.0), H200)
     assert (every.branches, every.calls, every.paths, every.path_calls) == (2, 4, 6, 6)  # then two from the prompt
-    wide = simulate(replace(tree, branch_rate=1.0, width=2), H200)
+    wide = simulate(replace(tree, branch_rate=1.0, branch_width=2), H200)
     assert (wide.branches, wide.calls, wide.paths) == (4, 2, 6)
     never = simulate(tree, H200)
     assert (never.branches, never.calls, never.paths) == (0, 6, 6)
-    later = simulate(replace(tree, later=True), H200)
+    later = simulate(replace(tree, posthoc=True), H200)
     assert (later.branches, later.calls, later.paths) == (4, 2, 6)
 
 
@@ -161,10 +161,10 @@ def plainly(load: Load, decoder: Decoder, seed: int) -> Sampled:
             admit(rows[-1])
 
     def left(question: int) -> int:
-        return load.leaves - sum(row.question == question for row in rows)
+        return load.num_trajectories - sum(row.question == question for row in rows)
 
     for question in range(load.questions):
-        for _ in range(load.initial):
+        for _ in range(load.num_initial):
             start(question, 0, 0)
     while any(row.state != "ended" for row in rows):
         writing = [row for row in rows if row.state == "writing"]
@@ -206,10 +206,10 @@ def plainly(load: Load, decoder: Decoder, seed: int) -> Sampled:
         for row in writing:
             row.told += 1
         for row in writing:
-            if row.looks and row.told == min(load.probe, row.turn):
+            if row.looks and row.told == min(load.probe_tokens, row.turn):
                 row.looks = False
                 if left(row.question) and row.rng.random() < load.branch_rate:
-                    for _ in range(min(load.width, left(row.question))):
+                    for _ in range(min(load.branch_width, left(row.question))):
                         done.branches += 1
                         start(row.question, row.calls, row.tokens)
             if row.told < row.turn:
@@ -235,7 +235,7 @@ def plainly(load: Load, decoder: Decoder, seed: int) -> Sampled:
             if all(other.state == "ended" for other in rows if other.question == row.question):
                 while left(row.question):
                     found = results[row.question]
-                    calls, tokens = row.rng.choice(found) if load.later and found else (0, 0)
+                    calls, tokens = row.rng.choice(found) if load.posthoc and found else (0, 0)
                     done.branches += calls > 0
                     start(row.question, calls, tokens)
             for other in rows:
@@ -249,13 +249,13 @@ def plainly(load: Load, decoder: Decoder, seed: int) -> Sampled:
 CASES = [
     {"spread": 0.5},
     {"spread": 0.6, "calls": 1.5, "result_tokens": 20.0, "tool_p50": 0.05, "tool_p95": 0.3},
-    {"spread": 0.4, "calls": 2.0, "result_tokens": 9.0, "leaves": 6, "initial": 2, "branch_rate": 0.6, "tool_p50": 0.01,
+    {"spread": 0.4, "calls": 2.0, "result_tokens": 9.0, "num_trajectories": 6, "num_initial": 2, "branch_rate": 0.6, "tool_p50": 0.01,
      "tool_p95": 0.02},
-    {"spread": 0.4, "calls": 2.5, "result_tokens": 9.0, "leaves": 6, "initial": 3, "branch_rate": 0.7, "width": 2,
+    {"spread": 0.4, "calls": 2.5, "result_tokens": 9.0, "num_trajectories": 6, "num_initial": 3, "branch_rate": 0.7, "branch_width": 2,
      "concurrency": 5, "tool_p50": 0.001, "tool_p95": 0.1},
-    {"spread": 0.7, "calls": 1.0, "leaves": 5, "initial": 2, "later": True, "tool_blocks": True, "tool_p50": 0.01},
-    {"spread": 0.9, "calls": 3.0, "result_tokens": 30.0, "max_tokens": 150, "leaves": 4, "initial": 2,
-     "branch_rate": 1.0, "shared_prompt": 40.0, "probe": 3, "tool_p50": 0.2, "tool_p95": 3.0, "tool_limit": 1.0},
+    {"spread": 0.7, "calls": 1.0, "num_trajectories": 5, "num_initial": 2, "posthoc": True, "tool_blocks": True, "tool_p50": 0.01},
+    {"spread": 0.9, "calls": 3.0, "result_tokens": 30.0, "max_tokens": 150, "num_trajectories": 4, "num_initial": 2,
+     "branch_rate": 1.0, "shared_prompt": 40.0, "probe_tokens": 3, "tool_p50": 0.2, "tool_p95": 3.0, "tool_limit": 1.0},
 ]  # fmt: skip
 SLUGGISH = replace(GPUS["h200"], flops=1e12, bandwidth=4e12, patience=3)  # arithmetic decides when rows are many
 
@@ -278,7 +278,9 @@ def test_the_simulation_is_that_of_every_single_token(
 
 
 def test_the_chance_to_branch_is_found_again() -> None:
-    load = load_of(questions=64, leaves=8, initial=4, calls=2.0, result_tokens=10.0, concurrency=512, branch_rate=0.3)
+    load = load_of(
+        questions=64, num_trajectories=8, num_initial=4, calls=2.0, result_tokens=10.0, concurrency=512, branch_rate=0.3
+    )
     seen = simulate(load, H200).branches / 64
     assert fit(replace(load, branch_rate=0.9), seen).branch_rate == pytest.approx(0.3, abs=0.06)
     assert fit(load, 5.0).branch_rate == 1  # more than there may be

@@ -13,18 +13,18 @@ from trees import TASK, model, prompt, searched, tool, tree
 
 from arpo.rewards import (
     NoVerdict,
+    build_reward,
     choice_match,
     exact_match,
     fault_metrics,
     format_ok,
-    make_reward,
     numbers_equal,
     token_f1,
     unjudged,
 )
 from arpo.rewards.format import tree_format
 from arpo.rewards.text import answer_text, boxed, normalise_answer
-from arpo.types import End, Fault, Reward, RolloutTree, Task
+from arpo.types import Fault, Reward, RolloutTree, StopReason, Task
 
 GOLD = "<answer>\\boxed{Upper Kelso}</answer>"
 GOOD = "<think>look</think><search>mira</search><result>a fact</result><think>so</think>" + GOLD
@@ -225,8 +225,8 @@ def test_tool_text_changes_nothing_in_a_tree(forged: str) -> None:
         (searched(last="<think>so" + GOLD), "think: tags not paired"),
         (searched(last="<think>so</think>" + GOLD + GOLD), "answer: not exactly one"),
         (searched(first="<think>a</think>" + GOLD, last="so"), NOT_LAST),
-        (searched(end=End.EOS), NOT_LAST),
-        (searched(end=End.CALLS), NOT_LAST),
+        (searched(end=StopReason.EOS), NOT_LAST),
+        (searched(end=StopReason.MAX_TOOL_CALLS), NOT_LAST),
         (searched(last="<think>so</think><answer>Upper Kelso</answer>"), "answer: no \\boxed{..}"),
         (searched(last="<think>so</think><search>x</search>" + GOLD), "call: without a result"),
         (searched(error="no such tool"), "call: malformed"),
@@ -250,7 +250,7 @@ def test_good_trees() -> None:
 def test_path_that_ends_with_a_tool_result_has_no_answer() -> None:
     ended = tree([prompt(), model(0, [3], "<think>a</think>" + GOLD), tool(1)], [2])
     assert tree_format(ended, ended.leaves[0]) == (False, NOT_LAST)
-    reward = make_reward("em", 0.1, ())(TASK, ended, ended.leaves[0])
+    reward = build_reward("em", 0.1, ())(TASK, ended, ended.leaves[0])
     assert (reward.total, reward.parts["accuracy"]) == (-1.0, 0.0)
 
 
@@ -280,7 +280,7 @@ def parts(format: float, accuracy: float, correct: float, bonus: float) -> dict[
     ],
 )
 def test_hierarchical_reward(rollout: RolloutTree, total: float, expected: dict[str, float]) -> None:
-    reward = make_reward("f1", 0.1, ["search"])(TASK, rollout, rollout.leaves[0])
+    reward = build_reward("f1", 0.1, ["search"])(TASK, rollout, rollout.num_trajectories[0])
     assert reward.total == pytest.approx(total)
     assert reward.parts == pytest.approx(expected)
 
@@ -296,19 +296,19 @@ def test_bonus_needs_every_tool_on_the_same_path() -> None:
         model(2, [6], GOLD),
     ]
     both = tree(nodes, [5, 6])
-    reward = make_reward("em", 0.1, ["search", "python"])
+    reward = build_reward("em", 0.1, ["search", "python"])
     assert [reward(TASK, both, leaf).total for leaf in both.leaves] == [1.1, 1.0]
-    without = make_reward("em", 0.1, [])
+    without = build_reward("em", 0.1, [])
     assert [without(TASK, both, leaf).total for leaf in both.leaves] == [1.0, 1.0]
 
 
 def test_accuracy_is_chosen_by_name() -> None:
     half = Task("q", "How much?", ("0.5",))
     answered = searched(last="<think>b</think><answer>\\boxed{1/2}</answer>")
-    totals = {name: make_reward(name, 0.0, ())(half, answered, answered.leaves[0]).total for name in ("number", "em")}
+    totals = {name: build_reward(name, 0.0, ())(half, answered, answered.leaves[0]).total for name in ("number", "em")}
     assert totals == {"number": 1.0, "em": 0.0}
     with pytest.raises(ValueError, match="unknown accuracy 'bleu'"):
-        make_reward("bleu", 0.1, ())
+        build_reward("bleu", 0.1, ())
 
 
 # --- multiple choice, yes and no, several answers ---
@@ -371,7 +371,7 @@ def test_several_answers_count_by_the_best() -> None:
 )
 def test_whole_answers(last: str, total: float) -> None:
     answered = searched(last=last, result="<answer>\\boxed{Upper Kelso}</answer>")
-    assert make_reward("em", 0.0, ())(TASK, answered, answered.leaves[0]).total == total
+    assert build_reward("em", 0.0, ())(TASK, answered, answered.leaves[0]).total == total
 
 
 def test_tags_of_other_tools_are_known_when_named() -> None:
@@ -386,7 +386,7 @@ def test_an_answer_without_a_verdict_is_wrong_and_says_why() -> None:
     def no_verdict(prediction: str, golds: Sequence[str], task: Task) -> float:
         raise NoVerdict({"Upper Kelso": "timeout", "Lowton": "unavailable"}[prediction])
 
-    reward = make_reward(no_verdict, 0.1, ["search"])
+    reward = build_reward(no_verdict, 0.1, ["search"])
     late = reward(TASK, searched(), searched().leaves[0])
     assert (late.total, late.parts) == (0.0, {**parts(1, 0, 0, 0), "judge.timeout": 1.0})
     answered = searched(last="<think>b</think><answer>\\boxed{Lowton}</answer>")

@@ -17,11 +17,11 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arpo.training.checkpoints import run_dir as runlog
-from arpo.runs.run_dir import RunLog, create, open_run
+from arpo.runs import run_dir as runlog
+from arpo.runs.run_dir import RunDir, create, open_run
 from arpo.runs.trees import ScoredTree, pack_trees, tree_from_json, tree_to_json, unpack_tree
 from arpo.errors import ArpoError
-from arpo.types import Credit, Decision, End, Fault, Kind, Leaf, Node, Reward, RolloutTree, Task, ToolCall, ToolResult
+from arpo.types import Credit, Decision, StopReason, Fault, Kind, Leaf, Node, Reward, RolloutTree, Task, ToolCall, ToolResult
 
 
 def _tree(name: str = "q1", text: str = "hm <search>x</search>") -> RolloutTree:
@@ -43,7 +43,7 @@ def _tree(name: str = "q1", text: str = "hm <search>x</search>") -> RolloutTree:
         Node(2, Kind.MODEL, (7,), "a", (-0.0,), (0.0,)),
         Node(2, Kind.MODEL, (8,), "b", (-2.5,), (1.0,)),
     )
-    return RolloutTree(task, nodes, (Leaf(3, End.ANSWER), Leaf(4, End.LENGTH)))
+    return RolloutTree(task, nodes, (Leaf(3, StopReason.ANSWER), Leaf(4, StopReason.LENGTH)))
 
 
 REWARDS = (Reward(1.1, {"accuracy": 1.0, "bonus": 0.1}), Reward(-1.0))
@@ -54,7 +54,7 @@ def _scored(name: str = "q1") -> ScoredTree:
     return ScoredTree(_tree(name), REWARDS, CREDITS)
 
 
-def _save(log: RunLog, step: int, *names: str) -> None:
+def _save(log: RunDir, step: int, *names: str) -> None:
     log.write_trees(step, [_tree(name) for name in names], [REWARDS] * len(names), [CREDITS] * len(names))
 
 
@@ -74,7 +74,7 @@ def test_tree_round_trip_is_exact() -> None:
     back = tree_from_json(json.loads(json.dumps(tree_to_json(scored), allow_nan=False)))
     assert back == scored
     assert [type(node.kind) for node in back.tree.nodes] == [Kind] * 5
-    assert type(back.tree.leaves[0].end) is End
+    assert type(back.tree.leaves[0].end) is StopReason
     assert back.tree.nodes[2].result is not None and type(back.tree.nodes[2].result.fault) is Fault
     assert math.copysign(1, back.tree.nodes[3].logprobs[0]) == -1
     hash(back.tree.nodes[1].tokens)  # tuples, not lists
@@ -90,7 +90,7 @@ def test_any_text_survives_lone_surrogates_too(text: str) -> None:
 @given(st.lists(st.floats(allow_nan=False, allow_infinity=False)))
 def test_floats_survive_to_the_last_bit(values: list[float]) -> None:
     node = Node(0, Kind.MODEL, (1,) * len(values), "", tuple(values), tuple(values))
-    tree = RolloutTree(_tree().task, (_tree().nodes[0], node), (Leaf(1, End.EOS),))
+    tree = RolloutTree(_tree().task, (_tree().nodes[0], node), (Leaf(1, StopReason.EOS),))
     scored = ScoredTree(tree, (Reward(0.0),), (Credit(0.0, {}, kept=False),))
     assert repr(unpack_tree(pack_trees([scored])[0]).tree.nodes[1]) == repr(node)
 
@@ -306,7 +306,7 @@ def test_rewind_leaves_what_a_run_stopped_there_has(tmp_path: Path) -> None:
             log.commit_checkpoint(step, _checkpoint(str(step)), keep=9)
     logs[0].rewind(3)
 
-    def contents(log: RunLog) -> dict[str, bytes]:
+    def contents(log: RunDir) -> dict[str, bytes]:
         files = [path for path in log.directory.rglob("*") if path.is_file() and path.name != "run.lock"]
         return {str(path.relative_to(log.directory)): path.read_bytes() for path in files}
 

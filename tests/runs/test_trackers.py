@@ -17,13 +17,13 @@ from traces import sum_row, sums_config, write_model, write_rows
 from trees import two_branches
 
 import arpo.training.loop
-from arpo.training.checkpoints import run_dir as runlog
-from arpo.training.checkpoints import trackers
+from arpo.runs import run_dir as runlog
+from arpo.runs import trackers
 from arpo.config.loading import load_config, shareable
-from arpo.runs.run_dir import RunLog
+from arpo.runs.run_dir import RunDir
 from arpo.config.schema import Config
-from arpo.training.sft import open_course, teach
-from arpo.runs.trackers import Start, Trackers, need_trackers, run_name, telling_tree
+from arpo.training.sft import open_sft, train_sft
+from arpo.runs.trackers import Start, Trackers, require_trackers, run_name, telling_tree
 from arpo.training.loop import open_run, train
 from arpo.trainer.checkpoint import save_pretrained
 from arpo.builtin.model import build_model
@@ -71,7 +71,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Fake]:
 
 
 @pytest.fixture
-def log(tmp_path: Path) -> Iterator[RunLog]:
+def log(tmp_path: Path) -> Iterator[RunDir]:
     with runlog.create(tmp_path / "runs" / "mine", {"rollout": {}}) as made:
         yield made
 
@@ -80,7 +80,7 @@ def config(*names: str, trees: int = 10) -> Config:
     return load_config(None, [f"run.tracker={json.dumps(names)}", f"run.tracker_trees={trees}"])
 
 
-def go_on(log: RunLog, settings: Config, first: int, last: int) -> None:
+def go_on(log: RunDir, settings: Config, first: int, last: int) -> None:
     """A process that opens the run after step `first - 1` and does steps up to `last`."""
     log.rewind(first - 1)
     tracked = Trackers(settings, log, first - 1)
@@ -111,7 +111,7 @@ def test_the_settings_of_a_run_read_back() -> None:
     assert config_from_resolved(json.loads(json.dumps(settings.resolved()))) == settings
 
 
-def test_numbers_are_sent_and_nothing_else(log: RunLog, fakes: dict[str, Fake]) -> None:
+def test_numbers_are_sent_and_nothing_else(log: RunDir, fakes: dict[str, Fake]) -> None:
     tracked = Trackers(config("wandb"), log, 0)
     tracked.record(1, {"step": 1, "reward": 0.5, "calls": 3, "loss": float("nan"), "up": float("inf"), "signs": "bad"})
     tracked.record(2, {"tool.a<b>\n.calls": 1, "yes": True, "none": None})
@@ -122,7 +122,7 @@ def test_numbers_are_sent_and_nothing_else(log: RunLog, fakes: dict[str, Fake]) 
     assert fakes["tensorboard"].starts == []
 
 
-def test_a_resumed_run_goes_on_in_the_same_tracker_run(log: RunLog, fakes: dict[str, Fake]) -> None:
+def test_a_resumed_run_goes_on_in_the_same_tracker_run(log: RunDir, fakes: dict[str, Fake]) -> None:
     go_on(log, config("tensorboard", "wandb"), 1, 3)
     go_on(log, config("tensorboard", "wandb"), 4, 5)
     for fake in fakes.values():
@@ -130,7 +130,7 @@ def test_a_resumed_run_goes_on_in_the_same_tracker_run(log: RunLog, fakes: dict[
         assert [(start.id, start.step) for start in fake.starts] == [(None, 0), ("run 1", 3)]
 
 
-def test_steps_that_were_taken_back_are_sent_once_to_one_tracker_run(log: RunLog, fakes: dict[str, Fake]) -> None:
+def test_steps_that_were_taken_back_are_sent_once_to_one_tracker_run(log: RunDir, fakes: dict[str, Fake]) -> None:
     settings = config("tensorboard", "wandb")
     go_on(log, settings, 1, 4)
     go_on(log, settings, 3, 4)  # the last checkpoint was that of step 2
@@ -148,7 +148,7 @@ def test_steps_that_were_taken_back_are_sent_once_to_one_tracker_run(log: RunLog
     assert (wandb.starts[-1].id, wandb.steps[-1], len(wandb.steps)) == ("run 2", 5, 9)
 
 
-def test_a_run_taken_back_before_it_was_opened_is_noticed(log: RunLog, fakes: dict[str, Fake]) -> None:
+def test_a_run_taken_back_before_it_was_opened_is_noticed(log: RunDir, fakes: dict[str, Fake]) -> None:
     """A collapse rewinds the directory in the process that tracked the later steps."""
     go_on(log, config("wandb"), 1, 4)
     log.rewind(2)
@@ -156,7 +156,7 @@ def test_a_run_taken_back_before_it_was_opened_is_noticed(log: RunLog, fakes: di
     assert fakes["wandb"].steps == [1, 2, 3, 4, 1, 2, 3]
 
 
-def test_what_a_tracker_missed_is_sent_on_resuming(log: RunLog, fakes: dict[str, Fake]) -> None:
+def test_what_a_tracker_missed_is_sent_on_resuming(log: RunDir, fakes: dict[str, Fake]) -> None:
     go_on(log, config("wandb"), 1, 2)
     go_on(log, config(), 3, 4)
     go_on(log, config("wandb", "tensorboard"), 5, 5)
@@ -164,7 +164,7 @@ def test_what_a_tracker_missed_is_sent_on_resuming(log: RunLog, fakes: dict[str,
     assert [start.id for start in fakes["wandb"].starts] == [None, "run 1"]
 
 
-def test_steps_that_were_taken_back_while_a_tracker_was_off_are_noticed(log: RunLog, fakes: dict[str, Fake]) -> None:
+def test_steps_that_were_taken_back_while_a_tracker_was_off_are_noticed(log: RunDir, fakes: dict[str, Fake]) -> None:
     go_on(log, config("wandb", "tensorboard"), 1, 4)
     go_on(log, config(), 3, 5)
     go_on(log, config("wandb", "tensorboard"), 6, 6)
@@ -175,7 +175,7 @@ def test_steps_that_were_taken_back_while_a_tracker_was_off_are_noticed(log: Run
 
 
 def test_one_that_fails_is_warned_about_once_and_left_alone(
-    log: RunLog, fakes: dict[str, Fake], capsys: pytest.CaptureFixture[str]
+    log: RunDir, fakes: dict[str, Fake], capsys: pytest.CaptureFixture[str]
 ) -> None:
     fakes["wandb"].breaks_at = 2
     go_on(log, config("wandb", "tensorboard"), 1, 4)
@@ -191,7 +191,7 @@ def test_one_that_fails_is_warned_about_once_and_left_alone(
 
 
 def test_one_that_hangs_holds_up_nothing(
-    log: RunLog, fakes: dict[str, Fake], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    log: RunDir, fakes: dict[str, Fake], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(trackers, "PATIENCE", 0.05)
     stuck = threading.Event()
@@ -205,7 +205,7 @@ def test_one_that_hangs_holds_up_nothing(
 
 
 def test_one_that_does_not_start_is_told_at_once_and_the_others_are_closed(
-    log: RunLog, fakes: dict[str, Fake], monkeypatch: pytest.MonkeyPatch
+    log: RunDir, fakes: dict[str, Fake], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(start: Start) -> str:
         raise RuntimeError("no API key")
@@ -220,10 +220,10 @@ def test_one_that_does_not_start_is_told_at_once_and_the_others_are_closed(
 def test_a_missing_package_is_told_with_what_to_install(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, trackers.TRACKERS[name]().package, None)
     with pytest.raises(ArpoError, match=rf"run.tracker: {name} cannot be used .*pip install 'arpo\[{name}\]'"):
-        need_trackers([name])
+        require_trackers([name])
 
 
-def test_the_tree_with_the_most_branch_points_is_drawn(log: RunLog, fakes: dict[str, Fake]) -> None:
+def test_the_tree_with_the_most_branch_points_is_drawn(log: RunDir, fakes: dict[str, Fake]) -> None:
     from test_treepicture import branched
 
     plain, told = two_branches(), branched()
@@ -249,7 +249,7 @@ def test_the_tree_with_the_most_branch_points_is_drawn(log: RunLog, fakes: dict[
 
 
 def test_a_picture_that_cannot_be_drawn_stops_nothing(
-    log: RunLog, fakes: dict[str, Fake], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    log: RunDir, fakes: dict[str, Fake], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(*_: object) -> None:
         raise ValueError("no ink")
@@ -283,8 +283,8 @@ def work(tokenizer: Any, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
     """Trains a small model, new or from where it was, and gives the records."""
     save_pretrained(build_model(tokenizer, 32, 1, 256, seed=1), tokenizer, tmp_path / "model")
     small = [
-        "world.entities=60", "world.train_questions=12", "world.test_questions=4", "train.prompts=2",
-        "rollout.leaves=2", "rollout.max_tokens=40", "run.checkpoint_every=2", "run.tracker_trees=2",
+        "world.entities=60", "world.train_questions=12", "world.test_questions=4", "train.batch_size=2",
+        "rollout.num_trajectories=2", "rollout.max_tokens=40", "run.checkpoint_every=2", "run.tracker_trees=2",
         "model.device=cpu", f"model.path={tmp_path / 'model'}",
     ]  # fmt: skip
 
@@ -333,8 +333,8 @@ def test_a_test_that_is_made_up_after_a_stop_is_sent(
 def test_supervised_fine_tuning_is_tracked(tmp_path: Path, fakes: dict[str, Fake]) -> None:
     write_model(tmp_path / "model")
     write_rows(tmp_path / "traces.jsonl", [sum_row(a, a + 1) for a in range(6)])
-    with open_course(sums_config(tmp_path, "sft.batch_tokens=70", "sft.epochs=1", "run.tracker=wandb")) as course:
-        asyncio.run(teach(course))
+    with open_sft(sums_config(tmp_path, "sft.batch_tokens=70", "sft.epochs=1", "run.tracker=wandb")) as course:
+        asyncio.run(train_sft(course))
         records = course.keeper.log.read_metrics()
     assert fakes["wandb"].steps == [row["step"] for row in records] != []
     assert [row["loss"] for row in fakes["wandb"].values] == [row["loss"] for row in records]
@@ -346,7 +346,7 @@ def test_what_is_missing_is_told_before_a_run_is_made(tmp_path: Path, monkeypatc
     write_rows(tmp_path / "traces.jsonl", [sum_row(1, 2)])
     monkeypatch.setitem(sys.modules, "wandb", None)
     settings = sums_config(tmp_path, "run.tracker=wandb")
-    with pytest.raises(ArpoError, match="arpo\\[wandb\\]"), open_course(settings):
+    with pytest.raises(ArpoError, match="arpo\\[wandb\\]"), open_sft(settings):
         pass
     assert not Path(settings.run.dir).exists()
 
@@ -436,7 +436,7 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [name for name, _, _ in calls] == ["update_run", "log_batch", "log_text", "set_terminated"]
 
 
-def test_tensorboard_for_real(log: RunLog, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensorboard_for_real(log: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that were taken back are there once, with the later value."""
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

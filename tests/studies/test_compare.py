@@ -18,9 +18,9 @@ from test_train import SMALL, config_for, model_path
 
 import arpo.studies.compare.runner
 from arpo.errors import ArpoError
+from arpo.runs import run_dir as runlog
 from arpo.studies.compare.runner import COLD_START, Plan, compare, the_plan
 from arpo.studies.compare.stats import Comparison
-from arpo.training.checkpoints import run_dir as runlog
 
 __all__ = ["model_path"]
 
@@ -284,7 +284,7 @@ def test_from_end_to_end(model_path: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     config = tmp_path / "small.toml"
     config.write_text("")
-    settings = [*SMALL, f"model.path={model_path}", "model.device=cpu", "train.steps=2", "rollout.leaves=2"]
+    settings = [*SMALL, f"model.path={model_path}", "model.device=cpu", "train.steps=2", "rollout.num_trajectories=2"]
     command = [sys.executable, "-c", "from arpo.cli.main import main; main()", "compare", str(config), *settings]
     command += ["--algorithms", "grpo,arpo-always", "--seeds", "1", "--samples", "3", "--match", "trajectories"]
     command += ["--out", str(tmp_path / "out"), "--drop-models"]

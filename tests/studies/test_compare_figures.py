@@ -15,7 +15,7 @@ import pytest
 from comparisons import comparison, noisy, trial
 
 from arpo.errors import ArpoError
-from arpo.figures.style import need_figures
+from arpo.figures.style import require_figures
 from arpo.studies.compare import figures as curves
 from arpo.studies.compare.figures import draw_bars, draw_curves, pictures
 from arpo.studies.compare.report import write_comparison
@@ -211,10 +211,10 @@ def test_everything_is_written(tmp_path: Path) -> None:
 
 
 def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    need_figures()
+    require_figures()
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     whole = noisy(["grpo"], 1)
-    for draw in (need_figures, lambda: draw_curves(whole, tmp_path), lambda: draw_bars(whole, tmp_path)):
+    for draw in (require_figures, lambda: draw_curves(whole, tmp_path), lambda: draw_bars(whole, tmp_path)):
         with pytest.raises(ArpoError, match=re.escape("pip install 'arpo[figures]'")):
             draw()
     assert list(tmp_path.iterdir()) == []

@@ -26,9 +26,9 @@ from arpo.studies.compare.stats import (
     complete,
     cost_ratios,
     first_cost,
-    lacking,
     mean_curve,
     mean_interval,
+    missing_runs,
     rows,
     share_interval,
     student,
@@ -246,11 +246,11 @@ def test_only_complete_runs_count_and_the_others_are_named() -> None:
     whole = noisy(["grpo", "arpo", "other"], 2)
     spoiled = trial("arpo", 1, [(0, 0.4), (10, 0.0)], "the machine stopped")
     partial = replace(whole, trials=(*whole.trials[:3], spoiled, whole.trials[4]))
-    assert [tuple(lack) for lack in lacking(partial)] == [
+    assert [tuple(lack) for lack in missing_runs(partial)] == [
         ("arpo", 1, "the machine stopped"),
         ("other", 1, "not run"),
     ]
-    assert lacking(whole) == ()
+    assert missing_runs(whole) == ()
     assert [row.seeds for row in rows(partial)] == [2, 1, 1]
     assert rows(partial)[1].accuracy == Mean(whole.trials[2].curve[-1].accuracy, None, None)
     assert rows(partial)[0] == rows(whole)[0]

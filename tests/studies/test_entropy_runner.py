@@ -85,14 +85,14 @@ def test_entropy_grows_trees_for_a_file_a_run_or_a_model(arpo: Arpo, trained: Pa
         "data.train=world",
     )
     for target, options in (("small.toml", ()), (trained, ("--sample",)), (model_dir, own)):
-        outcome = arpo("entropy", target, *options, "rollout.leaves=4", "--questions", 3, "--out", "here")
+        outcome = arpo("entropy", target, *options, "rollout.num_trajectories=4", "--questions", 3, "--out", "here")
         assert (outcome.code, outcome.err) == (0, "")
         told = json.loads(Path("here/entropy.json").read_bytes())
         assert (told["name"], told["trees"], told["questions"]) == (str(target), "3 held-out questions, seed 0", 3)
         assert told["places"][0]["first_tokens"]["count"] == 3
         assert "nothing to say" in outcome.out
     again = Path("here/entropy.json").read_bytes()
-    assert arpo("entropy", model_dir, *own, "rollout.leaves=4", "--questions", 3, "--out", "here").code == 0
+    assert arpo("entropy", model_dir, *own, "rollout.num_trajectories=4", "--questions", 3, "--out", "here").code == 0
     assert Path("here/entropy.json").read_bytes() == again
     assert not Path("run").exists()
 

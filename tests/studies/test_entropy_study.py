@@ -267,7 +267,7 @@ def test_the_numbers_equal_a_slow_count(seed: int, tokens: int) -> None:
         known = [(verdict, delta) for verdict, delta in told.get(place, []) if verdict is not None]
         assert (looks.compared, looks.different) == (len(known), sum(verdict for verdict, _ in known))
         pairs = [(high > low) + (high == low) / 2 for yes, high in known if yes for no, low in known if not no]
-        assert looks.foretold == (pytest.approx(fmean(pairs)) if pairs else None)
+        assert looks.auc == (pytest.approx(fmean(pairs)) if pairs else None)
         assert looks.looked == looks.branched + sum(looks.reasons.values())
 
 

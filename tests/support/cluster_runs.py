@@ -8,18 +8,18 @@ from typing import Any
 
 import cluster_toys
 
-from arpo.cli.main import main as cli
+from arpo.cli import main as cli
 from arpo.config.schema import Config
 from arpo.data.order import batch_of
-from arpo.runs.run_dir import RunLog
-from arpo.training.setup import make_bench
+from arpo.runs.run_dir import RunDir
+from arpo.training.setup import build_bench
 from arpo.types import Kind
 
 BASE = Path(cli.__file__).parent / "models" / "base"  # the built-in model before its cold start
 SMALL = [
     "model.device=cpu", "world.entities=60", "world.train_questions=40", "world.test_questions=4", "eval.questions=3",
-    'tools.enabled=["search"]', "reward.bonus=0", "rollout.leaves=4", "rollout.concurrency=4", "rollout.max_tokens=80",
-    "rollout.max_calls=2", "train.prompts=6", "train.lr=1e-3", "branching.rule=stochastic", "run.checkpoint_every=1",
+    'tools.enabled=["search"]', "reward.bonus=0", "rollout.num_trajectories=4", "rollout.concurrency=4", "rollout.max_tokens=80",
+    "rollout.max_tool_calls=2", "train.batch_size=6", "train.lr=1e-3", "branching.rule=stochastic", "run.checkpoint_every=1",
 ]  # fmt: skip
 
 
@@ -30,7 +30,7 @@ def toys_in(folder: Path) -> Path:
     return folder / "toys"
 
 
-def tokens_of(log: RunLog, step: int) -> list[Any]:
+def tokens_of(log: RunDir, step: int) -> list[Any]:
     """Of each tree, the tokens of its paths, in no order: which path ends first depends on what else is sampled."""
     return [
         sorted([scored.tree.nodes[i].tokens for i in scored.tree.path(leaf.node)] for leaf in scored.tree.leaves)
@@ -38,7 +38,7 @@ def tokens_of(log: RunLog, step: int) -> list[Any]:
     ]
 
 
-def ages(log: RunLog) -> list[int]:
+def ages(log: RunDir) -> list[int]:
     """By how much the weights that sampled each tree were older than those that it trained; all of it by one."""
     found = []
     for step in log.tree_steps():
@@ -48,15 +48,15 @@ def ages(log: RunLog) -> list[int]:
     return found
 
 
-def assert_all_there(log: RunLog, config: Config) -> None:
+def assert_all_there(log: RunDir, config: Config) -> None:
     """Every question of every step once, and metrics that add up to the saved trees."""
-    parts = make_bench(config).parts
+    parts = build_bench(config).parts
     rows = log.read_metrics()
     assert [row["step"] for row in rows] == log.tree_steps() == list(range(1, config.train.steps + 1))
     for row in rows:
         trees = [scored.tree for scored in log.read_trees(row["step"])]
-        wanted = batch_of(parts, config.train.prompts, row["step"], config.seed)
+        wanted = batch_of(parts, config.train.batch_size, row["step"], config.seed)
         assert [tree.task.id for tree in trees] == [task.id for task in wanted]
-        assert row["paths"] == sum(len(tree.leaves) for tree in trees) == 4 * config.train.prompts
+        assert row["paths"] == sum(len(tree.leaves) for tree in trees) == 4 * config.train.batch_size
         assert row["tool_calls"] == sum(n.kind is Kind.TOOL for tree in trees for n in tree.nodes)
     assert sum(row["tool_calls"] for row in rows) > 10

@@ -12,7 +12,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from arpo.engine.local.engine import fused, kernels
+from arpo.engine.local import fused, kernels
 from arpo.trainer import kernels as training
 
 POINTER = {"bf16": "*bf16", "fp32": "*fp32"}

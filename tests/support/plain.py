@@ -105,12 +105,12 @@ def plain_loss(
         gain_T = path_terms(new_T, old_T, advantage_T, loss)
         if loss.importance_cap is not None:
             gain_T = gain_T * (old_T - engine_T).exp().clamp(max=loss.importance_cap)
-        if loss.kl:
+        if loss.kl_coef:
             with torch.no_grad():
                 reference_T = path_numbers(reference_model, path, temperature)[0]
             away_T = (reference_T - new_T).clamp(-20, 20)
-            gain_T = gain_T - loss.kl * (away_T.exp() - away_T - 1)
-        gain_T = gain_T + loss.entropy * entropy_T
+            gain_T = gain_T - loss.kl_coef * (away_T.exp() - away_T - 1)
+        gain_T = gain_T + loss.entropy_coef * entropy_T
         total = total - path_weight(path, paths, loss.aggregation, max_tokens) * gain_T.sum()
     return total
 
@@ -151,21 +151,25 @@ def padded_learn(
     loss: Loss,
     temperature: float,
     max_tokens: int,
-    micro_tokens: int,
+    max_microbatch_tokens: int,
 ) -> float:
     """Add the gradient of the ppo loss at ratio 1, over padded rows; returns the loss."""
-    return learn_rows(model, padded_rows(trees, credits, loss, max_tokens, micro_tokens), loss, temperature)
+    return learn_rows(model, padded_rows(trees, credits, loss, max_tokens, max_microbatch_tokens), loss, temperature)
 
 
 def padded_rows(
-    trees: Sequence[RolloutTree], credits: Sequence[Sequence[Credit]], loss: Loss, max_tokens: int, micro_tokens: int
+    trees: Sequence[RolloutTree],
+    credits: Sequence[Sequence[Credit]],
+    loss: Loss,
+    max_tokens: int,
+    max_microbatch_tokens: int,
 ) -> list[Rows]:
     """The paths that teach, in micro-batches of at most `micro_tokens` padded tokens (but at least one path)."""
-    if loss.kind != "ppo" or loss.kl or loss.entropy or loss.importance_cap is not None:
+    if loss.kind != "ppo" or loss.kl_coef or loss.entropy_coef or loss.importance_cap is not None:
         raise ValueError("padded rows know the plain ppo loss only")
     paths = paths_of(trees, credits)
     found = []
-    for rows in micro_batches([path for path in paths if any(path.advantages)], micro_tokens):
+    for rows in micro_batches([path for path in paths if any(path.advantages)], max_microbatch_tokens):
         longest = len(rows[0].tokens)
         weights = [path_weight(row, paths, loss.aggregation, max_tokens) for row in rows for _ in row.positions]
         found.append(

@@ -28,7 +28,7 @@ from arpo.trainer.checkpoint import load_checkpoint, save_checkpoint
 from arpo.trainer.dist import launch
 from arpo.trainer.dist import process_group as ranks_module
 from arpo.trainer.dist import sharded as sharded_module
-from arpo.trainer.dist.process_group import Ranks, join_ranks
+from arpo.trainer.dist.process_group import ProcessGroup, join_process_group
 from arpo.trainer.dist.sharded import ShardedTrainer, trees_from_bytes
 from arpo.trainer.trainer import Trainer
 
@@ -66,9 +66,9 @@ class Case:
                     parameter.copy_(saved[name])
         if config.train.lora_rank:
             return add_adapter(model, config.train.lora_rank, 8, ("q_proj", "down_proj"), 3), None
-        return model, other if config.loss.kl else None
+        return model, other if config.loss.kl_coef else None
 
-    def trainer(self, ranks: Ranks | None) -> Trainer:
+    def trainer(self, ranks: ProcessGroup | None) -> Trainer:
         """Ready to begin."""
         model, reference = self.models()
         config = load_config(None, self.settings)
@@ -76,16 +76,16 @@ class Case:
         return Trainer(*given) if ranks is None else ShardedTrainer(*given, ranks)
 
 
-def learn(case: Case, out: Path, ranks: Ranks | None) -> list[dict[str, float]]:
+def learn(case: Case, out: Path, ranks: ProcessGroup | None) -> list[dict[str, float]]:
     """Train, and leave a checkpoint in `out`; returns the steps' metrics."""
     trainer, told = case.trainer(ranks), []
     if case.begin is not None:
         if ranks is not None and not ranks.leads:
-            assert ranks.hear() == ("load", str(case.begin).encode())
+            assert ranks.receive() == ("load", str(case.begin).encode())
         load_checkpoint(trainer, case.begin)
     for step in case.steps:
         if ranks is not None and not ranks.leads:
-            kind, step = ranks.hear()
+            kind, step = ranks.receive()
             assert kind == "learn"
         told.append(trainer.update(*trees_from_bytes(step)))
     if ranks is None or ranks.leads:
@@ -95,15 +95,15 @@ def learn(case: Case, out: Path, ranks: Ranks | None) -> list[dict[str, float]]:
         (out / "plain").mkdir()
         save_file(weights, out / "plain" / "weights.safetensors")
     else:
-        kind, where = ranks.hear()
+        kind, where = ranks.receive()
         assert kind == "save"
-        trainer.save_optimiser(Path(where.decode()))
+        trainer.save_optimizer(Path(where.decode()))
     return told
 
 
 def learn_together(cases: Sequence[tuple[Case, Path]]) -> None:
     """What each rank does with a list of cases and places for their checkpoints; each writes down the metrics."""
-    with join_ranks(CPU) as ranks:
+    with join_process_group(CPU) as ranks:
         for case, out in cases:
             told = learn(case, out, ranks)
             (out / f"metrics_{ranks.rank}.json").write_text(json.dumps(told))
@@ -125,7 +125,7 @@ def divide(case: Case) -> None:
     current: Any = None
     sharding = sharded_module.shard
     sharded_module.fully_shard, sharded_module.shard = watched, begun
-    with join_ranks(CPU) as ranks:
+    with join_process_group(CPU) as ranks:
         trainer: Any = case.trainer(ranks)
     layers = len(trainer.model.get_decoder().layers)
     trained, reference = whole[: layers + 1], whole[layers + 1 :]
@@ -145,11 +145,11 @@ def _is_shard(parameter: Any) -> bool:
 def busy_leader(folder: Path) -> None:
     """Rank 0 is busy until the other has heard of it three times, and only then has something to do."""
     ranks_module.BEAT = 0.05
-    with join_ranks(CPU) as ranks:
+    with join_process_group(CPU) as ranks:
         if ranks.leads:
             while not (folder / "heard").exists():
                 time.sleep(0.01)
-            with ranks.jointly("save", b"now"):
+            with ranks.collective("save", b"now"):
                 return
         heads, receive = 0, dist.broadcast
 
@@ -161,16 +161,16 @@ def busy_leader(folder: Path) -> None:
                 (folder / "heard").touch()
 
         dist.broadcast = counted
-        assert ranks.hear() == ("save", b"now")
+        assert ranks.receive() == ("save", b"now")
 
 
 def silent_leader() -> None:
     """Rank 0 says nothing, though it lives."""
     ranks_module.BEAT, ranks_module.TIMEOUT = 1e6, 3.0
-    with join_ranks(CPU) as ranks:
+    with join_process_group(CPU) as ranks:
         if ranks.leads:
             time.sleep(BOUND)
-        ranks.hear()
+        ranks.receive()
 
 
 def command_line(*given: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from arpo.agent.formats import CallFormat, make_format
+from arpo.agent.formats import CallFormat, build_format
 from arpo.builtin.model import build_model, build_tokenizer
 from arpo.config.loading import load_config
 from arpo.config.schema import Config
@@ -23,7 +23,7 @@ def python(code: str) -> str:
 
 def formats(name: str = "tags") -> CallFormat:
     """The call format with the Python tool."""
-    return make_format(name, [python.spec])
+    return build_format(name, [python.spec])
 
 
 def sum_row(a: int, b: int) -> dict[str, Any]:

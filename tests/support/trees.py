@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from arpo.types import End, Fault, Kind, Leaf, Node, RolloutTree, Task, ToolCall, ToolResult
+from arpo.types import Fault, Kind, Leaf, Node, RolloutTree, StopReason, Task, ToolCall, ToolResult
 
 TASK = Task("q1", "Where was Mira Tolven born?", ("Upper Kelso",))
 
@@ -36,7 +36,9 @@ def tool(
     return Node(parent, Kind.TOOL, tuple(tokens), text, call=call, result=ToolResult(text, fault))
 
 
-def tree(nodes: Sequence[Node], leaves: Sequence[int], task: Task = TASK, end: End = End.ANSWER) -> RolloutTree:
+def tree(
+    nodes: Sequence[Node], leaves: Sequence[int], task: Task = TASK, end: StopReason = StopReason.ANSWER
+) -> RolloutTree:
     """A tree whose paths all ended in the same way."""
     return RolloutTree(task, tuple(nodes), tuple(Leaf(node, end) for node in leaves))
 
@@ -83,7 +85,7 @@ def searched(
     first: str = "<think>look</think><search>mira</search>",
     result: str = "Mira Tolven was born in Upper Kelso.",
     last: str = "<think>so</think><answer>\\boxed{Upper Kelso}</answer>",
-    end: End = End.ANSWER,
+    end: StopReason = StopReason.ANSWER,
     name: str = "search",
     error: str | None = None,
     fault: Fault | None = None,

@@ -19,9 +19,22 @@ from typing import Any
 from comparisons import noisy
 
 from arpo.config.loading import load_config
-from arpo.runs.run_dir import RunLog, create
+from arpo.runs.run_dir import RunDir, create
 from arpo.studies.compare.report import comparison_json
-from arpo.types import Credit, Decision, End, Fault, Kind, Leaf, Node, Reward, RolloutTree, Task, ToolCall, ToolResult
+from arpo.types import (
+    Credit,
+    Decision,
+    Fault,
+    Kind,
+    Leaf,
+    Node,
+    Reward,
+    RolloutTree,
+    StopReason,
+    Task,
+    ToolCall,
+    ToolResult,
+)
 
 BRANCHED = Task("q-born", "Where was Mira Tolven born?", ("Upper Kelso",), kind="hop1")
 PLAIN = Task("q-sum", "What is 2 plus 3?", ("5",), kind="sum")
@@ -123,7 +136,12 @@ def branched_tree(*, ends: bool = True) -> RolloutTree:
         model_node(8, "I do not know.", ends=ends),
         model_node(2, "<think>Cut off in", ends=ends),
     )
-    ends_of = (Leaf(6, End.ANSWER), Leaf(4, End.ANSWER), Leaf(9, End.EOS), Leaf(10, End.LENGTH))
+    ends_of = (
+        Leaf(6, StopReason.ANSWER),
+        Leaf(4, StopReason.ANSWER),
+        Leaf(9, StopReason.EOS),
+        Leaf(10, StopReason.LENGTH),
+    )
     return RolloutTree(BRANCHED, nodes, ends_of)
 
 
@@ -152,7 +170,7 @@ def straight(task: Task = PLAIN, right: bool = True, paths: int = 2) -> Scored:
     text = f"<think>Easy.</think> <answer>\\boxed{{{task.answers[0] if right else 'no idea'}}}</answer>"
     nodes = (prompt_node(task.question), *(model_node(0, text, stop="</answer>") for _ in range(paths)))
     reward = Reward(float(right), {"correct": float(right), "format": 1.0})
-    leaves = tuple(Leaf(path + 1, End.ANSWER) for path in range(paths))
+    leaves = tuple(Leaf(path + 1, StopReason.ANSWER) for path in range(paths))
     return (
         RolloutTree(task, nodes, leaves),
         (reward,) * paths,
@@ -173,7 +191,7 @@ def broken_tool() -> Scored:
         tool_node(5, "The tool is unavailable.", fault=Fault.INFRA, args={"query": "down"}),
         model_node(6, "<answer>\\boxed{all}</answer>", stop="</answer>"),
     )
-    tree = RolloutTree(task, nodes, (Leaf(7, End.ANSWER),))
+    tree = RolloutTree(task, nodes, (Leaf(7, StopReason.ANSWER),))
     return tree, (Reward(0.0, {"correct": 0.0, "format": 1.0}),), (Credit(0.0, {}, kept=False),)
 
 
@@ -184,7 +202,7 @@ def hostile(long: int = 0) -> Scored:
         nodes.append(model_node(len(nodes) - 1, text, stop="</search>"))
         nodes.append(tool_node(len(nodes) - 1, text, name="<u>tool</u>", args={"<k>": text}))
     nodes.append(model_node(len(nodes) - 1, "<answer>end</answer> " + "x" * long, stop="</answer>"))
-    tree = RolloutTree(HOSTILE_TASK, tuple(nodes), (Leaf(len(nodes) - 1, End.ANSWER),))
+    tree = RolloutTree(HOSTILE_TASK, tuple(nodes), (Leaf(len(nodes) - 1, StopReason.ANSWER),))
     return tree, (Reward(0.5, {"correct": 0.0, "<part>": 0.5}),), (Credit(0.0, {len(nodes) - 1: 0.5}),)
 
 
@@ -194,17 +212,17 @@ def record(step: int, **more: float | str) -> dict[str, float | str]:
         "reward": step / 10,
         "accuracy": step / 20,
         "format": 0.9,
-        "mixed_groups": 0.5,
+        "informative_groups": 0.5,
         "paths": 32,
         "tool_calls": 100,
-        "calls_per_path": 2.0,
+        "calls_per_trajectory": 2.0,
         "tool_faults": 3,
         "infra_faults": 0,
         "branches": 10 + step,
         "entropy_start": 0.5 - step / 100,
         "entropy_after_tool": 0.8 - step / 100,
         "sampled_tokens": 500,
-        "written_tokens": 40.0,
+        "completion_tokens": 40.0,
         "unique_tokens": 1000,
         "total_tokens": 1500,
         "loss": 0.01,
@@ -216,7 +234,7 @@ def record(step: int, **more: float | str) -> dict[str, float | str]:
     }
 
 
-def write_step(log: RunLog, step: int, trees: Sequence[Scored] = (), **more: float | str) -> None:
+def write_step(log: RunDir, step: int, trees: Sequence[Scored] = (), **more: float | str) -> None:
     """What a training step leaves: trees, if any, then its record."""
     if trees:
         log.write_trees(step, [t for t, _, _ in trees], [r for _, r, _ in trees], [c for _, _, c in trees])
@@ -228,7 +246,7 @@ def settings(directory: Path, *overrides: str) -> dict[str, Any]:
     return load_config(None, [f"run.dir={directory}", *overrides]).resolved()
 
 
-def make_branched(directory: Path, *, close: bool = True) -> RunLog:
+def make_branched(directory: Path, *, close: bool = True) -> RunDir:
     """Five steps, tested after 2 and 4. Step 2: branched, straight (all right), straight (all wrong), broken tools.
     Step 4: the branched tree as older runs stored it, without `ends`. Step 5: straight. Unless closed, it is live."""
     log = create(directory, settings(directory))

@@ -24,7 +24,7 @@ import arpo.tools.cache as caching
 from arpo.errors import ArpoError
 from arpo.tools.base import Tool, ToolError, ToolUnavailable, tool
 from arpo.tools.cache import Answer, Question, ToolCache, question_of
-from arpo.tools.executor import Toolbox, call_tool
+from arpo.tools.executor import Toolset, call_tool
 from arpo.types import Fault, ToolCall, ToolResult
 
 
@@ -308,7 +308,7 @@ def spoil_table(path: Path) -> None:
     connection.close()
 
 
-def ask(box: Toolbox, *words: str, name: str = "look") -> list[ToolResult]:
+def ask(box: Toolset, *words: str, name: str = "look") -> list[ToolResult]:
     async def main() -> list[ToolResult]:
         return [await call_tool(box, ToolCall(name, {"word": word})) for word in words]
 
@@ -317,7 +317,7 @@ def ask(box: Toolbox, *words: str, name: str = "look") -> list[ToolResult]:
 
 @pytest.mark.parametrize("mode", ["on", "record"])
 def test_a_failing_disk_does_not_stop_a_run(mode: Any, tmp_path: Path) -> None:
-    with Toolbox([look], ToolCache(tmp_path / "c", mode)) as box:
+    with Toolset([look], ToolCache(tmp_path / "c", mode)) as box:
         assert box.cache is not None
         ask(box, "a")
         spoil_table(tmp_path / "c")
@@ -327,9 +327,9 @@ def test_a_failing_disk_does_not_stop_a_run(mode: Any, tmp_path: Path) -> None:
 
 
 def test_a_recording_that_cannot_be_read_is_a_failure_of_the_infrastructure(tmp_path: Path) -> None:
-    with Toolbox([look], ToolCache(tmp_path / "c", "record")) as box:
+    with Toolset([look], ToolCache(tmp_path / "c", "record")) as box:
         ask(box, "a")
-    with Toolbox([look], ToolCache(tmp_path / "c", "replay")) as box:
+    with Toolset([look], ToolCache(tmp_path / "c", "replay")) as box:
         assert ask(box, "a")[0].cached
         spoil_table(tmp_path / "c")
         (result,) = ask(box, "a")
@@ -371,15 +371,15 @@ def clock(**fields: Any) -> tuple[Tool, list[str]]:
 
 def test_on_stores_only_what_is_cacheable(tmp_path: Path) -> None:
     changing, said = clock()
-    with Toolbox([changing], ToolCache(tmp_path / "c", "on")) as box:
+    with Toolset([changing], ToolCache(tmp_path / "c", "on")) as box:
         assert [r.text for r in ask(box, "a", "a")] == ["a 0", "a 1"]
     assert rows(tmp_path / "c") == 0
     steady, said = clock(cacheable=True)
-    with Toolbox([steady], ToolCache(tmp_path / "c", "on")) as box:
+    with Toolset([steady], ToolCache(tmp_path / "c", "on")) as box:
         assert [(r.text, r.cached) for r in ask(box, "a", "a", "down", "down")[:2]] == [("a 0", False), ("a 0", True)]
     assert (said, rows(tmp_path / "c")) == (["a 0", "down 1", "down 2"], 1)
     newer, said = clock(cacheable=True, version="2")
-    with Toolbox([newer], ToolCache(tmp_path / "c", "on")) as box:
+    with Toolset([newer], ToolCache(tmp_path / "c", "on")) as box:
         assert not ask(box, "a")[0].cached
 
 
@@ -387,12 +387,12 @@ def test_on_stores_only_what_is_cacheable(tmp_path: Path) -> None:
 def test_record_makes_every_call_and_replay_none(cacheable: bool, tmp_path: Path) -> None:
     changing, said = clock(cacheable=cacheable)
     words = ("a", "wrong", "down", "a", "b")
-    with Toolbox([changing], ToolCache(tmp_path / "c", "record")) as box:
+    with Toolset([changing], ToolCache(tmp_path / "c", "record")) as box:
         recorded = ask(box, *words)
         assert not any(result.cached for result in recorded)
         assert len(said) == 5
     for _ in range(2):
-        with Toolbox([changing], ToolCache(tmp_path / "c", "replay")) as box:
+        with Toolset([changing], ToolCache(tmp_path / "c", "replay")) as box:
             replayed = ask(box, *words, "c")
             assert [(r.text, r.fault, r.cached, r.attempts) for r in replayed] == [
                 ("a 3", None, True, 1),  # of two answers, the last
@@ -403,21 +403,21 @@ def test_record_makes_every_call_and_replay_none(cacheable: bool, tmp_path: Path
                 ("Error: look is unavailable: the recording that is replayed lacks this call", Fault.INFRA, False, 1),
             ]
             assert (len(said), box.stats()["look"].infra, box.stats()["look"].calls) == (5, 2, 6)
-    with Toolbox([changing], ToolCache(tmp_path / "c", "record")) as box:
+    with Toolset([changing], ToolCache(tmp_path / "c", "record")) as box:
         ask(box, "a")
-    with Toolbox([changing], ToolCache(tmp_path / "c", "replay")) as box:
+    with Toolset([changing], ToolCache(tmp_path / "c", "replay")) as box:
         assert ask(box, "a")[0].text == "a 5"
         assert ask(box, "a", name="nothing")[0].fault is Fault.MODEL  # what is no call is refused as ever
 
 
 def test_recording_joins_only_calls_that_deserve_the_same_answer(tmp_path: Path) -> None:
-    async def both(box: Toolbox) -> list[bool]:
+    async def both(box: Toolset) -> list[bool]:
         made = [call_tool(box, ToolCall("look", {"word": "a"})) for _ in range(2)]
         return [result.cached for result in await asyncio.gather(*made)]
 
     for cacheable in (False, True):
         tool_, said = clock(cacheable=cacheable)
-        with Toolbox([tool_], ToolCache(tmp_path / "c", "record")) as box:
+        with Toolset([tool_], ToolCache(tmp_path / "c", "record")) as box:
             assert asyncio.run(both(box)) == [False, cacheable]
         assert len(said) == (1 if cacheable else 2)
 

@@ -26,7 +26,7 @@ import arpo.tools.executor as calling
 from arpo.errors import ArpoError
 from arpo.tools.base import Tool, ToolError, ToolTimeout, ToolUnavailable, tool
 from arpo.tools.cache import ToolCache
-from arpo.tools.executor import Toolbox, call_tool, pause_before_retry
+from arpo.tools.executor import Toolset, call_tool, pause_before_retry
 from arpo.tools.stats import KEPT_DURATIONS, Tally, ToolStats
 from arpo.types import Fault, ToolCall, ToolResult
 
@@ -228,7 +228,7 @@ def test_nobody_waits_long_for_a_tool_that_does_not_want_to_stop(
                     await release.wait()
             raise OSError("late")
 
-        box = Toolbox([make(stubborn, timeout=0.05, concurrency=1)])
+        box = Toolset([make(stubborn, timeout=0.05, concurrency=1)])
         results = [await call_tool(box, ToolCall("probe", {})) for _ in range(2)]  # its slot is free again
         task = asyncio.create_task(call_tool(box, ToolCall("probe", {})))
         await asyncio.sleep(0.01)
@@ -284,7 +284,7 @@ def test_a_cancelled_caller_is_cancelled(after: Callable[[], str] | None) -> Non
                 return after()
             return ""
 
-        box = Toolbox([make(hang)])
+        box = Toolset([make(hang)])
         task = asyncio.create_task(call_tool(box, ToolCall("probe", {})))
         await asyncio.sleep(0.01)
         assert box.stats()["probe"].in_flight == 1
@@ -352,7 +352,7 @@ def test_functions_that_hang_hold_up_neither_others_nor_the_end() -> None:
         return "fine"
 
     async def main() -> tuple[list[ToolResult], ToolResult]:
-        box = Toolbox([hang, fine])
+        box = Toolset([hang, fine])
         hung = await asyncio.gather(*(call_tool(box, ToolCall("hang", {})) for _ in range(40)))
         return hung, await call_tool(box, ToolCall("fine", {}))
 
@@ -429,17 +429,17 @@ def test_a_quick_tool_gives_way_to_nothing(mode: Any, tmp_path: Path) -> None:
         """Where."""
         return threading.current_thread().name
 
-    async def main(box: Toolbox) -> None:
+    async def main(box: Toolset) -> None:
         others: list[int] = []
         asyncio.get_running_loop().call_soon(others.append, 1)
         results = [await call_tool(box, ToolCall("where", {"x": x})) for x in (1, 2, 1)]
         assert others == []
         assert {result.text for result in results} == {threading.current_thread().name}
 
-    with Toolbox([where], None if mode == "none" else ToolCache(tmp_path / "c", "record")) as box:
+    with Toolset([where], None if mode == "none" else ToolCache(tmp_path / "c", "record")) as box:
         asyncio.run(main(box))
     if mode in ("on", "replay"):
-        with Toolbox([where], ToolCache(tmp_path / "c", mode)) as box:
+        with Toolset([where], ToolCache(tmp_path / "c", mode)) as box:
             asyncio.run(main(box))
             assert box.stats()["where"].cached == 3
 
@@ -473,12 +473,12 @@ def test_a_box_is_a_mapping_and_closes_everything_once() -> None:
         named("c", None),
         *(named(name, shared) for name in "de"),
     ]
-    with pytest.raises(OSError, match="stuck"), Toolbox(tools) as box:
+    with pytest.raises(OSError, match="stuck"), Toolset(tools) as box:
         assert (list(box), len(box), box["c"], "z" in box) == (["a", "b", "c", "d", "e"], 5, tools[2], False)
     box.close()
     assert sorted(closed) == ["a", "b", "shared"]
     with pytest.raises(ArpoError, match="two tools are named 'a'"):
-        Toolbox([tools[0], named("a", None)])
+        Toolset([tools[0], named("a", None)])
 
 
 @pytest.mark.parametrize("limits", [{"timeout": 0}, {"retries": -1}, {"max_chars": 0}, {"concurrency": -1}])
@@ -491,7 +491,7 @@ def test_limits_out_of_range_are_refused(limits: dict[str, Any]) -> None:
 
 
 def test_waiting_for_a_slot_takes_nothing_from_the_timeout() -> None:
-    box = Toolbox([make(lambda: asyncio.sleep(0.05, "done"), timeout=0.12, concurrency=1)])
+    box = Toolset([make(lambda: asyncio.sleep(0.05, "done"), timeout=0.12, concurrency=1)])
 
     async def main() -> list[ToolResult]:
         return await asyncio.gather(*(call_tool(box, ToolCall("probe", {})) for _ in range(5)))
@@ -513,7 +513,7 @@ def test_slots_come_back_from_timeouts_cancellations_and_pauses(monkeypatch: pyt
     async def act() -> str:
         return str(await behaviours.pop(0)())
 
-    box = Toolbox([make(act, timeout=0.03, concurrency=1)])
+    box = Toolset([make(act, timeout=0.03, concurrency=1)])
 
     def start() -> asyncio.Task[ToolResult]:
         return asyncio.create_task(call_tool(box, ToolCall("probe", {})))
@@ -557,17 +557,17 @@ def counting(run: Callable[[int], Any], **limits: Any) -> tuple[Tool, list[str]]
     return look, calls
 
 
-def looks(box: Toolbox, *words: str) -> list[asyncio.Task[ToolResult]]:
+def looks(box: Toolset, *words: str) -> list[asyncio.Task[ToolResult]]:
     return [asyncio.create_task(call_tool(box, ToolCall("look", {"word": word}))) for word in words]
 
 
 def test_identical_calls_under_way_are_made_once(tmp_path: Path) -> None:
     look, calls = counting(lambda n: asyncio.sleep(0.03, f"answer {n}"))
 
-    async def main(box: Toolbox) -> list[ToolResult]:
+    async def main(box: Toolset) -> list[ToolResult]:
         return await asyncio.gather(*looks(box, "a", "a", "b", "a"))
 
-    with Toolbox([look], ToolCache(tmp_path / "c", "on")) as box:
+    with Toolset([look], ToolCache(tmp_path / "c", "on")) as box:
         first = clock.run(main(box))
         assert [r.text for r in first] == ["answer 1", "answer 1", "answer 2", "answer 1"]
         assert [(r.cached, r.attempts) for r in first] == [(False, 1), (True, 1), (False, 1), (True, 1)]
@@ -576,7 +576,7 @@ def test_identical_calls_under_way_are_made_once(tmp_path: Path) -> None:
         stats = box.stats()["look"]
         assert (calls, stats.calls, stats.cached, stats.retries) == (["a", "b"], 8, 6, 0)
         assert stats.wait_seconds == pytest.approx(2 * 0.03)
-    clock.run(main(Toolbox([look])))  # without a cache every call is made
+    clock.run(main(Toolset([look])))  # without a cache every call is made
     assert len(calls) == 2 + 4
 
 
@@ -591,7 +591,7 @@ def test_a_failure_is_shared_but_not_stored(fault: Fault, tmp_path: Path) -> Non
     async def main() -> list[ToolResult]:
         return await asyncio.gather(*looks(box, "a", "a"))
 
-    with Toolbox([look], ToolCache(tmp_path / "c", "on")) as box:
+    with Toolset([look], ToolCache(tmp_path / "c", "on")) as box:
         for rounds in (1, 2):
             results = clock.run(main())
             assert [(r.fault, r.cached) for r in results] == [(fault, False), (fault, True)]
@@ -607,7 +607,7 @@ def test_the_models_own_mistake_is_stored(tmp_path: Path) -> None:
     async def main() -> list[ToolResult]:
         return [await task for task in looks(box, "a", "a")]
 
-    with Toolbox([look], ToolCache(tmp_path / "c", "on")) as box:
+    with Toolset([look], ToolCache(tmp_path / "c", "on")) as box:
         results = asyncio.run(main())
     assert [(r.text, r.fault, r.cached) for r in results] == [
         ("Error: no 1", Fault.MODEL, False),
@@ -633,7 +633,7 @@ def test_a_cancelled_leader_leaves_the_call_to_those_who_wait(tmp_path: Path) ->
         other.cancel()  # must not reach the leader
         assert (await leader).text == "answer 3"
 
-    with Toolbox([look], ToolCache(tmp_path / "c", "on")) as box:
+    with Toolset([look], ToolCache(tmp_path / "c", "on")) as box:
         clock.run(main())
         stats = box.stats()["look"]
     assert (calls, stats.calls, stats.cancelled, stats.cached) == (["a", "a", "b"], 6, 3, 1)
@@ -654,7 +654,7 @@ def test_percentiles_are_of_the_last_runs() -> None:
 
 
 def test_refused_calls_are_counted_under_their_tool_if_there_is_one() -> None:
-    box = Toolbox([forecast, rain])
+    box = Toolset([forecast, rain])
 
     async def main() -> None:
         await call_tool(box, ToolCall("forecast", {}))
@@ -771,15 +771,15 @@ def test_every_call_is_accounted_for_whatever_goes_wrong(
     todo, results = iter(calls), []
     before = children(), threading.active_count()
 
-    async def worker(box: Toolbox) -> None:
+    async def worker(box: Toolset) -> None:
         for made in todo:
             results.append((made, await call_tool(box, made)))
 
-    async def main(box: Toolbox) -> int:
+    async def main(box: Toolset) -> int:
         await asyncio.gather(*(worker(box) for _ in range(WORKERS)))
         return len(asyncio.all_tasks())
 
-    with Toolbox([service, process, plain, quick, lookup], ToolCache(tmp_path / "c", "on")) as box:
+    with Toolset([service, process, plain, quick, lookup], ToolCache(tmp_path / "c", "on")) as box:
         assert asyncio.run(main(box)) == 1
         stats = box.stats()
         assert box.cache is not None and box.cache.errors == 0

@@ -34,7 +34,7 @@ import arpo.tools.mcp.server as module
 import arpo.tools.mcp.transport as wire
 from arpo.errors import ArpoError
 from arpo.tools.base import ToolError, ToolUnavailable
-from arpo.tools.executor import Toolbox, call_tool
+from arpo.tools.executor import Toolset, call_tool
 from arpo.tools.mcp.server import McpServer, connect_mcp
 from arpo.types import Fault, ToolCall, ToolResult
 
@@ -54,7 +54,7 @@ def run(server: McpServer, name: str, /, **args: Any) -> str:
 def call(server: McpServer, name: str, /, *, within: float | None = None, **args: Any) -> ToolResult:
     """A call as a model makes it."""
     limits = {} if within is None else {"timeout": within}
-    box = Toolbox(replace(tool, **limits) for tool in server.tools)  # type: ignore[arg-type]
+    box = Toolset(replace(tool, **limits) for tool in server.tools)  # type: ignore[arg-type]
     return asyncio.run(call_tool(box, ToolCall(name, args)))
 
 
@@ -144,7 +144,7 @@ def test_calls_come_from_any_event_loop(good: McpServer) -> None:
 
 
 async def many(server: McpServer, name: str, count: int, **args: Any) -> list[ToolResult]:
-    box = Toolbox(server.tools)
+    box = Toolset(server.tools)
     calls = (call_tool(box, ToolCall(name, {key: value(i) for key, value in args.items()})) for i in range(count))
     return await asyncio.gather(*calls)
 
@@ -393,7 +393,7 @@ def test_a_cancelled_call_is_cancelled_at_the_server(good: McpServer) -> None:
 
     async def give_up() -> None:
         sent = counted(good)
-        task = asyncio.create_task(call_tool(Toolbox(good.tools), ToolCall("hang", {})))
+        task = asyncio.create_task(call_tool(Toolset(good.tools), ToolCall("hang", {})))
         await sent(1)
         await asyncio.to_thread(run, good, "count")  # it has got to that, and so to the call before it
         task.cancel()
@@ -410,7 +410,7 @@ def test_a_call_that_hangs_is_cut_off_and_the_others_go_on(good: McpServer) -> N
 
     async def both() -> tuple[ToolResult, ToolResult]:
         limits = {"hang": 0.3, "echo": 60.0}
-        box = Toolbox(replace(tool, timeout=limits[tool.spec.name]) for tool in good.tools if tool.spec.name in limits)
+        box = Toolset(replace(tool, timeout=limits[tool.spec.name]) for tool in good.tools if tool.spec.name in limits)
         hang = asyncio.create_task(call_tool(box, ToolCall("hang", {})))
         await asyncio.sleep(0.1)
         return await call_tool(box, ToolCall("echo", {"text": "a"})), await hang

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from arpo.tools.base import ToolError, ToolTimeout
-from arpo.tools.executor import Toolbox, call_tool
+from arpo.tools.executor import Toolset, call_tool
 from arpo.tools.python.tool import build_python, readable
 from arpo.tools.sandbox.sandbox import Sandbox
 from arpo.tools.sandbox.workers import SandboxResult
@@ -25,11 +25,11 @@ def sandbox() -> Iterator[Sandbox]:
 
 
 @pytest.fixture(params=[True, False], ids=["blocking", "async"])
-def box(sandbox: Sandbox, request: Any) -> Toolbox:
-    return Toolbox([build_python(sandbox, timeout=60.0, max_tokens=LIMIT // 4, blocking=request.param)])
+def box(sandbox: Sandbox, request: Any) -> Toolset:
+    return Toolset([build_python(sandbox, timeout=60.0, max_tokens=LIMIT // 4, blocking=request.param)])
 
 
-def ask(box: Toolbox, code: str) -> ToolResult:
+def ask(box: Toolset, code: str) -> ToolResult:
     return asyncio.run(call_tool(box, ToolCall("python", {"code": code})))
 
 
@@ -49,7 +49,7 @@ def ask(box: Toolbox, code: str) -> ToolResult:
         ("import sys; print('careful', file=sys.stderr); 5", "5\ncareful"),
     ],
 )
-def test_what_is_shown(box: Toolbox, code: str, shown: str) -> None:
+def test_what_is_shown(box: Toolset, code: str, shown: str) -> None:
     result = ask(box, code)
     assert (result.text, result.fault) == (shown, None)
 
@@ -71,7 +71,7 @@ def test_what_is_shown(box: Toolbox, code: str, shown: str) -> None:
         ("a = [0] * 10**10", "Error: the code used more memory than it may."),
     ],
 )
-def test_a_mistake_in_the_code_comes_first_and_is_the_models(box: Toolbox, code: str, shown: str) -> None:
+def test_a_mistake_in_the_code_comes_first_and_is_the_models(box: Toolset, code: str, shown: str) -> None:
     result = ask(box, code)
     assert result.text.startswith(shown)
     assert "/" not in result.text.replace("1 / 0", "")  # no path of this machine
@@ -79,13 +79,13 @@ def test_a_mistake_in_the_code_comes_first_and_is_the_models(box: Toolbox, code:
 
 
 def test_running_too_long(sandbox: Sandbox) -> None:
-    box = Toolbox([build_python(sandbox, timeout=1.0)])
+    box = Toolset([build_python(sandbox, timeout=1.0)])
     result = ask(box, "print('begun')\nwhile True: pass")
     assert result.text == ("Error: the code ran longer than 1 seconds and was stopped.\nPrinted before that:\nbegun")
     assert (result.fault, result.attempts) == (Fault.TIMEOUT, 1)
 
 
-def test_nothing_outlives_a_call_and_the_same_code_says_the_same(box: Toolbox) -> None:
+def test_nothing_outlives_a_call_and_the_same_code_says_the_same(box: Toolset) -> None:
     assert ask(box, "x = 5\nopen('kept', 'w').write('x')").fault is None
     assert "NameError" in ask(box, "x").text
     assert "FileNotFoundError" in ask(box, "open('kept')").text
@@ -93,7 +93,7 @@ def test_nothing_outlives_a_call_and_the_same_code_says_the_same(box: Toolbox) -
     assert ask(box, drawn).text == ask(box, drawn).text
 
 
-def test_long_output_keeps_its_ends(box: Toolbox) -> None:
+def test_long_output_keeps_its_ends(box: Toolset) -> None:
     text = ask(box, "print('first'); print('x' * 5000); print('last')").text
     assert text.startswith("first\nxxx")
     assert text.endswith("xxx\nlast")
@@ -114,7 +114,7 @@ def test_every_bad_end_is_told(status: str, error: type[Exception]) -> None:
         readable(SandboxResult("abc\n", "Oops\n", status, 0.1, False), 1.0, LIMIT)
 
 
-def test_code_of_absurd_length_is_refused(box: Toolbox) -> None:
+def test_code_of_absurd_length_is_refused(box: Toolset) -> None:
     result = ask(box, "#" * 300_000)
     assert (result.fault, "longer than" in result.text) == (Fault.MODEL, True)
 
@@ -127,7 +127,7 @@ def test_a_closed_sandbox_is_nobodys_mistake() -> None:
 
 
 def test_many_callers_share_the_workers(sandbox: Sandbox) -> None:
-    box = Toolbox([build_python(sandbox)])
+    box = Toolset([build_python(sandbox)])
 
     async def all_of_them() -> list[ToolResult]:
         return await asyncio.gather(*(call_tool(box, ToolCall("python", {"code": f"{n} + 1"})) for n in range(60)))

@@ -17,11 +17,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from arpo.builtin.world import make_world
+from arpo.builtin.world import build_world
 from arpo.config.loading import schema as settings
 from arpo.errors import ArpoError
 from arpo.tools.base import CHARS_PER_TOKEN, Tool
-from arpo.tools.executor import Toolbox, call_tool
+from arpo.tools.executor import Toolset, call_tool
 from arpo.tools.search import (
     Document,
     build_index,
@@ -46,7 +46,7 @@ DOCUMENTS = [
 
 
 def call(tool: Tool, query: str) -> ToolResult:
-    return asyncio.run(call_tool(Toolbox([tool]), ToolCall("search", {"query": query})))
+    return asyncio.run(call_tool(Toolset([tool]), ToolCall("search", {"query": query})))
 
 
 # The slow oracle: score every passage, in plain Python.
@@ -170,7 +170,7 @@ def test_only_the_first_known_words_of_a_query_count() -> None:
 
 def test_bm25s_scores_the_same() -> None:
     bm25s = pytest.importorskip("bm25s")
-    world = make_world(settings.World(entities=100, train_questions=50, test_questions=10))
+    world = build_world(settings.World(entities=100, train_questions=50, test_questions=10))
     texts = [plain_words(document.text) for document in world.documents]
     vocabulary = {word: number for number, word in enumerate(dict.fromkeys(word for text in texts for word in text))}
     theirs = bm25s.BM25()

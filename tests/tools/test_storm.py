@@ -11,15 +11,15 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from arpo.agent.formats import make_format
+from arpo.agent.formats import build_format
 from arpo.algorithm.rollout import Agent, rollouts
 from arpo.config.schema import Branching, Rollout
 from arpo.engine.scripted import ScriptedEngine
 from arpo.tools.base import tool
-from arpo.tools.executor import Toolbox
+from arpo.tools.executor import Toolset
 from arpo.tools.python.tool import build_python
 from arpo.tools.sandbox.sandbox import Sandbox
-from arpo.types import End, Fault, Kind, Task
+from arpo.types import Fault, Kind, StopReason, Task
 
 TASKS, LEAVES, CALLS = 16, 8, 16
 SECONDS = 3.0  # that code may run
@@ -67,13 +67,17 @@ class Killer:
     """Somebody, or the memory, keeps killing processes of the sandbox: now a worker, now code that runs."""
 
     def __init__(self) -> None:
-        self.spared, self.killed, self.turns = set(descendants(os.getpid())), list[int](), 0
+        self.protected_checkpoints, self.killed, self.turns = set(descendants(os.getpid())), list[int](), 0
         self.rng = random.Random(0)
 
     def script(self, prefix: str, seed: int) -> str:
         """The script, where every 100th turn costs a process its life."""
         self.turns += 1
-        victims = [pid for pid in descendants(os.getpid()) if pid not in self.spared] if self.turns % 100 == 0 else []
+        victims = (
+            [pid for pid in descendants(os.getpid()) if pid not in self.protected_checkpoints]
+            if self.turns % 100 == 0
+            else []
+        )
         for victim in self.rng.sample(victims, len(victims)):
             try:
                 os.kill(victim, signal.SIGKILL)
@@ -87,10 +91,16 @@ class Killer:
 def test_a_storm_of_faults(tokenizer: Any) -> None:
     killer = Killer()
     with Sandbox(workers=6, packages=()) as sandbox:
-        box = Toolbox([search, build_python(sandbox, timeout=SECONDS, max_tokens=50)])
+        box = Toolset([search, build_python(sandbox, timeout=SECONDS, max_tokens=50)])
         engine = ScriptedEngine(tokenizer, killer.script, max_context=1 << 20)
-        agent = Agent(engine, tokenizer, box, make_format("tags", [t.spec for t in box.values()]), result_tokens=40)
-        how = Rollout(leaves=LEAVES, initial=LEAVES, max_calls=CALLS, max_tokens=1 << 19, concurrency=TASKS * LEAVES)
+        agent = Agent(engine, tokenizer, box, build_format("tags", [t.spec for t in box.values()]), result_tokens=40)
+        how = Rollout(
+            num_trajectories=LEAVES,
+            num_initial=LEAVES,
+            max_tool_calls=CALLS,
+            max_tokens=1 << 19,
+            concurrency=TASKS * LEAVES,
+        )
         tasks = [Task(str(n), f"Question {n}?", ("1",)) for n in range(TASKS)]
 
         async def play() -> Any:
@@ -99,7 +109,7 @@ def test_a_storm_of_faults(tokenizer: Any) -> None:
 
         trees, left_running = asyncio.run(play())
     nodes = [node for tree in trees for node in tree.nodes if node.kind is Kind.TOOL]
-    assert [leaf.end for tree in trees for leaf in tree.leaves] == [End.ANSWER] * TASKS * LEAVES
+    assert [leaf.end for tree in trees for leaf in tree.leaves] == [StopReason.ANSWER] * TASKS * LEAVES
     assert len(nodes) == TASKS * LEAVES * CALLS >= 2000
 
     stats = box.stats()
@@ -125,4 +135,4 @@ def test_a_storm_of_faults(tokenizer: Any) -> None:
     assert unlucky >= 10 and said["hanging"] >= 10
 
     assert not left_running
-    assert set(descendants(os.getpid())) <= killer.spared
+    assert set(descendants(os.getpid())) <= killer.protected_checkpoints

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from arpo.config.schema import Loss
 from arpo.trainer.attention import TreePlan, _has_flash
-from arpo.trainer.optimizer import Optimiser
+from arpo.trainer.optimizer import Optimizer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -107,12 +107,12 @@ def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 def test_masters_are_stepped_on_the_device() -> None:
     model: Any = make_model("qwen3").to("cuda", torch.bfloat16)
     places = [p.data_ptr() for p in model.parameters()]
-    optimiser = Optimiser(model, 1e-3, 0.0)
+    optimizer = Optimizer(model, 1e-3, 0.0)
     forest = rich_forest(3)
     before = [p.detach().clone() for p in model.parameters()]
     for _ in range(3):
         learnt_once(model, forest)
-        optimiser.step(1e-3, 1.0)
+        optimizer.step(1e-3, 1.0)
     assert [p.data_ptr() for p in model.parameters()] == places
     assert all(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 

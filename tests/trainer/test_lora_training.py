@@ -30,7 +30,7 @@ from arpo.models.load import load_trainable
 from arpo.models.lora import adapters_off, add_adapter, has_adapter, load_adapter, merge_adapter, save_adapter
 from arpo.runs.run_dir import open_run as read_run
 from arpo.trainer.checkpoint import model_settings
-from arpo.trainer.optimizer import Optimiser
+from arpo.trainer.optimizer import Optimizer
 from arpo.training.loop import open_run, open_session, train
 from arpo.training.loop import test as run_test
 from arpo.types import Completion, SamplingParams
@@ -47,7 +47,7 @@ def with_adapter(family: str, dtype: torch.dtype = torch.float32, seed: int = 0)
 
 
 def sampled(model: Any) -> Completion:
-    engine = LocalEngine(model, Letters(), rows=2, kv_tokens=256, threaded=False)
+    engine = LocalEngine(model, Letters(), rows=2, kv_cache_tokens=256, threaded=False)
     return asyncio.run(engine.generate(PROMPT, SamplingParams(max_tokens=15)))
 
 
@@ -61,14 +61,14 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def teach(model: Any, steps: int = 4) -> Optimiser:
+def train_sft(model: Any, steps: int = 4) -> Optimizer:
     """A few steps of imitation: enough for an adapter to matter."""
-    optimiser = Optimiser(model, 1e-2, 0.0)
+    optimizer = Optimizer(model, 1e-2, 0.0)
     for step in range(steps):
         tokens = torch.randint(VOCAB, (2, 9), generator=torch.Generator().manual_seed(step)).to(model.device)
         model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
-        optimiser.step(1e-2, 1.0)
-    return optimiser
+        optimizer.step(1e-2, 1.0)
+    return optimizer
 
 
 # The model.
@@ -95,7 +95,7 @@ def test_a_fresh_adapter_changes_nothing(family: str) -> None:
 def test_only_the_adapter_is_trained_and_the_engine_samples_from_both(family: str, tmp_path: Path) -> None:
     base, model = make_model(family), with_adapter(family)
     begun = weights_of(model, adapter=True)
-    teach(model)
+    train_sft(model)
     assert same(weights_of(model, adapter=False), weights_of(base, adapter=False))
     now = weights_of(model, adapter=True)
     assert all(not torch.equal(now[name], begun[name]) for name in begun)
@@ -111,12 +111,12 @@ def test_only_the_adapter_is_trained_and_the_engine_samples_from_both(family: st
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
 def test_an_engine_that_was_there_before_follows_the_training(device: str) -> None:
     model = with_adapter("qwen3").to(device)
-    engine = LocalEngine(model, Letters(), rows=2, kv_tokens=256, threaded=False)
+    engine = LocalEngine(model, Letters(), rows=2, kv_cache_tokens=256, threaded=False)
 
     async def twice() -> tuple[Completion, Completion]:
         first = await engine.generate(PROMPT, SamplingParams(max_tokens=15))
-        teach(model)
-        await engine.update_weights(1)
+        train_sft(model)
+        await engine.sync_weights(1)
         return first, await engine.generate(PROMPT, SamplingParams(max_tokens=15))
 
     first, second = asyncio.run(twice())
@@ -130,7 +130,7 @@ def test_an_engine_that_was_there_before_follows_the_training(device: str) -> No
 def test_in_bfloat16_adapter_and_masters() -> None:
     model = with_adapter("qwen2", torch.bfloat16)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    tensors = teach(model).tensors()
+    tensors = train_sft(model).tensors()
     masters = {key.removeprefix("master/") for key in tensors if key.startswith("master/")}
     assert masters == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert all(".lora_" in name for name in masters)
@@ -151,7 +151,7 @@ def test_the_seed_decides_about_the_adapter_and_nothing_else_does() -> None:
 
 def test_without_the_adapter_it_is_the_base() -> None:
     model = with_adapter("llama")
-    teach(model)
+    train_sft(model)
     taught, base = logits_of(model, PROMPT), logits_of(make_model("llama"), PROMPT)
     with adapters_off(model):
         assert torch.equal(logits_of(model, PROMPT), base)
@@ -160,7 +160,7 @@ def test_without_the_adapter_it_is_the_base() -> None:
         raise KeyError
     assert torch.equal(logits_of(model, PROMPT), taught)
     begun = weights_of(model, adapter=True)
-    teach(model, 1)  # still the same things can be trained
+    train_sft(model, 1)  # still the same things can be trained
     assert not same(weights_of(model, adapter=True), begun)
     assert same(weights_of(model, adapter=False), weights_of(make_model("llama"), adapter=False))
 
@@ -189,7 +189,7 @@ def test_without_the_peft_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_peft_reads_what_was_saved(tmp_path: Path) -> None:
     model = with_adapter("smollm2")
-    teach(model)
+    train_sft(model)
     save_adapter(model, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
     theirs = PeftModel.from_pretrained(make_model("smollm2"), tmp_path).eval()
@@ -212,7 +212,7 @@ def test_what_peft_saved_can_be_trained_on(tmp_path: Path) -> None:
     load_adapter(model, tmp_path)
     assert torch.equal(logits_of(theirs, PROMPT), logits_of(model, PROMPT))
     begun = weights_of(model, adapter=True)
-    teach(model)
+    train_sft(model)
     assert not same(weights_of(model, adapter=True), begun)
 
 
@@ -258,12 +258,12 @@ def test_an_adapter_of_another_model_or_a_damaged_one(tmp_path: Path) -> None:
 # Runs.
 
 SMALL = [
-    "world.entities=60", "world.train_questions=12", "world.test_questions=4", "eval.questions=2", "train.prompts=2",
-    "train.steps=2", "rollout.leaves=3", "rollout.max_tokens=20", "rollout.max_calls=2", "train.lr=1e-3",
+    "world.entities=60", "world.train_questions=12", "world.test_questions=4", "eval.questions=2", "train.batch_size=2",
+    "train.steps=2", "rollout.num_trajectories=3", "rollout.max_tokens=20", "rollout.max_tool_calls=2", "train.lr=1e-3",
     "branching.rule=stochastic", "eval.temperature=1.0",
 ]  # fmt: skip
 LORA = ("train.lora_rank=4", "train.lora_alpha=8", "train.weight_decay=0.1")
-BF16 = ("model.dtype=bfloat16", "train.lr=1e-4", "train.minibatches=2", "train.warmup=3")
+BF16 = ("model.dtype=bfloat16", "train.lr=1e-4", "train.minibatches=2", "train.warmup_steps=3")
 KINDS = {"lora": LORA, "bfloat16": BF16, "both": (*BF16, *LORA)}
 
 
@@ -284,7 +284,7 @@ def run_to_the_end(config: Config, resume: bool = False) -> list[Any]:
 
 
 def what_it_left(directory: Path) -> tuple[dict[str, Tensor], list[dict[str, Any]], list[Any], bytes]:
-    """Model, optimiser, metrics and trees, without anything that a clock measured."""
+    """Model, optimizer, metrics and trees, without anything that a clock measured."""
     log = read_run(directory)
     _, checkpoint = log.latest_checkpoint() or (0, directory)
     files = sorted(checkpoint.rglob("*.safetensors"))
@@ -330,7 +330,7 @@ def test_the_checkpoint_of_an_adapter_is_small_and_fits_the_base(model_path: Pat
     _, checkpoint = read_run(tmp_path / "run").latest_checkpoint() or (0, tmp_path)
     names = sorted(str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file())
     assert names == [
-        "model/adapter_config.json", "model/adapter_model.safetensors", "optimiser.safetensors", "state.json"
+        "model/adapter_config.json", "model/adapter_model.safetensors", "optimizer.safetensors", "state.json"
     ]  # fmt: skip
     assert model_settings(checkpoint) == {"adapter": str(checkpoint / "model")}
     settings = json.loads((checkpoint / "model" / "adapter_config.json").read_text())
@@ -367,7 +367,7 @@ def test_an_adapter_may_be_trained_further_in_another_run(model_path: Path, tmp_
     assert_same(tmp_path / "straight", tmp_path / "halves")
     with (
         pytest.raises(ArpoError, match=r"loss\.kl: "),
-        open_run(config_for(model_path, tmp_path / "other", *more, "loss.kl=0.1")),
+        open_run(config_for(model_path, tmp_path / "other", *more, "loss.kl_coef=0.1")),
     ):
         raise AssertionError("a run was opened")
     with (
@@ -389,14 +389,16 @@ def test_an_adapter_of_the_built_in_model(model_path: Path, tmp_path: Path, monk
 
 def test_recomputing_changes_no_run(model_path: Path, tmp_path: Path) -> None:
     run_to_the_end(config_for(model_path, tmp_path / "kept", "train.steps=2", *LORA))
-    run_to_the_end(config_for(model_path, tmp_path / "again", "train.steps=2", *LORA, "train.checkpointing=true"))
+    run_to_the_end(
+        config_for(model_path, tmp_path / "again", "train.steps=2", *LORA, "train.gradient_checkpointing=true")
+    )
     assert_same(tmp_path / "kept", tmp_path / "again")
 
 
 def test_a_checkpoint_whose_optimiser_is_another_models(model_path: Path, tmp_path: Path) -> None:
     run_to_the_end(config_for(model_path, tmp_path / "run", "train.steps=1", *BF16))
     _, checkpoint = read_run(tmp_path / "run").latest_checkpoint() or (0, tmp_path)
-    file = checkpoint / "optimiser.safetensors"
+    file = checkpoint / "optimizer.safetensors"
     save_file({key: value for key, value in load_file(file).items() if "master/" not in key}, file)
     with pytest.raises(ArpoError, match=r"is damaged: only one of .* has 'master/"):
         run_to_the_end(config_for(model_path, tmp_path / "run", *BF16), resume=True)

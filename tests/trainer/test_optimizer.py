@@ -17,7 +17,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from arpo.errors import ArpoError
 from arpo.models.load import recomputing
-from arpo.trainer.optimizer import Optimiser
+from arpo.trainer.optimizer import Optimizer
 
 BF16 = torch.bfloat16
 
@@ -36,15 +36,15 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def train(model: Any, optimiser: Optimiser, steps: range, lr: float = 1e-3) -> None:
+def train(model: Any, optimizer: Optimizer, steps: range, lr: float = 1e-3) -> None:
     for step in steps:
         for micro in range(3):
             loss_of(model, 10 * step + micro).backward()  # type: ignore[no-untyped-call]
-        optimiser.step(lr, max_grad_norm=1.0)
+        optimizer.step(lr, max_grad_norm=1.0)
 
 
-def masters_of(optimiser: Optimiser) -> dict[str, Tensor]:
-    found = optimiser.tensors().items()
+def masters_of(optimizer: Optimizer) -> dict[str, Tensor]:
+    found = optimizer.tensors().items()
     return {key.removeprefix("master/"): value.clone() for key, value in found if key.startswith("master/")}
 
 
@@ -52,7 +52,7 @@ def masters_of(optimiser: Optimiser) -> dict[str, Tensor]:
 def test_in_float32_it_is_plain_adamw_to_the_last_bit(family: str) -> None:
     model, plain = make_model(family), make_model(family)
     places = [parameter.data_ptr() for parameter in model.parameters()]
-    optimiser = Optimiser(model, 1e-3, weight_decay=0.1)
+    optimizer = Optimizer(model, 1e-3, weight_decay=0.1)
     adamw = torch.optim.AdamW(plain.parameters(), lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1)
     for step in range(4):
         for micro in range(3):
@@ -63,11 +63,11 @@ def test_in_float32_it_is_plain_adamw_to_the_last_bit(family: str) -> None:
         norm = float(clip_grad_norm_(plain.parameters(), 0.5))
         adamw.step()
         adamw.zero_grad()
-        assert optimiser.step(lr, max_grad_norm=0.5) == norm > 0.5
+        assert optimizer.step(lr, max_grad_norm=0.5) == norm > 0.5
     assert same(weights_of(model), weights_of(plain))
-    assert optimiser.steps == 4
+    assert optimizer.steps == 4
     assert places == [parameter.data_ptr() for parameter in model.parameters()]
-    assert masters_of(optimiser) == {}
+    assert masters_of(optimizer) == {}
 
 
 def adamw_by_hand(w: Tensor, g: Tensor, m: Tensor, v: Tensor, t: int, lr: float, decay: float) -> list[Tensor]:
@@ -80,7 +80,7 @@ def adamw_by_hand(w: Tensor, g: Tensor, m: Tensor, v: Tensor, t: int, lr: float,
 def test_masters_move_as_float32_does_where_bfloat16_would_stand_still(lr: float) -> None:
     model, twin = make_model("smollm2").to(BF16), make_model("smollm2").to(BF16)
     begun = weights_of(model)
-    optimiser = Optimiser(model, lr, weight_decay=0.1)
+    optimizer = Optimizer(model, lr, weight_decay=0.1)
     names = [name for name, _ in twin.named_parameters()]
     hand = {name: [p.detach().double(), *torch.zeros(2, *p.shape).double()] for name, p in twin.named_parameters()}
     for step in range(1, 51):
@@ -91,11 +91,11 @@ def test_masters_move_as_float32_does_where_bfloat16_would_stand_still(lr: float
             for name, gradient in zip(names, gradients, strict=True):
                 total[name] += gradient
         norm = math.sqrt(sum(float((g**2).sum()) for g in total.values()))
-        assert optimiser.step(lr, max_grad_norm=1.0) == pytest.approx(norm, rel=1e-6)
+        assert optimizer.step(lr, max_grad_norm=1.0) == pytest.approx(norm, rel=1e-6)
         for name in names:
             clipped = total[name] * min(1.0, 1.0 / (norm + 1e-6))
             hand[name] = adamw_by_hand(*[hand[name][0], clipped, *hand[name][1:]], step, lr, 0.1)
-        masters, rounded = masters_of(optimiser), weights_of(model)
+        masters, rounded = masters_of(optimizer), weights_of(model)
         assert same(rounded, {name: masters[name].to(BF16) for name in names})
         with torch.no_grad():
             for name, parameter in twin.named_parameters():
@@ -135,7 +135,7 @@ class Weights(nn.Module):
 @given(st.lists(st.lists(st.floats(-8, 8, width=16), min_size=3, max_size=3), min_size=1, max_size=40))
 def test_gradients_of_micro_batches_add_up_in_float32(rows: list[list[float]]) -> None:
     model = Weights(3)
-    optimiser = Optimiser(model, 1e-3, 0.0)
+    optimizer = Optimizer(model, 1e-3, 0.0)
     gradients = torch.tensor(rows).to(BF16)
     total = torch.zeros(3)
     for gradient in gradients:
@@ -143,28 +143,28 @@ def test_gradients_of_micro_batches_add_up_in_float32(rows: list[list[float]]) -
         assert model.w.grad is None
         total += gradient
     norm = float(torch.linalg.vector_norm(total))
-    assert optimiser.step(1e-3, max_grad_norm=1e9) == pytest.approx(norm, rel=1e-6, abs=1e-30)
+    assert optimizer.step(1e-3, max_grad_norm=1e9) == pytest.approx(norm, rel=1e-6, abs=1e-30)
 
 
 def test_a_thousand_micro_batches_count_a_thousand_times() -> None:
     model = Weights(1)
-    optimiser = Optimiser(model, 1e-3, 0.0)
+    optimizer = Optimizer(model, 1e-3, 0.0)
     for _ in range(1000):
         model.w.sum().backward()
-    assert optimiser.step(1e-3, max_grad_norm=1e9) == 1000  # in bfloat16, 256 + 1 is 256
+    assert optimizer.step(1e-3, max_grad_norm=1e9) == 1000  # in bfloat16, 256 + 1 is 256
 
 
 def test_the_model_stays_where_it_is_and_no_gradient_is_left() -> None:
     model = make_model("qwen2").to(BF16)
     places = [parameter.data_ptr() for parameter in model.parameters()]
-    optimiser, begun = Optimiser(model, 1e-2, 0.0), weights_of(model)
-    train(model, optimiser, range(1), lr=1e-2)
+    optimizer, begun = Optimizer(model, 1e-2, 0.0), weights_of(model)
+    train(model, optimizer, range(1), lr=1e-2)
     now = weights_of(model)
     assert all(not torch.equal(now[name], begun[name]) for name in now)
     assert places == [parameter.data_ptr() for parameter in model.parameters()]
     assert all(parameter.grad is None for parameter in model.parameters())
     assert {parameter.dtype for parameter in model.parameters()} == {BF16}
-    train(model, optimiser, range(1, 2), lr=0.0)  # an old gradient would be added to the next
+    train(model, optimizer, range(1, 2), lr=0.0)  # an old gradient would be added to the next
     assert same(weights_of(model), now)
 
 
@@ -172,57 +172,57 @@ def test_what_is_frozen_is_left_alone_and_what_is_tied_is_stepped_once() -> None
     model = make_model("smollm2").to(BF16)
     frozen = model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
     begun = frozen.clone()
-    optimiser = Optimiser(model, 1e-2, 0.5)
-    train(model, optimiser, range(2))
+    optimizer = Optimizer(model, 1e-2, 0.5)
+    train(model, optimizer, range(2))
     assert torch.equal(frozen, begun)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     expected = {name for name, _ in model.named_parameters()} - {"model.layers.0.mlp.up_proj.weight"}
-    assert masters_of(optimiser).keys() == expected
+    assert masters_of(optimizer).keys() == expected
     assert "lm_head.weight" not in expected
-    assert len(optimiser.tensors()) == 4 * len(expected)
+    assert len(optimizer.tensors()) == 4 * len(expected)
 
 
 def test_number_formats_may_be_mixed() -> None:
     model = nn.Sequential(Weights(2, torch.float32), Weights(2))
-    optimiser = Optimiser(model, 1e-3, 0.0)
+    optimizer = Optimizer(model, 1e-3, 0.0)
     (model[0].w.sum() + model[1].w.sum().float()).backward()  # type: ignore[union-attr,operator]
-    assert optimiser.step(1e-3, 1e9) == pytest.approx(2)
-    assert list(masters_of(optimiser)) == ["1.w"]
-    assert torch.equal(model[0].w, masters_of(optimiser)["1.w"])
+    assert optimizer.step(1e-3, 1e9) == pytest.approx(2)
+    assert list(masters_of(optimizer)) == ["1.w"]
+    assert torch.equal(model[0].w, masters_of(optimizer)["1.w"])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 def test_a_gradient_that_is_no_number_changes_nothing(dtype: torch.dtype, bad: float) -> None:
     model = make_model("qwen2").to(dtype)
-    optimiser = Optimiser(model, 1e-3, 0.1)
-    train(model, optimiser, range(2))
+    optimizer = Optimizer(model, 1e-3, 0.1)
+    train(model, optimizer, range(2))
     weights = weights_of(model)
-    state = {key: value.clone() for key, value in optimiser.tensors().items()}
+    state = {key: value.clone() for key, value in optimizer.tensors().items()}
     (loss_of(model, 1) * bad).backward()
     with pytest.raises(ArpoError, match=r"the gradient's norm is (inf|nan): training diverged; .* lower learning rate"):
-        optimiser.step(1e-3, 1.0)
+        optimizer.step(1e-3, 1.0)
     assert same(weights_of(model), weights)
-    assert same(optimiser.tensors(), state)
-    assert optimiser.steps == 2
-    train(model, optimiser, range(2, 3))
+    assert same(optimizer.tensors(), state)
+    assert optimizer.steps == 2
+    train(model, optimizer, range(2, 3))
     assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 def test_resumed_equals_not_stopped(dtype: torch.dtype, tmp_path: Path) -> None:
     straight = make_model("smollm2").to(dtype)
-    whole = Optimiser(straight, 1e-4, 0.1)
+    whole = Optimizer(straight, 1e-4, 0.1)
     train(straight, whole, range(6), lr=1e-4)
 
     first = make_model("smollm2").to(dtype)
-    begun = Optimiser(first, 1e-4, 0.1)
+    begun = Optimizer(first, 1e-4, 0.1)
     train(first, begun, range(3), lr=1e-4)
-    save_file(begun.tensors(), tmp_path / "optimiser.safetensors")
+    save_file(begun.tensors(), tmp_path / "optimizer.safetensors")
     second = make_model("smollm2", seed=5).to(dtype)
     second.load_state_dict(first.state_dict())
-    resumed = Optimiser(second, 1e-4, 0.1)
-    saved = load_file(tmp_path / "optimiser.safetensors")
+    resumed = Optimizer(second, 1e-4, 0.1)
+    saved = load_file(tmp_path / "optimizer.safetensors")
     resumed.load(saved)
     for tensor in saved.values():
         tensor.zero_()  # it was copied
@@ -234,52 +234,52 @@ def test_resumed_equals_not_stopped(dtype: torch.dtype, tmp_path: Path) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 def test_on_a_gpu_it_resumes_too_and_stays_close_to_the_cpu(dtype: torch.dtype) -> None:
-    def push(model: Weights, optimiser: Optimiser, steps: range) -> None:
+    def push(model: Weights, optimizer: Optimizer, steps: range) -> None:
         for step in steps:
             (model.w * torch.linspace(-1, step, 999, device=model.w.device)).sum().backward()
-            optimiser.step(1e-3, max_grad_norm=1.0)
+            optimizer.step(1e-3, max_grad_norm=1.0)
 
     models = [Weights(999, dtype, device) for device in ("cuda", "cuda", "cpu")]
     straight, halves, slow = models
     place = halves.w.data_ptr()
-    optimisers = [Optimiser(model, 1e-3, 0.1) for model in models]
-    push(straight, optimisers[0], range(6))
-    push(slow, optimisers[2], range(6))
-    push(halves, optimisers[1], range(3))
+    optimizers = [Optimizer(model, 1e-3, 0.1) for model in models]
+    push(straight, optimizers[0], range(6))
+    push(slow, optimizers[2], range(6))
+    push(halves, optimizers[1], range(3))
     assert halves.w.data_ptr() == place
     second = Weights(999, dtype, "cuda")
     second.load_state_dict(halves.state_dict())
-    resumed = Optimiser(second, 1e-3, 0.1)
-    resumed.load(optimisers[1].tensors())
+    resumed = Optimizer(second, 1e-3, 0.1)
+    resumed.load(optimizers[1].tensors())
     push(second, resumed, range(3, 6))
     assert same(weights_of(second), weights_of(straight))
-    assert same(resumed.tensors(), optimisers[0].tensors())
-    for key, value in optimisers[2].tensors().items():
+    assert same(resumed.tensors(), optimizers[0].tensors())
+    for key, value in optimizers[2].tensors().items():
         torch.testing.assert_close(resumed.tensors()[key], value, rtol=1e-5, atol=1e-6)
 
 
 def test_state_of_another_model_is_refused() -> None:
     model = Weights(3)
-    optimiser = Optimiser(model, 1e-3, 0.0)
-    optimiser.load(optimiser.tensors())  # not stepped yet: nothing but masters
+    optimizer = Optimizer(model, 1e-3, 0.0)
+    optimizer.load(optimizer.tensors())  # not stepped yet: nothing but masters
     model.w.sum().backward()
-    optimiser.step(1e-3, 1.0)
-    good = optimiser.tensors()
+    optimizer.step(1e-3, 1.0)
+    good = optimizer.tensors()
     assert good.keys() == {"step/w", "exp_avg/w", "exp_avg_sq/w", "master/w"}
     odd = {
-        "only one of model and optimiser state has 'exp_avg/w'": {k: v for k, v in good.items() if k != "exp_avg/w"},
-        "only one of model and optimiser state has 'master/w'": {k: v for k, v in good.items() if k != "master/w"},
-        "only one of model and optimiser state has 'step/x'": good | {"step/x": torch.ones(())},
+        "only one of model and optimizer state has 'exp_avg/w'": {k: v for k, v in good.items() if k != "exp_avg/w"},
+        "only one of model and optimizer state has 'master/w'": {k: v for k, v in good.items() if k != "master/w"},
+        "only one of model and optimizer state has 'step/x'": good | {"step/x": torch.ones(())},
         r"'master/w' is torch\.float32 \(4,\), not torch\.float32 \(3,\)": good | {"master/w": torch.ones(4)},
         r"'exp_avg/w' is torch\.bfloat16": good | {"exp_avg/w": good["exp_avg/w"].to(BF16)},
     }
     before = {key: value.clone() for key, value in good.items()}
     for message, tensors in odd.items():
         with pytest.raises(ValueError, match=message):
-            optimiser.load(tensors)
-    assert same(optimiser.tensors(), before)
+            optimizer.load(tensors)
+    assert same(optimizer.tensors(), before)
     with pytest.raises(ValueError, match="nothing to train"):
-        Optimiser(model.requires_grad_(False), 1e-3, 0.0)
+        Optimizer(model.requires_grad_(False), 1e-3, 0.0)
 
 
 @pytest.mark.parametrize("family", ["smollm2", "gemma3"])

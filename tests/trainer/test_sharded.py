@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM
 
 from arpo.algorithm.batch import Part, cut, tree_batch
 from arpo.builtin.model import build_model
-from arpo.cli.main import main as cli
+from arpo.cli import main as cli
 from arpo.config.loading import load_config
 from arpo.config.schema import Loss
 from arpo.errors import ArpoError
@@ -42,7 +42,7 @@ from arpo.runs.run_dir import open_run as read_run
 from arpo.trainer.checkpoint import load_checkpoint, save_pretrained
 from arpo.trainer.dist import launch
 from arpo.trainer.dist.balance import balance, costs, matched, take
-from arpo.trainer.dist.process_group import is_loss, join_ranks
+from arpo.trainer.dist.process_group import is_loss, join_process_group
 from arpo.trainer.dist.sharded import trees_from_bytes, trees_to_bytes
 from arpo.trainer.dist.shards import read_shards
 from arpo.trainer.forward_backward import accumulate
@@ -123,7 +123,7 @@ def test_a_tree_that_is_taken_keeps_what_it_weighs_in_the_batch() -> None:
 
 @pytest.mark.parametrize("kind", ["ppo", "gspo", "cispo"])
 def test_gradients_of_the_shares_add_up_to_that_of_the_whole(kind: str) -> None:
-    loss, model, forest = Loss(kind=kind, entropy=0.01), shared_model("llama-gqa"), rich_forest(11)
+    loss, model, forest = Loss(kind=kind, entropy_coef=0.01), shared_model("llama-gqa"), rich_forest(11)
     batch = batch_of(forest, loss=loss)
     told, expected = once(model, [(batch, None)], loss)
     shares = [take(batch, share) for share in balance(costs(batch, 0.1), 3)]
@@ -206,25 +206,25 @@ def steps(*seeds: int, trees: int | None = None) -> tuple[bytes, ...]:
     return tuple(trees_to_bytes(f.trees[:trees], f.credits[:trees]) for f in forests)
 
 
-TRAIN = ("train.lr=1e-4", "train.warmup=3", "train.weight_decay=0.1", "train.max_grad_norm=0.5")
+TRAIN = ("train.lr=1e-4", "train.warmup_steps=3", "train.weight_decay=0.1", "train.max_grad_norm=0.5")
 CASES = {
     "tied, kl, minibatches": Case(
-        "smollm2", (*TRAIN, "loss.kl=0.1", "train.minibatches=2", "train.micro_tokens=20"), steps(1, 2)
+        "smollm2", (*TRAIN, "loss.kl_coef=0.1", "train.minibatches=2", "train.max_microbatch_tokens=20"), steps(1, 2)
     ),
     "gspo cut apart": Case(
         "gemma3",
-        (*TRAIN, "loss.kind=gspo", "loss.entropy=0.01", "train.minibatches=2", "train.micro_tokens=16",
-         "advantage.entropy=0.4"),
+        (*TRAIN, "loss.kind=gspo", "loss.entropy_coef=0.01", "train.minibatches=2", "train.max_microbatch_tokens=16",
+         "advantage.entropy_weight=0.4"),
         steps(3, 4),
     ),
     "checkpointing": Case(
-        "llama-gqa", (*TRAIN, "loss.kind=cispo", "train.checkpointing=true", "train.micro_tokens=16"), steps(5, 6)
+        "llama-gqa", (*TRAIN, "loss.kind=cispo", "train.gradient_checkpointing=true", "train.max_microbatch_tokens=16"), steps(5, 6)
     ),
     "one tree": Case("qwen2", (*TRAIN, "train.minibatches=1"), steps(7, 8, trees=1)),
-    "adapter": Case("qwen3", (*TRAIN, "train.lora_rank=2", "loss.kl=0.1", "train.micro_tokens=20"), steps(9, 10)),
-    "bfloat16": Case("llama", (*TRAIN, "train.micro_tokens=20"), steps(11, 12), "bfloat16"),
+    "adapter": Case("qwen3", (*TRAIN, "train.lora_rank=2", "loss.kl_coef=0.1", "train.max_microbatch_tokens=20"), steps(9, 10)),
+    "bfloat16": Case("llama", (*TRAIN, "train.max_microbatch_tokens=20"), steps(11, 12), "bfloat16"),
     "bfloat16, kl": Case(
-        "llama", (*TRAIN, "loss.kl=0.1", "train.checkpointing=true", "train.micro_tokens=20"), steps(13, 14), "bfloat16"
+        "llama", (*TRAIN, "loss.kl_coef=0.1", "train.gradient_checkpointing=true", "train.max_microbatch_tokens=20"), steps(13, 14), "bfloat16"
     ),
 }  # fmt: skip
 
@@ -250,14 +250,14 @@ def run_job(count: int, folder: Path, *given: Any) -> None:
 
 
 def states(folder: Path, kind: str) -> dict[str, torch.Tensor]:
-    """One kind of what the optimiser left in a checkpoint, of one rank or of several."""
-    file = folder / "optimiser.safetensors"
+    """One kind of what the optimizer left in a checkpoint, of one rank or of several."""
+    file = folder / "optimizer.safetensors"
     found = load_file(file) if file.exists() else read_shards(folder)
     return {name.removeprefix(kind): tensor for name, tensor in found.items() if name.startswith(kind)}
 
 
 def moments(folder: Path) -> dict[str, torch.Tensor]:
-    """The optimiser's running mean of gradients: linear in them, so as exact as they are."""
+    """The optimizer's running mean of gradients: linear in them, so as exact as they are."""
     return states(folder, "exp_avg/")
 
 
@@ -323,8 +323,8 @@ def test_a_checkpoint_goes_on_with_any_number_of_ranks(name: str, tmp_path: Path
         else:
             run_job(count, tmp_path / "said", rank_jobs.learn_together, [(part, out)])
             told += json.loads((out / "metrics_1.json").read_text())
-            assert len(list((out / "optimiser").glob("*.safetensors"))) == count
-            assert not [path for path in (out / "optimiser").iterdir() if path.suffix != ".safetensors"]
+            assert len(list((out / "optimizer").glob("*.safetensors"))) == count
+            assert not [path for path in (out / "optimizer").iterdir() if path.suffix != ".safetensors"]
     straight = replace(case, steps=steps(20, 21, 22, 23))
     expected = rank_jobs.learn(straight, tmp_path / "straight", None)
     rough = case.dtype != "float32"
@@ -339,7 +339,7 @@ def test_damaged_shards_are_named(tmp_path: Path) -> None:
     run_job(2, tmp_path, rank_jobs.learn_together, [(case, tmp_path / "out")])
     whole = read_shards(tmp_path / "out")
     assert {name.partition("/")[0] for name in whole} == {"step", "exp_avg", "exp_avg_sq"}
-    file = next((tmp_path / "out" / "optimiser").glob("shard-00002*"))
+    file = next((tmp_path / "out" / "optimizer").glob("shard-00002*"))
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(ArpoError, match="out is damaged"):
         load_checkpoint(case.trainer(None), tmp_path / "out")
@@ -360,9 +360,9 @@ def even(task, tree, leaf):
     return Reward(share, {"correct": share, "format": 1.0})
 """
 SMALL = (
-    "world.entities=60", "world.train_questions=12", "world.test_questions=4", "train.prompts=3", "train.lr=1e-3",
-    "rollout.leaves=4", "rollout.max_tokens=40", "branching.rule=stochastic", "run.checkpoint_every=2",
-    "run.keep_checkpoints=9", "train.minibatches=2", "train.micro_tokens=60", "loss.kl=0.05", "model.device=cpu",
+    "world.entities=60", "world.train_questions=12", "world.test_questions=4", "train.batch_size=3", "train.lr=1e-3",
+    "rollout.num_trajectories=4", "rollout.max_tokens=40", "branching.rule=stochastic", "run.checkpoint_every=2",
+    "run.keep_checkpoints=9", "train.minibatches=2", "train.max_microbatch_tokens=60", "loss.kl_coef=0.05", "model.device=cpu",
 )  # fmt: skip
 
 
@@ -590,5 +590,5 @@ def test_more_ranks_than_gpus_are_refused_before_anything_is_opened(monkeypatch:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     as_torchrun(monkeypatch, 2, 3)
     expected = pytest.raises(ArpoError, match="rank 2 has no GPU: this machine has 2; use --nproc-per-node 2")
-    with expected, join_ranks(torch.device("cuda")):
+    with expected, join_process_group(torch.device("cuda")):
         pass

@@ -67,7 +67,7 @@ class Forest:
         """
         found = []
         for rollout, credits in zip(self.trees, self.credits, strict=True):
-            for leaf, its in zip(rollout.leaves, credits, strict=True):
+            for leaf, its in zip(rollout.num_trajectories, credits, strict=True):
                 sampled = [i for i in rollout.path(leaf.node) if rollout.nodes[i].logprobs]
                 if its.kept and sampled and (all_tokens or any(its.by_node.values())):
                     found.append(rollout.tokens(sampled[-1]))
@@ -96,8 +96,8 @@ def random_tree(rng: random.Random, token: Callable[[], int], times: int = 1) ->
 def random_credit(rng: random.Random, rollout: RolloutTree, attribution: str) -> tuple[Credit, ...]:
     """Rewards with ties, now and then all the same; some leaves not kept."""
     few = REWARDS if rng.random() < 0.9 else REWARDS[:1]
-    rewards = [Reward(rng.choice(few)) for _ in rollout.leaves]
-    keep = [rng.random() < 0.85 for _ in rollout.leaves]
+    rewards = [Reward(rng.choice(few)) for _ in rollout.num_trajectories]
+    keep = [rng.random() < 0.85 for _ in rollout.num_trajectories]
     return credit([rollout], [rewards], Advantage(attribution=attribution), [keep])[0]
 
 
@@ -123,7 +123,7 @@ def rich_forest(seed: int, attribution: str = "soft", times: int = 1) -> Forest:
 
 def disputed(rollout: RolloutTree, credits: Sequence[Credit]) -> bool:
     """Whether some model node is shared by a good path and a bad one."""
-    paths = [{i for i in rollout.path(leaf.node) if rollout.nodes[i].logprobs} for leaf in rollout.leaves]
+    paths = [{i for i in rollout.path(leaf.node) if rollout.nodes[i].logprobs} for leaf in rollout.num_trajectories]
     good, bad = (
         set().union(*(path for path, its in zip(paths, credits, strict=True) if sign * its.advantage > 0))
         for sign in (1, -1)
@@ -205,7 +205,7 @@ def learnt(
     """Sums and gradients of the tree."""
     batch = tree_batch(forest.trees, forest.credits, loss, MAX_TOKENS, shared=shared)
     old_K = None if on_policy else old_logprob(batch.engine_logprobs_K)
-    reference_K = evaluate(reference, batch, TEMPERATURE, budget)[0] if loss.kl else None
+    reference_K = evaluate(reference, batch, TEMPERATURE, budget)[0] if loss.kl_coef else None
     sums = accumulate(model, batch, loss, TEMPERATURE, budget, old_K, reference_K)
     return sums, gradients(model)
 
@@ -266,7 +266,7 @@ def test_the_structure_equals_brute_force(rng: random.Random, shared: bool, all_
     ids = count(1)
     forest = random_forest(rng, rng.choice(["soft", "hard"]), lambda: next(ids))
     batch = tree_batch(
-        forest.trees, forest.credits, Loss(entropy=0.1 if all_tokens else 0.0), MAX_TOKENS, shared=shared
+        forest.trees, forest.credits, Loss(entropy_coef=0.1 if all_tokens else 0.0), MAX_TOKENS, shared=shared
     )
     chains = forest.teaching(all_tokens)
     tokens = batch.tokens_N.tolist()
@@ -302,7 +302,7 @@ def test_the_structure_equals_brute_force(rng: random.Random, shared: bool, all_
 @given(st.randoms(use_true_random=False), st.integers(1, 25), st.booleans())
 def test_parts_hold_every_token_once_below_its_own_path(rng: random.Random, budget: int, shared: bool) -> None:
     forest = random_forest(rng, "soft")
-    batch = tree_batch(forest.trees, forest.credits, Loss(entropy=0.1), MAX_TOKENS, shared=shared)
+    batch = tree_batch(forest.trees, forest.credits, Loss(entropy_coef=0.1), MAX_TOKENS, shared=shared)
     parents, found = batch.parent_N.tolist(), []
 
     def check(part: Part, context: list[int]) -> None:
@@ -396,7 +396,7 @@ def test_every_family_and_every_cut_equals_the_oracle(family: str, checkpointing
 def test_long_trees_equal_the_oracle(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hundreds of tokens, logits in many chunks."""
     monkeypatch.setattr("arpo.trainer.forward_backward.LOGITS_CHUNK", 7)
-    model, loss = shared_model(family), Loss(**SHARP, entropy=0.1)
+    model, loss = shared_model(family), Loss(**SHARP, entropy_coef=0.1)
     forest = sampled_by(model, rich_forest(90, times=8), 90)
     assert longest_path(forest) > 150
     expected = expected_of(model, forest, loss)
@@ -444,7 +444,7 @@ def uncancelled(model: Any, forest: Forest, loss: Loss) -> float:
         tuple(replace(its, by_node={node: abs(value) for node, value in its.by_node.items()}) for its in of_tree)
         for of_tree in forest.credits
     )
-    wide = Loss(kind=loss.kind, entropy=loss.entropy, clip_low=1.0, clip_high=99.0, dual_clip=None)
+    wide = Loss(kind=loss.kind, entropy_coef=loss.entropy_coef, clip_low=1.0, clip_high=99.0, dual_clip=None)
     _, found = expected_of(model, replace(forest, credits=credits), wide)
     return max(value.abs().max().item() for value in found.values())
 
@@ -453,7 +453,7 @@ def uncancelled(model: Any, forest: Forest, loss: Loss) -> float:
 @given(st.randoms(use_true_random=False), st.sampled_from([1, 6, 15, 40, ENDLESS]), st.booleans())
 def test_every_shape_equals_the_oracle(rng: random.Random, budget: int, shared: bool) -> None:
     model = shared_model(rng.choice(["gemma3", "qwen2"]))
-    loss = Loss(**SHARP, kind=rng.choice(["ppo", "gspo", "cispo"]), entropy=rng.choice([0.0, 0.1]))
+    loss = Loss(**SHARP, kind=rng.choice(["ppo", "gspo", "cispo"]), entropy_coef=rng.choice([0.0, 0.1]))
     forest = sampled_by(model, random_forest(rng, rng.choice(["soft", "hard"])), 2)
     expected = expected_of(model, forest, loss)
     assert_same(learnt(model, forest, loss, budget, shared), expected, rest=3e-6 * uncancelled(model, forest, loss))
@@ -492,7 +492,9 @@ def test_log_ratios_are_cut_at_20(kind: str) -> None:
 
 
 @pytest.mark.parametrize("budget", [1, 14, ENDLESS])
-@pytest.mark.parametrize("loss", [Loss(), Loss(entropy=0.1), Loss(kl=0.1, kind="gspo")], ids=["ppo", "entropy", "kl"])
+@pytest.mark.parametrize(
+    "loss", [Loss(), Loss(entropy_coef=0.1), Loss(kl_coef=0.1, kind="gspo")], ids=["ppo", "entropy", "kl"]
+)
 def test_nothing_to_teach_is_no_gradient(loss: Loss, budget: int) -> None:
     """All rewards the same, no path kept, no model token anywhere: only entropy and KL are left, if they count."""
     model, reference = shared_model("llama-gqa"), reference_model("llama-gqa")
@@ -504,7 +506,7 @@ def test_nothing_to_teach_is_no_gradient(loss: Loss, budget: int) -> None:
     forest = sampled_by(model, Forest(trees, tuple(credits)), 3)
     sums, found = learnt(model, forest, loss, budget, reference=reference)
     assert_same((sums, found), expected_of(model, forest, loss, reference))
-    assert any(value.any() for value in found.values()) == bool(loss.entropy or loss.kl)
+    assert any(value.any() for value in found.values()) == bool(loss.entropy_coef or loss.kl_coef)
     nothing = Forest(trees[1:], tuple(credits[1:]))
     sums, found = learnt(model, nothing, loss, budget, reference=reference)
     assert not any(sums.values()) and not any(value.any() for value in found.values())
@@ -587,7 +589,7 @@ def test_evaluate_equals_a_plain_pass(family: str, temperature: float) -> None:
                 numbers = torch.stack(path_numbers(model, path, temperature), 1)
                 expected.update(dict(zip(path.engine, numbers.float(), strict=True)))
     for shared in (True, False):
-        batch = tree_batch(forest.trees, forest.credits, Loss(entropy=1.0), MAX_TOKENS, shared=shared)
+        batch = tree_batch(forest.trees, forest.credits, Loss(entropy_coef=1.0), MAX_TOKENS, shared=shared)
         wanted_K2 = torch.stack([expected[value] for value in batch.engine_logprobs_K.tolist()])
         assert shared == (len(set(batch.engine_logprobs_K.tolist())) == len(batch.engine_logprobs_K))
         for budget in (1, 13, ENDLESS):
@@ -733,8 +735,8 @@ def test_padded_rows_equal_the_oracle(family: str, aggregation: str) -> None:
     model, loss = shared_model(family), Loss(aggregation=aggregation)  # type: ignore[arg-type]
     forest = sampled_by(model, rich_forest(60), 0)
     expected = expected_of(model, forest, loss, on_policy=True)
-    for micro_tokens in (1, 60, ENDLESS):
-        total = padded_learn(model, forest.trees, forest.credits, loss, TEMPERATURE, MAX_TOKENS, micro_tokens)
+    for max_microbatch_tokens in (1, 60, ENDLESS):
+        total = padded_learn(model, forest.trees, forest.credits, loss, TEMPERATURE, MAX_TOKENS, max_microbatch_tokens)
         assert_same(({"loss": total}, gradients(model)), expected)
 
 
@@ -760,7 +762,7 @@ def test_in_float64_it_is_exact(family: str, kind: str) -> None:
     model = make_model(family).double()
     cases = [(a, b) for a in ("soft", "hard") for b in ("token-mean", "sequence-mean", "constant")]
     for number, (attribution, aggregation) in enumerate(cases):
-        loss = Loss(**SHARP, kind=kind, aggregation=aggregation, entropy=0.1)  # type: ignore[arg-type]
+        loss = Loss(**SHARP, kind=kind, aggregation=aggregation, entropy_coef=0.1)  # type: ignore[arg-type]
         forest = sampled_by(model, rich_forest(number, attribution), number)
         expected_loss, expected = expected_of(model, forest, loss)
         sums, found = learnt(model, forest, loss, (1, 12, ENDLESS)[number % 3])

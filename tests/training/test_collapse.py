@@ -12,12 +12,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import arpo.cli.main.main
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trees import two_branches
 
+import arpo.cli.main
 import arpo.training.loop
 from arpo.builtin.model import build_model
 from arpo.config.loading import load_config
@@ -27,12 +27,20 @@ from arpo.runs.run_dir import create, is_run
 from arpo.runs.run_dir import open_run as read_run
 from arpo.trainer.checkpoint import save_pretrained
 from arpo.trainer.trainer import Trainer
-from arpo.training.collapse import WINDOW, Sign, Watcher, find_signs, last_sound, not_finite, spared
+from arpo.training.collapse import (
+    WINDOW,
+    CollapseDetector,
+    CollapseWarning,
+    find_warnings,
+    last_healthy,
+    not_finite,
+    protected_checkpoints,
+)
 from arpo.training.loop import open_run, train
 from arpo.types import Credit, Kind, Leaf, Reward, RolloutTree, Task
 
 HEALTHY = {
-    "reward": 0.5, "accuracy": 0.5, "format": 0.9, "entropy_start": 0.4, "written_tokens": 100.0, "grad_norm": 0.2,
+    "reward": 0.5, "accuracy": 0.5, "format": 0.9, "entropy_start": 0.4, "completion_tokens": 100.0, "grad_norm": 0.2,
     "loss": 0.01,
 }  # fmt: skip
 Records = list[dict[str, Any]]
@@ -45,17 +53,17 @@ def records(*stretches: tuple[int, dict[str, Any]]) -> Records:
 
 
 def names(rows: Records) -> list[str]:
-    return [sign.name for sign in find_signs(rows)]
+    return [sign.name for sign in find_warnings(rows)]
 
 
-def history(rows: Records) -> list[tuple[Sign, ...]]:
+def history(rows: Records) -> list[tuple[CollapseWarning, ...]]:
     """The signs at every step, each found from the records up to it."""
-    return [find_signs(rows[:end]) for end in range(1, len(rows) + 1)]
+    return [find_warnings(rows[:end]) for end in range(1, len(rows) + 1)]
 
 
 def test_a_healthy_run_shows_nothing() -> None:
     assert history(records((20, {}))) == [()] * 20
-    assert find_signs([]) == ()
+    assert find_warnings([]) == ()
 
 
 ALARMS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # name, what is a sign, what is just none
@@ -65,10 +73,10 @@ ALARMS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # name, what is a 
     ("entropy rose", {"entropy_start": 1.21, "accuracy": 0.5}, {"entropy_start": 1.21, "accuracy": 0.51}),
     ("reward fell", {"reward": 0.24}, {"reward": 0.26}),
     ("format broke", {"format": 0.44}, {"format": 0.46}),
-    ("longer", {"written_tokens": 201.0}, {"written_tokens": 199.0}),
-    ("longer", {"written_tokens": 201.0, "accuracy": 0.4}, {"written_tokens": 201.0, "accuracy": 0.51}),
-    ("shorter", {"written_tokens": 49.0}, {"written_tokens": 51.0}),
-    ("shorter", {"written_tokens": 0.0}, {"written_tokens": 0.0, "accuracy": 0.51}),
+    ("longer", {"completion_tokens": 201.0}, {"completion_tokens": 199.0}),
+    ("longer", {"completion_tokens": 201.0, "accuracy": 0.4}, {"completion_tokens": 201.0, "accuracy": 0.51}),
+    ("shorter", {"completion_tokens": 49.0}, {"completion_tokens": 51.0}),
+    ("shorter", {"completion_tokens": 0.0}, {"completion_tokens": 0.0, "accuracy": 0.51}),
     ("gradient rose", {"grad_norm": 2.1}, {"grad_norm": 1.9}),
     ("gradient not finite", {"grad_norm": None}, {"grad_norm": 0.0}),
     ("loss not finite", {"loss": None}, {"loss": 1e9}),
@@ -96,40 +104,40 @@ def test_a_sign_appears_goes_and_comes_back(name: str, bad: dict[str, Any], fair
 
 def test_what_it_says() -> None:
     rows = records((9, {}), (5, {"entropy_start": 0.035, "reward": 0.2, "format": 0.4, "grad_norm": math.nan}))
-    assert find_signs(rows) == (
-        Sign(
+    assert find_warnings(rows) == (
+        CollapseWarning(
             "entropy fell",
             10,
             "entropy fell from 0.4 in steps 1 to 5 to 0.035 in steps 10 to 14: the model writes the same every time "
-            "and has little left to learn from; try loss.entropy=0.001 or a lower train.lr",
+            "and has little left to learn from; try loss.entropy_coef=0.001 or a lower train.lr",
         ),
-        Sign(
+        CollapseWarning(
             "reward fell",
             10,
             "reward fell from 0.5 in steps 1 to 5 to 0.2 in steps 10 to 14: the model unlearns, unless a tool or a "
-            "judge is broken (infra_faults, judge.* in the metrics); try a lower train.lr, or loss.kl=0.01",
+            "judge is broken (infra_faults, judge.* in the metrics); try a lower train.lr, or loss.kl_coef=0.01",
         ),
-        Sign(
+        CollapseWarning(
             "format broke",
             10,
             "the share of paths in the right format fell from 0.9 in steps 1 to 5 to 0.4 in steps 10 to 14; try a "
-            "lower train.lr, or loss.kl=0.01, and see whether the reward asks for the format",
+            "lower train.lr, or loss.kl_coef=0.01, and see whether the reward asks for the format",
         ),
         not_finite("gradient", 10),
     )
     assert not_finite("loss", 7).text.startswith("the loss of step 7 is not a finite number: ")
-    longer, shorter = (find_signs(records((9, {}), (5, {"written_tokens": n}))) for n in (300.0, 20.0))
+    longer, shorter = (find_warnings(records((9, {}), (5, {"completion_tokens": n}))) for n in (300.0, 20.0))
     assert "path grew from 100 in steps 1 to 5 to 300 in steps 10 to 14 (tokens)" in longer[0].text
     assert "path shrank from 100 in steps 1 to 5 to 20 in steps 10 to 14 (tokens)" in shorter[0].text
-    (steep,) = find_signs(records((9, {}), (5, {"grad_norm": 40.0})))
+    (steep,) = find_warnings(records((9, {}), (5, {"grad_norm": 40.0})))
     assert "rose from 0.2 in steps 1 to 5 to 40 in steps 10 to 14" in steep.text
 
 
 def test_a_run_that_collapses_in_its_first_update_is_compared_with_its_first_step() -> None:
-    rows = records((1, {}), (5, {"reward": -1.0, "format": 0.0, "entropy_start": 3.0, "written_tokens": 320.0}))
+    rows = records((1, {}), (5, {"reward": -1.0, "format": 0.0, "entropy_start": 3.0, "completion_tokens": 320.0}))
     assert names(rows) == ["entropy rose", "reward fell", "format broke", "longer"]
-    assert "from 0.5 in step 1 to -1 in steps 2 to 6" in find_signs(rows)[1].text
-    assert {sign.since_step for sign in find_signs(rows)} == {2}
+    assert "from 0.5 in step 1 to -1 in steps 2 to 6" in find_warnings(rows)[1].text
+    assert {sign.since_step for sign in find_warnings(rows)} == {2}
     assert history(rows)[:5] == [()] * 5
 
 
@@ -141,9 +149,9 @@ def test_a_collapse_in_the_first_update_that_trembles_is_found_too() -> None:
 def test_reward_is_compared_with_the_best_stretch_and_not_with_a_single_lucky_step() -> None:
     rise = records((5, {"reward": 0.1}), (5, {"reward": 0.8}), (5, {"reward": 0.3}))
     assert names(rise) == ["reward fell"]
-    assert "from 0.8 in steps 6 to 10 to 0.3" in find_signs(rise)[0].text
+    assert "from 0.8 in steps 6 to 10 to 0.3" in find_warnings(rise)[0].text
     lucky = records((30, {"reward": 0.0}), (1, {"reward": 0.9}), (300, {"reward": 0.0}))
-    watcher = Watcher()
+    watcher = CollapseDetector()
     assert not any(watcher.add(row) for row in lucky)
 
 
@@ -163,7 +171,7 @@ def test_steps_that_learnt_nothing_say_nothing_of_the_gradient() -> None:
 
 
 def test_missing_null_and_nan_are_the_same_and_old_logs_without_a_metric_are_read() -> None:
-    def shown(gap: Callable[[dict[str, Any]], None]) -> list[tuple[Sign, ...]]:
+    def shown(gap: Callable[[dict[str, Any]], None]) -> list[tuple[CollapseWarning, ...]]:
         rows = records((9, {}), (6, {"reward": -0.5, "entropy_start": 0.01}))
         for row in rows[::4]:
             gap(row)
@@ -179,21 +187,21 @@ def test_missing_null_and_nan_are_the_same_and_old_logs_without_a_metric_are_rea
     expected = shown(put(None))
     assert [sign.name for sign in expected[-1]] == ["entropy fell", "reward fell"]
     assert shown(put(math.nan)) == shown(put(math.inf)) == shown(drop) == expected
-    assert find_signs([{"step": number} for number in range(1, 30)]) == ()
+    assert find_warnings([{"step": number} for number in range(1, 30)]) == ()
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.integers(0, 10**6), st.sampled_from([4, 8, 32]), st.floats(0.05, 0.95), st.floats(0.1, 0.6))
 def test_stationary_noise_shows_no_sign(seed: int, prompts: int, chance: float, spread: float) -> None:
     """Batches of questions, each with 8 paths, that are hard or easy by chance."""
-    rng, watcher = random.Random(seed), Watcher()
+    rng, watcher = random.Random(seed), CollapseDetector()
     for step in range(1, 101):
         hard = [rng.betavariate(2 * chance, 2 - 2 * chance) for _ in range(prompts)]
         right = fmean(sum(rng.random() < p for _ in range(8)) / 8 for p in hard)
         form = fmean(rng.random() < 0.8 for _ in range(8 * prompts))
         sizes = [fmean(rng.lognormvariate(4, spread) for _ in range(prompts)) for _ in range(2)]
         record = {
-            "reward": right * form + form - 1, "accuracy": right * form, "format": form, "written_tokens": sizes[0],
+            "reward": right * form + form - 1, "accuracy": right * form, "format": form, "completion_tokens": sizes[0],
             "entropy_start": sizes[1] / 100, "grad_norm": rng.lognormvariate(-1, spread), "loss": rng.gauss(0, 1),
         }  # fmt: skip
         assert watcher.add({"step": step, **record}) == ()
@@ -203,10 +211,10 @@ def test_stationary_noise_shows_no_sign(seed: int, prompts: int, chance: float, 
 @given(st.lists(st.tuples(*[st.sampled_from([None, 0.0, 0.01, 0.3, 1.0, 50.0])] * 7), max_size=40))
 def test_a_sign_depends_on_nothing_later_and_begins_in_the_window_that_shows_it_first(values: list[Any]) -> None:
     rows = [{"step": n, **dict(zip(HEALTHY, row, strict=True))} for n, row in enumerate(values, 1)]
-    watcher, before = Watcher(), dict[str, int]()
+    watcher, before = CollapseDetector(), dict[str, int]()
     for row in rows:
         signs = watcher.add(row)
-        assert signs == find_signs(rows[: row["step"]])
+        assert signs == find_warnings(rows[: row["step"]])
         for sign in signs:
             if sign.name in before:
                 assert sign.since_step == before[sign.name]
@@ -220,14 +228,14 @@ def test_a_sign_depends_on_nothing_later_and_begins_in_the_window_that_shows_it_
 
 def test_the_last_sound_checkpoint() -> None:
     rows = records((12, {}))
-    assert last_sound(rows, (), [2, 4, 6, 8, 10, 12]) == 8  # a sign of step 13 would begin in step 9 at the earliest
-    assert last_sound(rows, (Sign("x", 7, ""), Sign("y", 9, "")), [2, 4, 6, 7, 8]) == 6
+    assert last_healthy(rows, (), [2, 4, 6, 8, 10, 12]) == 8  # a sign of step 13 would begin in step 9 at the earliest
+    assert last_healthy(rows, (CollapseWarning("x", 7, ""), CollapseWarning("y", 9, "")), [2, 4, 6, 7, 8]) == 6
     rows[5]["signs"] = "it was bad then, too"
-    assert last_sound(rows, (Sign("x", 7, ""),), [2, 4, 6, 8]) == 4
-    assert last_sound(rows, (Sign("x", 2, ""),), [2, 4]) == 0
-    assert last_sound([], (), []) == 0
-    assert spared(rows, (), [2, 4, 10, 11, 12]) == (4, 10)
-    assert spared(rows, (), []) == (0,)
+    assert last_healthy(rows, (CollapseWarning("x", 7, ""),), [2, 4, 6, 8]) == 4
+    assert last_healthy(rows, (CollapseWarning("x", 2, ""),), [2, 4]) == 0
+    assert last_healthy([], (), []) == 0
+    assert protected_checkpoints(rows, (), [2, 4, 10, 11, 12]) == (4, 10)
+    assert protected_checkpoints(rows, (), []) == (0,)
 
 
 @given(st.integers(1, 12), st.integers(1, 4), st.integers(1, 80))
@@ -237,9 +245,9 @@ def test_there_is_always_a_checkpoint_from_before_the_next_sign(every: int, keep
     for step in range(1, last + 1):
         rows = [{"step": number} for number in range(1, step + 1)]
         since = step - WINDOW + 1
-        back = last_sound(rows, (Sign("x", since, ""),), there)
+        back = last_healthy(rows, (CollapseWarning("x", since, ""),), there)
         assert back >= since - 1 - 2 * max(every, WINDOW)
-        spare = spared(rows, (), there)
+        spare = protected_checkpoints(rows, (), there)
         if step % every == 0:
             newest = [*there, step][-keep:]
             there = [old for old in [*there, step] if old in newest or old in spare]
@@ -249,8 +257,8 @@ def test_there_is_always_a_checkpoint_from_before_the_next_sign(every: int, keep
 # A run that collapses.
 
 SMALL = [
-    "model.device=cpu", "world.entities=60", "world.train_questions=12", "world.test_questions=4", "train.prompts=2",
-    "rollout.leaves=4", "rollout.max_tokens=12", "rollout.max_calls=1", "branching.rule=stochastic",
+    "model.device=cpu", "world.entities=60", "world.train_questions=12", "world.test_questions=4", "train.batch_size=2",
+    "rollout.num_trajectories=4", "rollout.max_tokens=12", "rollout.max_tool_calls=1", "branching.rule=stochastic",
     "run.checkpoint_every=2",
 ]  # fmt: skip
 
@@ -294,7 +302,7 @@ def test_a_run_that_collapses_goes_back_and_can_go_on(
     since = int(str(stopped.value).partition("first seen in step ")[2].partition(".")[0])
     assert since >= 6 and seen[-1]["step"] < 20
     assert ["signs" in row for row in seen] == [False] * (len(seen) - 1) + [True]
-    assert find_signs(seen)[0].since_step >= since and seen[-1]["signs"].splitlines()[0] in str(stopped.value)
+    assert find_warnings(seen)[0].since_step >= since and seen[-1]["signs"].splitlines()[0] in str(stopped.value)
     assert f"warning: {seen[-1]['signs'].splitlines()[0]}\n" in capsys.readouterr().out
     back = (log.latest_checkpoint() or (0,))[0]
     assert back == since - 1 - (since - 1) % 2 >= 6
@@ -329,7 +337,7 @@ def test_a_warning_is_said_once_and_a_resumed_run_says_the_same(
     after = read_run(directory).read_metrics()
     assert [row.get("signs") for row in after[:12]] == marked
     for number, row in enumerate(after, 1):
-        assert row.get("signs") == ("\n".join(sign.text for sign in find_signs(after[:number])) or None)
+        assert row.get("signs") == ("\n".join(sign.text for sign in find_warnings(after[:number])) or None)
     with pytest.raises(Collapsed, match="taken back to the start, no checkpoint being older"):
         go("train.lr=5", "train.steps=14", "train.on_collapse=stop", rare, resume=True)
     assert steps_of(directory) == [] == read_run(directory).checkpoint_steps()
@@ -341,7 +349,7 @@ def test_a_warning_is_said_once_and_a_resumed_run_says_the_same(
 def test_who_ignores_it_hears_nothing(go: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
     directory = go("train.lr=5", "train.steps=10", "train.on_collapse=ignore", "run.keep_checkpoints=1")
     rows = read_run(directory).read_metrics()
-    assert find_signs(rows) and not any("signs" in row for row in rows)
+    assert find_warnings(rows) and not any("signs" in row for row in rows)
     assert "warning" not in capsys.readouterr().out
     assert read_run(directory).checkpoint_steps() == [10]
 
@@ -350,9 +358,9 @@ def test_the_good_checkpoint_outlives_those_of_a_collapse(go: Callable[..., Path
     go("train.lr=1e-5", "train.steps=6")
     directory = go("train.lr=5", "train.steps=18", "run.keep_checkpoints=1", resume=True)
     rows = read_run(directory).read_metrics()
-    since = min(sign.since_step for sign in find_signs(rows))
+    since = min(sign.since_step for sign in find_warnings(rows))
     kept = read_run(directory).checkpoint_steps()
-    assert 6 <= last_sound(rows, find_signs(rows), kept) < since
+    assert 6 <= last_healthy(rows, find_warnings(rows), kept) < since
     assert kept[-1] == 18 and len(kept) <= 3
 
 
@@ -382,7 +390,7 @@ def test_a_gradient_that_is_not_finite(what: str, go: Callable[..., Path], monke
     step_optimiser = Trainer._step
 
     def broken_in_step_five(trainer: Trainer) -> float:
-        if trainer.optimiser.steps == 4:
+        if trainer.optimizer.steps == 4:
             raise Diverged("the gradient's norm is nan")
         return step_optimiser(trainer)
 

@@ -19,8 +19,8 @@ from arpo.engine.scripted import ScriptedEngine
 from arpo.errors import ArpoError
 from arpo.training.collect import right_traces, sample_traces
 from arpo.training.loop import open_session
-from arpo.training.sft import open_course, teach
-from arpo.types import End, Fault, Kind, Node, Reward, RolloutTree, Task
+from arpo.training.sft import open_sft, train_sft
+from arpo.types import Fault, Kind, Node, Reward, RolloutTree, StopReason, Task
 
 CALL, END = "<think>a</think><python>1 + 2</python>", "<think>b</think><answer>\\boxed{3}</answer>"
 TASK = Task("q", "What is 1 plus 2?", ("3",))
@@ -44,7 +44,9 @@ def path(agent: Agent, first: str = CALL, last: str = END, fault: Fault | None =
     ]
 
 
-def kept(agent: Agent, nodes: list[Node], reward: Reward = RIGHT, end: End = End.ANSWER) -> tuple[int, list[str]]:
+def kept(
+    agent: Agent, nodes: list[Node], reward: Reward = RIGHT, end: StopReason = StopReason.ANSWER
+) -> tuple[int, list[str]]:
     left_out: Counter[str] = Counter()
     traces = right_traces(agent, tree(nodes, [len(nodes) - 1], TASK, end), [reward], 4, left_out)
     return len(traces), list(left_out)
@@ -56,7 +58,7 @@ def test_only_what_is_all_right_is_kept(agent: Agent) -> None:
     assert kept(agent, path(agent), Reward(0.0, {"correct": 0.0, "format": 1.0})) == (0, [wrong])
     assert kept(agent, path(agent), Reward(0.9, {"correct": 0.9, "format": 1.0})) == (0, [wrong])
     assert kept(agent, path(agent), Reward(-1.0, {"correct": 1.0, "format": 0.0})) == (0, [wrong])
-    assert kept(agent, path(agent), end=End.LENGTH) == (0, [wrong])
+    assert kept(agent, path(agent), end=StopReason.LENGTH) == (0, [wrong])
     assert kept(agent, path(agent, fault=Fault.INFRA)) == (0, ["a tool was broken"])
     assert kept(agent, path(agent, fault=Fault.MODEL)) == (1, [])
 
@@ -93,8 +95,8 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder / "questions.jsonl", [{"question": f"What is {a} plus {b}?", "answer": str(a + b)} for a, b in sums]
     )
     config = sums_config(folder, "sft.lr=1e-2", "sft.epochs=60", f"data.train={folder / 'questions.jsonl'}")
-    with open_course(config) as course:
-        asyncio.run(teach(course))
+    with open_sft(config) as course:
+        asyncio.run(train_sft(course))
     return folder
 
 
@@ -110,7 +112,10 @@ def test_sampled_traces_are_read_back_with_the_tokens_that_were_sampled(
         return original(agent, grown, *more)
 
     monkeypatch.setattr("arpo.training.collect.right_traces", watch)
-    out, settings = tmp_path / "out.jsonl", ["rollout.leaves=6", "rollout.initial=6", "branching.policy=never"]
+    out, settings = (
+        tmp_path / "out.jsonl",
+        ["rollout.num_trajectories=6", "rollout.num_initial=6", "branching.policy=never"],
+    )
     assert call("data", "sample", taught / "run", "--out", out, "--per-question", 2, "--questions", 10, *settings) == 0
     assert "of 60 paths became traces" in capsys.readouterr().out
     config = sums_config(taught)
@@ -132,13 +137,15 @@ def test_sampled_traces_are_read_back_with_the_tokens_that_were_sampled(
         call("data", "sample", taught / "run", "--out", again, "--per-question", 2, "--questions", 10, *settings) == 0
     )
     assert again.read_bytes() == out.read_bytes()
-    with open_course(sums_config(taught, f"sft.data={out}", f"run.dir={tmp_path / 'run'}", "sft.epochs=1")) as course:
+    with open_sft(sums_config(taught, f"sft.data={out}", f"run.dir={tmp_path / 'run'}", "sft.epochs=1")) as course:
         assert len(course.lessons) == len(reading.traces)
-        assert asyncio.run(teach(course)) == 1
+        assert asyncio.run(train_sft(course)) == 1
 
 
 def test_a_model_that_gets_nothing_right_leaves_no_file(taught: Path, tmp_path: Path) -> None:
-    config = sums_config(taught, f"data.train={taught / 'questions.jsonl'}", "rollout.leaves=2", "rollout.max_tokens=9")
+    config = sums_config(
+        taught, f"data.train={taught / 'questions.jsonl'}", "rollout.num_trajectories=2", "rollout.max_tokens=9"
+    )
     with pytest.raises(ArpoError, match="no traces were found"):
         asyncio.run(sample_traces(open_session(config), tmp_path / "out.jsonl"))
     assert list(tmp_path.iterdir()) == []

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 import arpo.training.loop
-from arpo.agent.formats import make_format
+from arpo.agent.formats import build_format
 from arpo.algorithm.advantage import credit
 from arpo.algorithm.rollout import Agent, rollout
 from arpo.builtin.model import build_model
@@ -32,12 +32,12 @@ from arpo.runs.run_dir import open_run as read_run
 from arpo.trainer.checkpoint import load_checkpoint, save_checkpoint, save_pretrained
 from arpo.trainer.trainer import Trainer
 from arpo.training.loop import Run, Session, open_run, sample_step, train
-from arpo.training.setup import make_bench
+from arpo.training.setup import build_bench
 from arpo.types import Kind, Leaf, Reward, RolloutTree, Task
 
 SMALL = [
-    "world.entities=60", "world.train_questions=12", "world.test_questions=4", "eval.questions=2", "train.prompts=3",
-    "train.steps=4", "rollout.leaves=4", "rollout.max_tokens=40", "rollout.max_calls=2", "train.lr=1e-3",
+    "world.entities=60", "world.train_questions=12", "world.test_questions=4", "eval.questions=2", "train.batch_size=3",
+    "train.steps=4", "rollout.num_trajectories=4", "rollout.max_tokens=40", "rollout.max_tool_calls=2", "train.lr=1e-3",
     "branching.rule=stochastic", "run.checkpoint_every=2",
 ]  # fmt: skip
 
@@ -126,16 +126,21 @@ def test_stopping_saves_and_steps_after_the_checkpoint_are_done_again(
 
 def test_a_resumed_run_may_fit_into_less_memory_and_learn_more_slowly(model_path: Path, tmp_path: Path) -> None:
     run_to_the_end(config_for(model_path, tmp_path / "run", "train.steps=1"))
-    less = ("train.micro_tokens=50", "train.checkpointing=true", "rollout.kv_tokens=5000", "train.lr=1e-9")
+    less = (
+        "train.max_microbatch_tokens=50",
+        "train.gradient_checkpointing=true",
+        "rollout.kv_cache_tokens=5000",
+        "train.lr=1e-9",
+    )
     before = what_it_left(tmp_path / "run")[0]
     run_to_the_end(config_for(model_path, tmp_path / "run", "train.steps=2", *less), resume=True)
     after, rows, _ = what_it_left(tmp_path / "run")
-    assert len(rows) == 2 and rows[1]["optimiser_steps"] == 1
+    assert len(rows) == 2 and rows[1]["optimizer_steps"] == 1
     assert all((after[name] - before[name]).abs().max() < 1e-6 for name in before)
 
 
 def test_several_minibatches_and_warmup_resume_too(model_path: Path, tmp_path: Path) -> None:
-    more = ["train.minibatches=3", "train.warmup=5", "train.weight_decay=0.1"]
+    more = ["train.minibatches=3", "train.warmup_steps=5", "train.weight_decay=0.1"]
     run_to_the_end(config_for(model_path, tmp_path / "straight", *more))
     run_to_the_end(config_for(model_path, tmp_path / "halves", "train.steps=1", *more))
     run_to_the_end(config_for(model_path, tmp_path / "halves", *more), resume=True)
@@ -163,7 +168,7 @@ def test_an_error_while_learning_saves_nothing_half_learnt(
     step_optimiser = Trainer._step
 
     def broken_in_step_three(trainer: Trainer) -> float:
-        if trainer.optimiser.steps == 7:  # the second of three mini-batches
+        if trainer.optimizer.steps == 7:  # the second of three mini-batches
             raise RuntimeError("out of memory")
         return step_optimiser(trainer)
 
@@ -252,8 +257,10 @@ def test_ctrl_c_ends_cleanly_with_a_checkpoint(model_path: Path, tmp_path: Path,
 def test_it_learns_a_toy_task(tokenizer: Any) -> None:
     """From about half even tokens to nearly all, through rollouts, credits and updates as in a real run."""
     model = build_model(tokenizer, 32, 1, 128, seed=0).eval()
-    config = load_config(None, ["train.lr=1e-2", "rollout.leaves=8", "rollout.initial=4", "rollout.max_tokens=12"])
-    agent = Agent(LocalEngine(model, tokenizer), tokenizer, {}, make_format("tags", []))
+    config = load_config(
+        None, ["train.lr=1e-2", "rollout.num_trajectories=8", "rollout.num_initial=4", "rollout.max_tokens=12"]
+    )
+    agent = Agent(LocalEngine(model, tokenizer), tokenizer, {}, build_format("tags", []))
     trainer = Trainer(model, tokenizer, config)
     shares = []
 
@@ -265,7 +272,7 @@ def test_it_learns_a_toy_task(tokenizer: Any) -> None:
             )
             rewards = [[even_share(tree.task, tree, leaf) for leaf in tree.leaves] for tree in trees]
             trainer.update(trees, credit(trees, rewards, config.advantage))
-            await agent.engine.update_weights(step)
+            await agent.engine.sync_weights(step)
             shares.append(fmean(reward.total for group in rewards for reward in group))
 
     asyncio.run(learn())
@@ -284,7 +291,7 @@ def test_engine_and_trainer_agree_on_log_probs(tokenizer: Any, model_path: Path,
 def test_later_minibatches_are_off_policy_by_what_the_earlier_ones_changed(model_path: Path, tmp_path: Path) -> None:
     run_to_the_end(config_for(model_path, tmp_path / "run", "train.steps=1", "train.minibatches=3", "train.lr=1e-2"))
     [row] = read_run(tmp_path / "run").read_metrics()
-    assert row["optimiser_steps"] == 3
+    assert row["optimizer_steps"] == 3
     assert abs(row["ratio"] - 1) > 1e-4
     assert row["kl_k3"] > 0
 
@@ -334,7 +341,7 @@ def test_the_kl_term_holds_the_model_near_the_one_before_training(model_path: Pa
     """Its distance grows from exactly 0, less so with a larger weight; a resumed run compares with the same model."""
     far = {}
     for kl in ("1e-9", "30"):
-        more = (f"loss.kl={kl}", "train.lr=1e-2", "run.checkpoint_every=1")
+        more = (f"loss.kl_coef={kl}", "train.lr=1e-2", "run.checkpoint_every=1")
         run_to_the_end(config_for(model_path, tmp_path / kl, "train.steps=3", *more))
         rows = read_run(tmp_path / kl).read_metrics()
         assert rows[0]["reference_kl"] == pytest.approx(0.0, abs=1e-6) and rows[1]["reference_kl"] > 1e-5
@@ -351,7 +358,7 @@ def test_micro_batches_do_not_change_the_gradient(tokenizer: Any) -> None:
     norms, weights = [], []
     for size in (16, 100_000):
         model = build_model(tokenizer, 32, 1, 128, seed=0).eval()
-        trainer = Trainer(model, tokenizer, load_config(None, [f"train.micro_tokens={size}"]))
+        trainer = Trainer(model, tokenizer, load_config(None, [f"train.max_microbatch_tokens={size}"]))
         norms.append(trainer.update(trees, credits)["grad_norm"])
         weights.append(model.model.layers[0].mlp.up_proj.weight.detach().clone())
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
@@ -360,8 +367,8 @@ def test_micro_batches_do_not_change_the_gradient(tokenizer: Any) -> None:
 
 async def _some_trees(tokenizer: Any) -> list[RolloutTree]:
     model = build_model(tokenizer, 32, 1, 128, seed=0).eval()
-    agent = Agent(LocalEngine(model, tokenizer), tokenizer, {}, make_format("tags", []))
-    how = Rollout(leaves=4, initial=4, max_tokens=12)
+    agent = Agent(LocalEngine(model, tokenizer), tokenizer, {}, build_format("tags", []))
+    how = Rollout(num_trajectories=4, num_initial=4, max_tokens=12)
     return [await rollout(agent, Task(str(i), "Which?", ("x",)), how, Branching(), i) for i in range(3)]
 
 
@@ -371,7 +378,7 @@ def test_a_batch_with_nothing_to_learn_changes_nothing(tokenizer: Any) -> None:
     model = build_model(tokenizer, 32, 1, 128, seed=0).eval()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     metrics = Trainer(model, tokenizer, load_config(None, ["train.lr=0.1"])).update(trees, credits)
-    assert (metrics["optimiser_steps"], metrics["trained_tokens"]) == (0, 0)
+    assert (metrics["optimizer_steps"], metrics["trained_tokens"]) == (0, 0)
     assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
 
 
@@ -384,7 +391,7 @@ def test_checkpoints_round_trip_the_optimiser(tokenizer: Any, tmp_path: Path) ->
     save_checkpoint(trainer, 7, tmp_path)
     other = Trainer(model, tokenizer, load_config(None))
     assert load_checkpoint(other, tmp_path) == 7
-    saved, loaded = trainer.optimiser.tensors(), other.optimiser.tensors()
+    saved, loaded = trainer.optimizer.tensors(), other.optimizer.tensors()
     assert saved.keys() == loaded.keys()
     assert all(torch.equal(saved[key], loaded[key]) for key in saved)
     (tmp_path / "state.json").write_text("{")
@@ -406,7 +413,7 @@ def test_data_mistakes_are_found_before_a_directory_is_made(tmp_path: Path) -> N
     with pytest.raises(ArpoError, match=r"nowhere\.jsonl"), open_run(config):
         raise AssertionError("a run was opened")
     assert not (tmp_path / "run").exists()
-    assert make_bench(load_config(None, SMALL)).train
+    assert build_bench(load_config(None, SMALL)).train
 
 
 def test_a_path_without_a_verdict_teaches_nothing_and_is_counted(model_path: Path, tmp_path: Path) -> None:
@@ -417,7 +424,7 @@ def test_a_path_without_a_verdict_teaches_nothing_and_is_counted(model_path: Pat
 
     for drop in (True, False):
         directory = tmp_path / str(drop)
-        more = ("train.steps=1", "branching.policy=never", f"train.drop_infra={str(drop).lower()}")
+        more = ("train.steps=1", "branching.policy=never", f"train.mask_infra_faults={str(drop).lower()}")
         with open_run(config_for(model_path, directory, *more)) as run:
             asyncio.run(train(replace(run, session=replace(run.session, reward=now_and_then))))
         log = read_run(directory)

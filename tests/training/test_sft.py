@@ -24,7 +24,7 @@ from traces import formats, sum_row, sums_config, write_model, write_rows
 
 import arpo.training.loop
 import arpo.training.sft
-from arpo.agent.traces import Lesson, encode_trace, read_traces
+from arpo.agent.traces import SFTExample, encode_trace, read_traces
 from arpo.config.schema import Config, Model
 from arpo.errors import ArpoError
 from arpo.models.load import load_model
@@ -32,12 +32,12 @@ from arpo.runs.run_dir import open_run as read_run
 from arpo.trainer.trainer import Trainer
 from arpo.training.loop import open_session
 from arpo.training.loop import test as evaluate
-from arpo.training.setup import make_bench, make_model
-from arpo.training.sft import objective, open_course, plan, teach
+from arpo.training.setup import build_bench, make_model
+from arpo.training.sft import objective, open_sft, plan, train_sft
 from arpo.types import Kind
 
 SUMS = [(1, 2), (13, 4), (5, 60), (7, 7), (20, 22), (9, 81)]
-FAST = ("sft.lr=1e-2", "sft.batch_tokens=70", "sft.epochs=2", "sft.warmup=3", "run.checkpoint_every=2")
+FAST = ("sft.lr=1e-2", "sft.batch_tokens=70", "sft.epochs=2", "sft.warmup_steps=3", "run.checkpoint_every=2")
 
 
 @pytest.fixture
@@ -49,22 +49,22 @@ def folder(tmp_path: Path) -> Path:
 
 
 def run_to_the_end(config: Config, resume: bool = False) -> int:
-    with open_course(config, resume) as course:
-        return asyncio.run(teach(course))
+    with open_sft(config, resume) as course:
+        return asyncio.run(train_sft(course))
 
 
 def with_model(config: Config, **update: Any) -> Config:
     return config.model_copy(update={"model": config.model.model_copy(update=update)})
 
 
-def lessons_of(folder: Path, rows: Sequence[dict[str, Any]]) -> tuple[Any, list[Lesson]]:
+def lessons_of(folder: Path, rows: Sequence[dict[str, Any]]) -> tuple[Any, list[SFTExample]]:
     model, tokenizer = load_model(Model(path=str(folder / "model"), device="cpu"))
     traces = read_traces(str(write_rows(folder / "some.jsonl", rows)), formats()).traces
     return model, [encode_trace(trace, tokenizer, formats(), 512) for trace in traces]
 
 
 def gradients(
-    model: Any, lessons: Sequence[Lesson], config: Config
+    model: Any, lessons: Sequence[SFTExample], config: Config
 ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """What one step would change the weights by, and its metrics."""
     trainer = Trainer(model, None, objective(config))
@@ -75,12 +75,12 @@ def gradients(
         model.zero_grad()
         return 1.0
 
-    trainer.optimiser.step = step  # type: ignore[method-assign]
+    trainer.optimizer.step = step  # type: ignore[method-assign]
     metrics = trainer.update([lesson.tree() for lesson in lessons], [[lesson.credit()] for lesson in lessons])
     return found, metrics
 
 
-def plain_gradients(model: Any, lessons: Sequence[Lesson]) -> tuple[dict[str, torch.Tensor], float]:
+def plain_gradients(model: Any, lessons: Sequence[SFTExample]) -> tuple[dict[str, torch.Tensor], float]:
     """The mean negative log-likelihood of the model's tokens, one trace at a time, straight from the definition."""
     own = sum(len(ids) for lesson in lessons for kind, ids in lesson.pieces if kind is Kind.MODEL)
     total = 0.0
@@ -105,7 +105,7 @@ def test_it_teaches_how_to_call_tools(tmp_path: Path) -> None:
     held_out = [{"question": f"What is {a} plus {b}?", "answer": str(a + b)} for a, b in pairs[1000:1060]]
     questions = write_rows(tmp_path / "test.jsonl", held_out)
     config = sums_config(
-        tmp_path, "sft.lr=5e-3", "sft.batch_tokens=2000", "sft.epochs=8", "sft.warmup=5", "run.checkpoint_every=1000",
+        tmp_path, "sft.lr=5e-3", "sft.batch_tokens=2000", "sft.epochs=8", "sft.warmup_steps=5", "run.checkpoint_every=1000",
         f"data.train={questions}", f"data.test={questions}",
     )  # fmt: skip
     before = asyncio.run(evaluate(open_session(config)))
@@ -120,13 +120,22 @@ def test_it_teaches_how_to_call_tools(tmp_path: Path) -> None:
     assert rows[-1]["epoch"] == 8
 
 
-@pytest.mark.parametrize("more", [(), ("train.micro_tokens=50",), ("train.micro_tokens=8", "train.checkpointing=true")])
+@pytest.mark.parametrize(
+    "more",
+    [(), ("train.max_microbatch_tokens=50",), ("train.max_microbatch_tokens=8", "train.gradient_checkpointing=true")],
+)
 def test_packed_traces_have_the_gradient_of_each_by_itself(folder: Path, more: tuple[str, ...]) -> None:
     """However they are packed and cut, and whatever the settings of reinforcement learning are."""
     rows = [sum_row(a, b) for a, b in SUMS]
     rows[2]["messages"][1]["content"] = "<think>Add. So add. Add!</think>"  # traces weigh by their tokens
     model, lessons = lessons_of(folder, rows)
-    others = ("rollout.temperature=0.5", "loss.kl=1", "loss.kind=gspo", "train.minibatches=3", "loss.entropy=0.1")
+    others = (
+        "rollout.temperature=0.5",
+        "loss.kl_coef=1",
+        "loss.kind=gspo",
+        "train.minibatches=3",
+        "loss.entropy_coef=0.1",
+    )
     config = sums_config(folder, *others, *more)
     expected, loss = plain_gradients(model, lessons)
     found, metrics = gradients(model, lessons, config)
@@ -162,11 +171,11 @@ def test_results_and_prompts_teach_nothing_but_through_attention(folder: Path) -
 
 
 def test_a_run_has_the_settings_of_its_section(folder: Path) -> None:
-    """The loss is that of the definition, not that of `[loss]`, and the learning rate rises over `sft.warmup` steps."""
-    for number, more in enumerate(("sft.warmup=0", "sft.warmup=1000", "sft.lr=1e-5")):
+    """The loss is that of the definition, not that of `[loss]`, and the learning rate rises over `sft.warmup_steps` steps."""
+    for number, more in enumerate(("sft.warmup_steps=0", "sft.warmup_steps=1000", "sft.lr=1e-5")):
         run_to_the_end(sums_config(folder, *FAST, "rollout.temperature=0.5", more, f"run.dir={folder / str(number)}"))
     rows = [what_it_left(folder / str(number))[1] for number in range(3)]
-    with open_course(sums_config(folder, *FAST, f"run.dir={folder / 'other'}")) as course:
+    with open_sft(sums_config(folder, *FAST, f"run.dir={folder / 'other'}")) as course:
         model, lessons = course.keeper.trainer.model, [course.lessons[n] for n in course.batches[0][1]]
     assert rows[0][0]["loss"] == pytest.approx(plain_gradients(model, lessons)[1], rel=1e-5)
     assert rows[0][0]["traces"] == len(lessons)
@@ -181,7 +190,7 @@ def what_it_left(directory: Path) -> tuple[dict[str, torch.Tensor], list[dict[st
     _, checkpoint = log.latest_checkpoint() or (0, directory)
     metrics = [{k: v for k, v in row.items() if "seconds" not in k} for row in log.read_metrics()]
     files = sorted((checkpoint / "model").glob("*.safetensors"))
-    return {**load_file(files[0]), **load_file(checkpoint / "optimiser.safetensors")}, metrics
+    return {**load_file(files[0]), **load_file(checkpoint / "optimizer.safetensors")}, metrics
 
 
 def assert_same(a: Path, b: Path) -> None:
@@ -210,7 +219,7 @@ def test_stopping_saves_every_finished_step(
     step = arpo.training.sft._step
     stopped = sums_config(folder, *FAST, f"run.dir={folder / 'stopped'}", f"run.checkpoint_every={every}")
 
-    def stop_in_the_last_step(course: arpo.training.sft.Course, number: int) -> dict[str, float]:
+    def stop_in_the_last_step(course: arpo.training.sft.SFTRun, number: int) -> dict[str, float]:
         if number == last - 1:
             asyncio.current_task().cancel()  # type: ignore[union-attr]
         return step(course, number)
@@ -229,7 +238,7 @@ def test_resuming_refuses_other_settings_and_the_other_command(folder: Path) -> 
     run_to_the_end(config)
     with (
         pytest.raises(ArpoError, match=r"sft\.warmup: 3 -> 7"),
-        open_course(sums_config(folder, *FAST, "sft.warmup=7", "sft.lr=0.02"), True),
+        open_sft(sums_config(folder, *FAST, "sft.warmup_steps=7", "sft.lr=0.02"), True),
     ):
         raise AssertionError("it was opened")
     questions = write_rows(folder / "questions.jsonl", [{"question": "What is 1 plus 2?", "answer": "3"}])
@@ -238,11 +247,11 @@ def test_resuming_refuses_other_settings_and_the_other_command(folder: Path) -> 
     )
     with arpo.training.loop.open_run(other) as run:
         asyncio.run(arpo.training.loop.train(run))
-    for opened, wrong in ((open_course, other), (arpo.training.loop.open_run, config)):
+    for opened, wrong in ((open_sft, other), (arpo.training.loop.open_run, config)):
         with pytest.raises(ArpoError, match="begun by another command") as refused, opened(wrong, True):
             raise AssertionError("it was opened")
     assert run_to_the_end(config, resume=True) == 4 and refused  # the lock was given back, and there is nothing to do
-    with pytest.raises(ArpoError, match="already holds a run"), open_course(config):
+    with pytest.raises(ArpoError, match="already holds a run"), open_sft(config):
         raise AssertionError("it was opened")
 
 
@@ -253,20 +262,20 @@ def test_bad_rows_are_refused_or_skipped_and_leave_no_run_behind(
     long["messages"][1]["content"] = "<think>" + "Add. " * 200 + "</think>"
     rows = [sum_row(1, 2), {"question": "q", "text": "3"}, sum_row(3, 4), {}]
     write_rows(folder / "traces.jsonl", rows)
-    with pytest.raises(ArpoError) as refused, open_course(sums_config(folder)):
+    with pytest.raises(ArpoError) as refused, open_sft(sums_config(folder)):
         raise AssertionError("it was opened")
     assert [line.partition(": ")[0] for line in str(refused.value).splitlines()[:2]] == [
         f"{folder / 'traces.jsonl'}, line 2",
         f"{folder / 'traces.jsonl'}, line 4",
     ]
     write_rows(folder / "traces.jsonl", [*rows, long])
-    with open_course(sums_config(folder, "data.bad_rows=skip")) as course:
+    with open_sft(sums_config(folder, "data.bad_rows=skip")) as course:
         assert [lesson.task.id for lesson in course.lessons] == ["1+2", "3+4"]
     said = capsys.readouterr().out
     assert "3 of 5 traces are left out" in said
     assert "8+9: has 6" in said and "the model's context holds 256" in said
     write_rows(folder / "traces.jsonl", [sum_row(1, 2), long])
-    with pytest.raises(ArpoError, match="8\\+9: has"), open_course(sums_config(folder, f"run.dir={folder / 'other'}")):
+    with pytest.raises(ArpoError, match="8\\+9: has"), open_sft(sums_config(folder, f"run.dir={folder / 'other'}")):
         raise AssertionError("it was opened")
     assert not (folder / "other").exists()
 
@@ -306,7 +315,7 @@ def test_a_run_is_a_model_for_another_one(folder: Path) -> None:
     )
     for config in (plain, lora):
         run_to_the_end(config)
-    bench = make_bench(plain.model_copy(update={"data": plain.data.model_copy(update={"train": "world"})}))
+    bench = build_bench(plain.model_copy(update={"data": plain.data.model_copy(update={"train": "world"})}))
 
     def weights(config: Config) -> dict[str, torch.Tensor]:
         model, _ = make_model(config, bench, lambda *_: None)

@@ -27,14 +27,14 @@ from typer.testing import CliRunner
 
 from arpo.cli.main import app
 from arpo.errors import ArpoError
+from arpo.runs import locks
 from arpo.runs.locks import is_live, take_lock
 from arpo.runs.run_dir import create, open_run
 from arpo.runs.trees import ScoredTree, tree_from_json, tree_to_json
-from arpo.training.checkpoints import locks
 from arpo.viewer import data, export
 from arpo.viewer.export import bundle, collect, escaped, make_page, spread, write_page
 from arpo.viewer.folder import Folder
-from arpo.viewer.server import Server, known_host, make_server, static_files
+from arpo.viewer.server import Server, build_server, known_host, static_files
 
 RUNS = [
     "branched",
@@ -51,7 +51,7 @@ class Site:
     """A server of a folder, in a thread."""
 
     def __init__(self, root: Path) -> None:
-        self.server: Server = make_server(Folder(root), "127.0.0.1", 0)
+        self.server: Server = build_server(Folder(root), "127.0.0.1", 0)
         self.thread = threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True)
         self.thread.start()
 
@@ -846,7 +846,7 @@ def test_the_command_tells_mistakes(
 
 def test_a_port_that_is_taken_is_told(site: Site, known: Path) -> None:
     with pytest.raises(ArpoError, match="choose another --port"):
-        make_server(Folder(known), "127.0.0.1", site.server.port)
+        build_server(Folder(known), "127.0.0.1", site.server.port)
 
 
 def test_the_command_serves_until_it_is_stopped(known: Path) -> None:

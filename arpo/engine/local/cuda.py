@@ -3,7 +3,7 @@
 A graph holds the whole step, from token ids to the drawn tokens and their numbers, for one batch size out of a few
 (powers of two); a batch is filled up to the next with rows that write into the pool's trash block. Graphs are recorded
 when first needed, at most one per size and kind of sampling; what that took is counted (`recorded`).
-Updating the weights in place, as optimisers do, leaves them valid; where `weights_changed` finds that they moved, they
+Updating the weights in place, as optimizers do, leaves them valid; where `weights_changed` finds that they moved, they
 are recorded again.
 """
 
@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from arpo.engine.local import kernels, sampling
 from arpo.engine.local.attention import install
-from arpo.engine.local.engine import kernels, sampling
 from arpo.engine.local.fused import fused
 from arpo.engine.local.kernels import Tiles
 from arpo.engine.local.kv_cache import BLOCK, KVPool

@@ -22,7 +22,7 @@ import torch
 
 from arpo.engine.base import Capabilities, OnToken
 from arpo.engine.local.kv_cache import BLOCK, KVPool, token_bytes
-from arpo.engine.local.runner import Columns, check_supported, make_runner
+from arpo.engine.local.runner import Columns, build_runner, check_supported
 from arpo.engine.local.scheduler import Batch, Request, Scheduler
 from arpo.engine.stops import StopFinder, eos_ids
 from arpo.errors import ArpoError
@@ -37,7 +37,7 @@ PATIENCE = {"cpu": 0, "cuda": 8}
 class LocalEngine:
     """Engine over `model` (a Hugging Face causal LM) for `rows` sequences at a time.
 
-    `kv_tokens`: room for the keys and values of that many tokens; unset: enough for every row, or what memory allows.
+    `kv_cache_tokens`: room for the keys and values of that many tokens; unset: enough for every row, or what memory allows.
     `threaded`: the model runs in a thread of its own, so that tools and timers go on meanwhile. Where no tool needs the
     event loop, it may be left out: on small models a step on the spot is a third faster.
     """
@@ -50,7 +50,7 @@ class LocalEngine:
         tokenizer: Any,
         *,
         rows: int = 128,
-        kv_tokens: int | None = None,
+        kv_cache_tokens: int | None = None,
         prefill_tokens: int | None = None,
         threaded: bool = True,
     ) -> None:
@@ -62,11 +62,11 @@ class LocalEngine:
             where = ", ".join(sorted(map(str, devices)))
             raise ArpoError(f"the local engine needs the whole model on one CPU or CUDA device, not on {where}")
         context = model.config.max_position_embeddings
-        blocks = (kv_tokens or default_kv_tokens(model, rows)) // BLOCK
+        blocks = (kv_cache_tokens or default_kv_cache_tokens(model, rows)) // BLOCK
         if blocks < 2:
-            raise ArpoError(f"rollout.kv_tokens: the engine needs room for at least {2 * BLOCK} tokens")
+            raise ArpoError(f"rollout.kv_cache_tokens: the engine needs room for at least {2 * BLOCK} tokens")
         self._pool = KVPool(model.config, blocks, next(model.parameters()).dtype, device)
-        self._runner = make_runner(model, self._pool, rows)
+        self._runner = build_runner(model, self._pool, rows)
         prefill = prefill_tokens or PREFILL_TOKENS[device.type]
         self._scheduler = Scheduler(blocks, rows, context, prefill, PATIENCE[device.type])
         self._computing, self._threaded = False, threaded
@@ -78,7 +78,7 @@ class LocalEngine:
         self.capabilities = Capabilities(context, model.config.vocab_size, True)
 
     @property
-    def kv_tokens(self) -> int:
+    def kv_cache_tokens(self) -> int:
         """Tokens that the pool holds."""
         return self._pool.tokens
 
@@ -95,10 +95,10 @@ class LocalEngine:
         if not 0 <= min(prefix) <= max(prefix) < vocab:
             raise ValueError(f"the prefix holds token {max(prefix)}, but the model's vocabulary ends before {vocab}")
         limit = min(len(prefix) + params.max_tokens, context)
-        if limit > self.kv_tokens:
+        if limit > self.kv_cache_tokens:
             raise ArpoError(
                 f"{len(prefix)} tokens and up to {limit - len(prefix)} new ones can never fit into the engine's "
-                f"{self.kv_tokens}: raise rollout.kv_tokens, or lower rollout.max_tokens"
+                f"{self.kv_cache_tokens}: raise rollout.kv_cache_tokens, or lower rollout.max_tokens"
             )
         done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         if params.stop not in self._finders:
@@ -116,7 +116,7 @@ class LocalEngine:
                 self._scheduler.finish(request)
             raise
 
-    async def update_weights(self, version: int) -> None:
+    async def sync_weights(self, version: int) -> None:
         """The shared weights changed: forget every key and value computed with older ones."""
         requests = [*self._scheduler.running, *self._scheduler.waiting]
         if not all(request.done.done() for request in requests):
@@ -130,7 +130,7 @@ class LocalEngine:
     def stats(self) -> dict[str, float]:
         """What was done since the last call: tokens read and re-used, requests put back, CUDA graphs recorded."""
         scheduler, (graphs, seconds) = self._scheduler, self._runner.recorded()
-        counts = {"read": scheduler.read, "reused": scheduler.reused, "put_back": scheduler.preempted}
+        counts = {"read": scheduler.read, "reused": scheduler.reused, "preemptions": scheduler.preempted}
         scheduler.read = scheduler.reused = scheduler.preempted = 0
         return {**counts, "graphs": graphs, "graph_seconds": seconds}
 
@@ -211,7 +211,7 @@ class LocalEngine:
             request.done.set_result(request.completion(finish, stop, self.version))
 
 
-def default_kv_tokens(model: Any, rows: int) -> int:
+def default_kv_cache_tokens(model: Any, rows: int) -> int:
     """Room for every row to fill the context, in a quarter of the machine's memory or half of the GPU's free one."""
     parameter = next(model.parameters())
     if parameter.is_cuda:

@@ -43,7 +43,7 @@ class StepRunner(Protocol):
         ...
 
 
-def make_runner(model: Any, pool: KVPool, rows: int) -> StepRunner:
+def build_runner(model: Any, pool: KVPool, rows: int) -> StepRunner:
     """The way of the model's device."""
     if pool.data.is_cuda:
         try:

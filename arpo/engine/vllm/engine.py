@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from arpo.engine.base import OnToken
-from arpo.engine.local.engine import default_kv_tokens
+from arpo.engine.local.engine import default_kv_cache_tokens
 from arpo.engine.local.kv_cache import token_bytes
 from arpo.engine.vllm.completion import Sampled, Terms, logprobs_mode
 from arpo.errors import ArpoError
@@ -56,11 +56,11 @@ class VllmEngine:
         write: Write,
         *,
         rows: int = 128,
-        kv_tokens: int | None = None,
+        kv_cache_tokens: int | None = None,
         top_logprobs: int = 64,
         temperature: float = 1.0,
     ) -> None:
-        need_vllm()
+        require_vllm()
         self._terms = Terms(model, tokenizer, top_logprobs)
         self.capabilities = self._terms.capabilities
         self._write = write
@@ -69,7 +69,7 @@ class VllmEngine:
         self._under_way = self._read = self._reused = 0
         self._streams: set[asyncio.Task[None]] = set()
         self.version = 0
-        arguments = self._arguments(model, rows, kv_tokens) | {"logprobs_mode": logprobs_mode(temperature)}
+        arguments = self._arguments(model, rows, kv_cache_tokens) | {"logprobs_mode": logprobs_mode(temperature)}
         with tempfile.TemporaryDirectory(dir=self._home.name) as first:
             write(Path(first))
             self._loop = asyncio.new_event_loop()
@@ -125,7 +125,7 @@ class VllmEngine:
             self._under_way -= 1
             stream.cancel()  # if it is still under way, vLLM lets go of all it holds for it
 
-    async def update_weights(self, version: int) -> None:
+    async def sync_weights(self, version: int) -> None:
         """Have vLLM load the weights as they are now, and forget all that was computed with older ones."""
         if self._under_way:
             raise RuntimeError("weights may not change while requests are being sampled")
@@ -178,17 +178,17 @@ class VllmEngine:
         finally:
             self._streams.discard(task)
 
-    def _arguments(self, model: Any, rows: int, kv_tokens: int | None) -> dict[str, Any]:
+    def _arguments(self, model: Any, rows: int, kv_cache_tokens: int | None) -> dict[str, Any]:
         context, parameter = self.capabilities.max_context, next(model.parameters())
         device = parameter.device.type
         if device not in BLOCK:
             raise ArpoError(f"rollout.engine: vLLM runs on CPU and CUDA here, not on {device}; use local")
         blocks = -(-context // BLOCK[device]) + 1
-        if kv_tokens is not None and kv_tokens < blocks * BLOCK[device]:
+        if kv_cache_tokens is not None and kv_cache_tokens < blocks * BLOCK[device]:
             raise ArpoError(
-                f"rollout.kv_tokens: vLLM needs room for a whole context, {blocks * BLOCK[device]:,} tokens here"
+                f"rollout.kv_cache_tokens: vLLM needs room for a whole context, {blocks * BLOCK[device]:,} tokens here"
             )
-        tokens = max(kv_tokens or default_kv_tokens(model, rows), blocks * BLOCK[device])
+        tokens = max(kv_cache_tokens or default_kv_cache_tokens(model, rows), blocks * BLOCK[device])
         return {
             "dtype": str(parameter.dtype).removeprefix("torch."),
             "max_model_len": context,
@@ -202,7 +202,7 @@ class VllmEngine:
         }
 
 
-def need_vllm() -> None:
+def require_vllm() -> None:
     """Raise if vLLM is not there."""
     for name, value in ENVIRONMENT.items():  # read by vLLM when it is first imported, and by what it starts
         os.environ.setdefault(name, value)

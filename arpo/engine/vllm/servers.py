@@ -144,7 +144,7 @@ class ServerEngine:
         finally:
             self._under_way -= 1
 
-    async def update_weights(self, version: int) -> None:
+    async def sync_weights(self, version: int) -> None:
         """Write the weights as they are now. Each server loads them before it samples again."""
         if self._under_way:
             raise RuntimeError("weights may not change while requests are being sampled")

@@ -33,12 +33,12 @@ from arpo.studies.compare.stats import (
     Ratio,
     Row,
     cold_start,
-    lacking,
+    missing_runs,
     rows,
 )
 
 NONE = "-"
-WORDS = {"tool_calls": "tool calls", "paths": "paths", "tokens": "tokens"}
+WORDS = {"tool_calls": "tool calls", "trajectories": "trajectories", "tokens": "tokens"}
 PICTURES = {
     "final": "accuracy at the end",
     "curves": "accuracy against tool calls",
@@ -78,8 +78,8 @@ def comparison_json(comparison: Comparison) -> dict[str, Any]:
         "baseline": comparison.baseline,
         "algorithms": list(comparison.algorithms),
         "seeds": list(comparison.seeds),
-        "complete": not lacking(comparison),
-        "missing": [lack._asdict() for lack in lacking(comparison)],
+        "complete": not missing_runs(comparison),
+        "missing": [lack._asdict() for lack in missing_runs(comparison)],
         "intervals": INTERVALS,
         "results": [_row_json(row) for row in found],
         "trials": [asdict(trial) for trial in comparison.trials],
@@ -116,7 +116,7 @@ def show_comparison(comparison: Comparison) -> None:
 
 def _partial(comparison: Comparison, shown: Callable[[str], str]) -> list[str]:
     """A line if runs are missing, with every one of them and why."""
-    missing = lacking(comparison)
+    missing = missing_runs(comparison)
     if not missing:
         return []
     each = "; ".join(f"{shown(lack.algorithm)} seed {lack.seed} ({shown(lack.why)})" for lack in missing)
@@ -156,7 +156,7 @@ def _learned(
 
 def _spent(found: Sequence[Row], shown: Callable[[str], str]) -> tuple[list[str], list[list[str]]]:
     """Head and rows of the table of what training cost and how the agent works."""
-    head = ["algorithm", "tool calls", "paths", "tokens", "minutes", "calls a question", "right format, %"]
+    head = ["algorithm", "tool calls", "trajectories", "tokens", "minutes", "calls a question", "right format, %"]
     body = []
     for row in found:
         minutes = None if row.seconds is None else row.seconds / 60

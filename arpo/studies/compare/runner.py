@@ -42,11 +42,11 @@ MOST_STEPS = 10  # times train.steps: a run that stops calling tools never spend
 # A cost of a point, and the metrics that it is the sum of.
 SUMS = {
     "tool_calls": ("tool_calls",),
-    "paths": ("paths",),
+    "trajectories": ("trajectories",),
     "tokens": ("sampled_tokens",),
     "seconds": ("rollout_seconds", "train_seconds"),
 }
-WORDS = {"tool_calls": "tool calls", "paths": "trajectories", "sampled_tokens": "tokens"}
+WORDS = {"tool_calls": "tool calls", "trajectories": "trajectories", "sampled_tokens": "tokens"}
 POINTS = 8  # evaluations on the way, if eval.every is not set
 
 
@@ -69,7 +69,7 @@ class Plan:
     def settings(self, algorithm: str | None, seed: int, *more: str) -> Config:
         """The settings of one run; None: the model before training."""
         run = f"run.dir={self.directory(algorithm or COLD_START, seed) / 'run'}"
-        given = [*self.overrides, f"seed={seed}", run, f"train.budget_of={self.match}", *more]
+        given = [*self.overrides, f"seed={seed}", run, f"train.budget_unit={self.match}", *more]
         config = load_config(self.config, given, algorithm)
         if config.eval.every:
             return config
@@ -108,7 +108,7 @@ def the_plan(
     drop_models: bool,
 ) -> Plan:
     """The plan that the command line means; every setting of every run is checked here."""
-    counted = {"tool-calls": "tool_calls", "trajectories": "paths", "tokens": "sampled_tokens"}
+    counted = {"tool-calls": "tool_calls", "trajectories": "trajectories", "tokens": "sampled_tokens"}
     if match not in counted:
         raise ArpoError(f"--match: got {match}, expected one of {', '.join(counted)}")
     names = tuple(dict.fromkeys(name.strip() for name in algorithms.split(",") if name.strip()))

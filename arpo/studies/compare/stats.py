@@ -39,7 +39,7 @@ LEVEL = 0.95
 SHARES = (0.5, 0.75, 1.0)  # of the baseline's gain
 DRAWS = 1000
 ROUNDING = 1e-9  # accuracies that differ by less are the same
-COSTS = ("tool_calls", "paths", "tokens", "seconds")
+COSTS = ("tool_calls", "trajectories", "tokens", "seconds")
 MATCHES = COSTS[:3]
 Curve = list[tuple[float, float]]  # cost and accuracy
 
@@ -151,7 +151,7 @@ class Row:
     cost_ratio: Mapping[float, Ratio | None]
 
 
-class Lack(NamedTuple):
+class MissingRun(NamedTuple):
     """A run that does not count, and why."""
 
     algorithm: str
@@ -171,11 +171,11 @@ def complete(comparison: Comparison, algorithm: str) -> tuple[Trial, ...]:
     return tuple(found[seed] for seed in comparison.seeds if seed in found)
 
 
-def lacking(comparison: Comparison) -> tuple[Lack, ...]:
+def missing_runs(comparison: Comparison) -> tuple[MissingRun, ...]:
     """The runs that are not complete, or not there."""
     why = {(trial.algorithm, trial.seed): trial.problem for trial in comparison.trials}
     wanted = [(algorithm, seed) for algorithm in comparison.algorithms for seed in comparison.seeds]
-    return tuple(Lack(*key, why.get(key, "not run")) for key in wanted if why.get(key, "not run"))
+    return tuple(MissingRun(*key, why.get(key, "not run")) for key in wanted if why.get(key, "not run"))
 
 
 def cold_start(comparison: Comparison) -> float | None:

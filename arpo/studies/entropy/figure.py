@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from arpo.cli.display import printable
 from arpo.evaluation.statistics import Z
 from arpo.figures.style import BLACK, BLUE, GREEN, ORANGE, PINK, RED, SKY, drawing, saved
-from arpo.studies.entropy.study import Curve, Looks, Place, Study
+from arpo.studies.entropy.study import BranchStats, Curve, Place, Study
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -108,7 +108,7 @@ def _decisions(
     axes.set_xlabel(f"dH = (H - H at the start) / ln V\ncoloured: branched{said}")
 
 
-def _histogram(axes: Axes, looks: Looks, colour: str, edges: Sequence[float]) -> None:
+def _histogram(axes: Axes, looks: BranchStats, colour: str, edges: Sequence[float]) -> None:
     """Counts of results, those that were branched from in colour."""
     given = [
         [min(max(delta, edges[0]), edges[-1]) for delta in part] for part in (looks.branched_deltas, looks.other_deltas)
@@ -118,7 +118,7 @@ def _histogram(axes: Axes, looks: Looks, colour: str, edges: Sequence[float]) ->
     axes.locator_params(axis="y", integer=True, nbins=3)
 
 
-def _summary(place: Place, looks: Looks) -> str:
+def _summary(place: Place, looks: BranchStats) -> str:
     rose = "" if looks.rose is None else f", {looks.rose.value:.0%} above 0"
     return f"{_words(place.label, 28)}: {looks.looked:,} results{rose}, {looks.branched:,} branched"
 

@@ -25,7 +25,7 @@ from arpo.evaluation.report import markdown_cell, markdown_table
 from arpo.evaluation.statistics import Z
 from arpo.runs.run_dir import write_atomically
 from arpo.studies.entropy.figure import draw
-from arpo.studies.entropy.study import Looks, Mean, Place, Study
+from arpo.studies.entropy.study import BranchStats, Mean, Place, Study
 from arpo.types import percentile
 
 BINS = 40
@@ -157,7 +157,7 @@ def _place(place: Place) -> dict[str, str]:
     return {"place": place.label, **asdict(place)}
 
 
-def _looks(looks: Looks, edges: Sequence[float]) -> dict[str, Any]:
+def _looks(looks: BranchStats, edges: Sequence[float]) -> dict[str, Any]:
     return {
         "looked": looks.looked,
         "branched": looks.branched,
@@ -168,7 +168,7 @@ def _looks(looks: Looks, edges: Sequence[float]) -> dict[str, Any]:
         "other_histogram": _histogram(looks.other_deltas, edges),
         "compared": looks.compared,
         "different": looks.different,
-        "foretold": looks.foretold,
+        "foretold": looks.auc,
     }
 
 
@@ -194,12 +194,12 @@ def _by_number(study: Study) -> list[list[str]]:
     return [[str(number), *_looks_row(looks)] for number, looks in study.by_call.items()]
 
 
-def _looks_row(looks: Looks) -> list[str]:
+def _looks_row(looks: BranchStats) -> list[str]:
     reasons = "; ".join(f"{reason}: {count:,}" for reason, count in looks.reasons.items())
     told = f"{looks.different / looks.compared:.0%}" if looks.compared else ""
-    foretold = "" if looks.foretold is None else f"{looks.foretold:.2f}"
+    auc = "" if looks.auc is None else f"{looks.auc:.2f}"
     seen = [f"{looks.looked:,}", _share(looks.rose), f"{looks.branched:,}"]
-    return [*seen, reasons, f"{looks.compared:,}", told, foretold]
+    return [*seen, reasons, f"{looks.compared:,}", told, auc]
 
 
 def _interval(mean: Mean) -> tuple[float, float]:

@@ -16,9 +16,9 @@ from arpo.cli.display import console, progress_bar
 from arpo.config.loading import config_from_resolved
 from arpo.config.schema import Config
 from arpo.errors import ArpoError
-from arpo.figures.style import need_figures
+from arpo.figures.style import require_figures
 from arpo.rewards import Scorer
-from arpo.runs.run_dir import RunLog, open_run
+from arpo.runs.run_dir import RunDir, open_run
 from arpo.studies.entropy.report import Subject, show_study, write_study
 from arpo.studies.entropy.study import Study, study
 from arpo.training.sampler import Session, open_session
@@ -30,7 +30,7 @@ Grown = list[tuple[RolloutTree, tuple[Reward, ...]]]
 
 def study_run(directory: Path, steps: str | None, tokens: int, out: Path | None) -> None:
     """Study the trees that a run has saved, of all steps or of some: `3`, or `1-10`."""
-    need_figures()
+    require_figures()
     log = open_run(directory)
     chosen = chosen_steps(log, steps)
     config = config_from_resolved(log.config())
@@ -42,7 +42,7 @@ def study_run(directory: Path, steps: str | None, tokens: int, out: Path | None)
 
 def study_model(target: str, config: Config, questions: int, tokens: int, out: Path | None, run: Runner) -> None:
     """Grow trees for held-out questions, or for training questions where there are no others, and study them."""
-    need_figures()
+    require_figures()
     out = the_folder(target, out)
     with closing(open_session(config)) as session:
         tests = session.bench.test
@@ -54,7 +54,7 @@ def study_model(target: str, config: Config, questions: int, tokens: int, out: P
     _report(out, Subject(target, which, config.rollout.temperature), found)
 
 
-def chosen_steps(log: RunLog, wanted: str | None) -> list[int]:
+def chosen_steps(log: RunDir, wanted: str | None) -> list[int]:
     """The steps that have trees and that `wanted` names."""
     there = log.tree_steps()
     if not there:
@@ -71,7 +71,7 @@ def chosen_steps(log: RunLog, wanted: str | None) -> list[int]:
     return chosen
 
 
-def _saved(log: RunLog, steps: Sequence[int]) -> Iterator[tuple[RolloutTree, tuple[Reward, ...]]]:
+def _saved(log: RunDir, steps: Sequence[int]) -> Iterator[tuple[RolloutTree, tuple[Reward, ...]]]:
     with progress_bar("reading trees", len(steps)) as bar:
         for step in steps:
             for scored in log.read_trees(step):

@@ -63,7 +63,7 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True)
-class Looks:
+class BranchStats:
     """What was seen and decided after tool results of one kind.
 
     `rise` is H - H_initial in nats and `rose` the share with dH > 0, both None if nothing was generated after any of
@@ -80,7 +80,7 @@ class Looks:
     other_deltas: tuple[float, ...]
     compared: int
     different: int
-    foretold: float | None
+    auc: float | None
 
     @property
     def branched(self) -> int:
@@ -97,8 +97,8 @@ class Study:
     probe: int
     threshold: float | None
     curves: Mapping[Place, Curve]
-    looks: Mapping[Place, Looks]
-    by_call: Mapping[int, Looks]
+    looks: Mapping[Place, BranchStats]
+    by_call: Mapping[int, BranchStats]
 
 
 def study(grown: Iterable[tuple[RolloutTree, Sequence[Reward]]], settings: Branching, tokens: int) -> Study:
@@ -201,14 +201,14 @@ class _Looks:
         if told is not None:
             self.told[told].append(decision.delta)
 
-    def done(self) -> Looks:
+    def done(self) -> BranchStats:
         rise, rose = self.sums.means()
         reasons = dict(sorted(self.reasons.items()))
         others, branched = map(tuple, self.deltas)
         nothing, something = self.told
         compared = len(nothing) + len(something)
-        foretold = _chance_of_higher(something, nothing)
-        return Looks(self.looked, rise, rose, reasons, branched, others, compared, len(something), foretold)
+        auc = _chance_of_higher(something, nothing)
+        return BranchStats(self.looked, rise, rose, reasons, branched, others, compared, len(something), auc)
 
 
 def _chance_of_higher(some: Sequence[float], others: Sequence[float]) -> float | None:

@@ -93,8 +93,8 @@ def _enter(settings: dict[str, Any]) -> tuple[int, int] | None:
     """
     own_pids = -1
     os.umask(0o022)
-    if settings["tier"] != "none" and (lacking := walls.missing(settings["tier"])):
-        raise OSError(lacking)
+    if settings["tier"] != "none" and (missing_runs := walls.missing(settings["tier"])):
+        raise OSError(missing_runs)
     if settings["tier"] == "namespaces":
         walls.enter_namespaces()
         walls.build_root(settings["root"], settings["readable"])

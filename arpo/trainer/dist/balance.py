@@ -107,7 +107,7 @@ def take(batch: TreeBatch, trees: Sequence[int]) -> TreeBatch:
         size_S=batch.size_S[keep_S],
         targets_K=torch.from_numpy(at_K[keep_K]),
         engine_logprobs_K=batch.engine_logprobs_K[keep_K],
-        boost_K=batch.boost_K[keep_K],
+        entropy_weight_K=batch.entropy_weight_K[keep_K],
         node_K=torch.from_numpy(node_K),
         pair_node_X=torch.from_numpy(pair_X[keep_X]),
         pair_path_X=torch.from_numpy(path_X),

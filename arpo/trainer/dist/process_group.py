@@ -34,7 +34,7 @@ _SIGNS = ("gloo", "nccl", "connection closed", "connection reset", "broken pipe"
 """Words in the errors of collective operations; they have no type of their own."""
 
 
-class Ranks:
+class ProcessGroup:
     """This process among the others; `group` is for words, kept apart from what training sends."""
 
     def __init__(self, group: Any) -> None:
@@ -49,9 +49,9 @@ class Ranks:
         return self.rank == 0
 
     @contextmanager
-    def jointly(self, kind: str, payload: bytes = b"") -> Iterator[None]:
+    def collective(self, kind: str, payload: bytes = b"") -> Iterator[None]:
         """Rank 0 tells the others what to do, and does the same in the block; they only do it."""
-        with self._lock if self.leads else threading.Lock(), told_plainly():
+        with self._lock if self.leads else threading.Lock(), translate_dist_errors():
             self._together = True
             if self._lost is not None:
                 raise self._lost
@@ -64,9 +64,9 @@ class Ranks:
                 raise
             self._together = False
 
-    def hear(self) -> tuple[str, bytes]:
+    def receive(self) -> tuple[str, bytes]:
         """What rank 0 says next; "end" if it has nothing more to do."""
-        with told_plainly():
+        with translate_dist_errors():
             while True:
                 head = torch.zeros(2, dtype=torch.long)
                 dist.broadcast(head, 0, group=self.group)
@@ -114,7 +114,7 @@ class Ranks:
 
 
 @contextmanager
-def join_ranks(device: torch.device) -> Iterator[Ranks]:
+def join_process_group(device: torch.device) -> Iterator[ProcessGroup]:
     """Meet the other processes; `device` is what this one computes on."""
     timeout = timedelta(seconds=TIMEOUT)
     if device.type == "cuda":
@@ -122,9 +122,9 @@ def join_ranks(device: torch.device) -> Iterator[Ranks]:
         if number >= there:
             raise ArpoError(f"rank {launch.rank()} has no GPU: this machine has {there}; use --nproc-per-node {there}")
         torch.cuda.set_device(number)
-    with told_plainly():
+    with translate_dist_errors():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
-        ranks = Ranks(dist.new_group(backend="gloo", timeout=timeout))
+        ranks = ProcessGroup(dist.new_group(backend="gloo", timeout=timeout))
     ranks.begin()
     try:
         yield ranks
@@ -133,7 +133,7 @@ def join_ranks(device: torch.device) -> Iterator[Ranks]:
 
 
 @contextmanager
-def told_plainly() -> Iterator[None]:
+def translate_dist_errors() -> Iterator[None]:
     """Errors of collective operations inside say that another rank is lost, and how to go on."""
     try:
         yield

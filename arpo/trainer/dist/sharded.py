@@ -1,4 +1,4 @@
-"""Training in shards (FSDP2): every rank holds a part of the weights, gradients and optimiser's state, and does its
+"""Training in shards (FSDP2): every rank holds a part of the weights, gradients and optimizer's state, and does its
 share of the trees.
 
 Rank 0 also has the whole model, in the number format that it computes in: the engine samples from it, and it is what
@@ -31,10 +31,10 @@ from arpo.engine.local.runner import ENTRY
 from arpo.config.schema import Config
 from arpo.trainer.dist.balance import balance, costs, matched, per_seen, take
 from arpo.models.lora import has_adapter
-from arpo.trainer.optimizer import Optimiser
-from arpo.trainer.dist.process_group import Ranks
+from arpo.trainer.optimizer import Optimizer
+from arpo.trainer.dist.process_group import ProcessGroup
 from arpo.trainer.dist.shards import SHARDS, read_into, shard_sizes, write_shards
-from arpo.trainer.trainer import OPTIMISER, Trainer, Work
+from arpo.trainer.trainer import OPTIMIZER, Trainer, Work
 from arpo.runs.trees import ScoredTree, pack_trees, unpack_tree
 from arpo.types import Credit, Reward, RolloutTree, TreeBatch
 
@@ -42,52 +42,52 @@ from arpo.types import Credit, Reward, RolloutTree, TreeBatch
 class ShardedTrainer(Trainer):
     """A trainer among others: on rank 0 it leads, and the others follow (`arpo.trainer.dist.worker`)."""
 
-    def __init__(self, model: Any, tokenizer: Any, config: Config, reference: Any, ranks: Ranks) -> None:
+    def __init__(self, model: Any, tokenizer: Any, config: Config, reference: Any, ranks: ProcessGroup) -> None:
         self._ranks = ranks
         self._rounded = model.dtype != torch.float32
         self._per_seen = _per_seen(model)
         device: torch.device = model.device
         mesh = init_device_mesh(device.type, (ranks.count,))
-        if config.loss.kl and reference is None and not has_adapter(model):
+        if config.loss.kl_coef and reference is None and not has_adapter(model):
             raise ValueError("a KL term needs the model before training")
         policy = shard(copy.deepcopy(model) if ranks.leads else model, mesh)
         self.model, self.tokenizer, self._config = model, tokenizer, config
         self._policy = policy
         self._reference = None if reference is None else shard(reference.requires_grad_(False), mesh)
-        self.optimiser = Optimiser(policy, config.train.lr, config.train.weight_decay)
+        self.optimizer = Optimizer(policy, config.train.lr, config.train.weight_decay)
 
     def update(self, trees: Sequence[RolloutTree], credits: Sequence[Sequence[Credit]]) -> dict[str, float]:
         """Train on one batch of trees, together with the other ranks; returns the step's metrics."""
-        with self._ranks.jointly("learn", trees_to_bytes(trees, credits) if self._ranks.leads else b""):
+        with self._ranks.collective("learn", trees_to_bytes(trees, credits) if self._ranks.leads else b""):
             metrics = super().update(trees, credits)
             self._publish()
         return metrics
 
-    def save_optimiser(self, directory: Path) -> None:
-        """Write the optimiser's state into a checkpoint, each rank its shards."""
-        with self._ranks.jointly("save", str(directory).encode()):
-            masters = {f"master/{name}": p.detach() for name, p in self.optimiser.parameters.items() if self._rounded}
-            write_shards({**self.optimiser.state(), **masters}, directory, self._ranks.group)
+    def save_optimizer(self, directory: Path) -> None:
+        """Write the optimizer's state into a checkpoint, each rank its shards."""
+        with self._ranks.collective("save", str(directory).encode()):
+            masters = {f"master/{name}": p.detach() for name, p in self.optimizer.parameters.items() if self._rounded}
+            write_shards({**self.optimizer.state(), **masters}, directory, self._ranks.group)
 
     @torch.no_grad()
-    def load_optimiser(self, directory: Path) -> None:
+    def load_optimizer(self, directory: Path) -> None:
         """Take it over from there, each rank its shards; raises ValueError if it misfits."""
-        with self._ranks.jointly("load", str(directory).encode()):
-            folder = directory if (directory / OPTIMISER).is_file() else directory / SHARDS
-            sizes, parameters = shard_sizes(folder), self.optimiser.parameters
+        with self._ranks.collective("load", str(directory).encode()):
+            folder = directory if (directory / OPTIMIZER).is_file() else directory / SHARDS
+            sizes, parameters = shard_sizes(folder), self.optimizer.parameters
             wanted = {key: _place_for(key, parameters, size) for key, size in sizes.items()}
             read_into(wanted, folder, self._ranks.group)
             masters = {f"master/{name}": p for name, p in parameters.items() if self._rounded}
             for key, parameter in masters.items():
                 if key not in wanted:
-                    raise ValueError(f"only one of model and optimiser state has {key!r}")
+                    raise ValueError(f"only one of model and optimizer state has {key!r}")
                 parameter.copy_(wanted.pop(key))
-            self.optimiser.load(wanted)
+            self.optimizer.load(wanted)
 
     def _work(self, batch: TreeBatch) -> Work:
         shares = balance(costs(batch, self._per_seen), self._ranks.count)
         batches = [take(batch, share) for share in shares]
-        parts = matched([cut(part, self._config.train.micro_tokens) for part in batches])
+        parts = matched([cut(part, self._config.train.max_microbatch_tokens) for part in batches])
         return batches[self._ranks.rank], parts[self._ranks.rank]
 
     def _step(self) -> float:
@@ -101,7 +101,7 @@ class ShardedTrainer(Trainer):
     def _publish(self) -> None:
         """Give rank 0's whole model the new weights, in place."""
         whole = dict(self.model.named_parameters()) if self._ranks.leads else {}
-        for name, parameter in self.optimiser.parameters.items():
+        for name, parameter in self.optimizer.parameters.items():
             gathered = parameter.full_tensor()  # type: ignore[attr-defined]
             if self._ranks.leads:
                 whole[name].copy_(gathered)
@@ -121,7 +121,7 @@ def shard(model: Any, mesh: DeviceMesh) -> Any:
         _to_float32(layer)
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     # Around the layers are the embeddings and the output layer, which may be one. They stay gathered until the
-    # optimiser's step: the head is called again and again, in forward and backward passes.
+    # optimizer's step: the head is called again and again, in forward and backward passes.
     _to_float32(model)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     model.set_reshard_after_backward(False, recurse=False)
@@ -161,7 +161,7 @@ def _place_for(key: str, parameters: Any, size: torch.Size) -> Tensor:
     """Where a tensor of a checkpoint is read to: this rank's shard, where it is one of a parameter."""
     kind, _, name = key.partition("/")
     if name not in parameters:
-        raise ValueError(f"only one of model and optimiser state has {key!r}")
+        raise ValueError(f"only one of model and optimizer state has {key!r}")
     expected = torch.Size() if kind == "step" else parameters[name].shape
     if size != expected:
         raise ValueError(f"{key!r} is {tuple(size)}, not {tuple(expected)}")

@@ -27,11 +27,11 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from arpo.trainer.dist.process_group import is_loss
 from arpo.errors import ArpoError
 
-SHARDS = "optimiser"  # the folder in a checkpoint
+SHARDS = "optimizer"  # the folder in a checkpoint
 
 
 def write_shards(tensors: Mapping[str, Tensor], directory: Path, group: Any) -> None:
-    """Write what all ranks of the group hold of these tensors into `directory`/optimiser."""
+    """Write what all ranks of the group hold of these tensors into `directory`/optimizer."""
     writer = HuggingFaceStorageWriter(str(directory / SHARDS), save_distributed=True)
     with _told_plainly(directory / SHARDS, "written"):
         save(dict(tensors), storage_writer=writer, process_group=group)

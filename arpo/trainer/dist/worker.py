@@ -15,18 +15,18 @@ from arpo.config.loading import config_from_resolved
 from arpo.config.schema import Config, Model
 from arpo.trainer.checkpoint import load_checkpoint
 from arpo.models.load import load_trainable
-from arpo.trainer.dist.process_group import Ranks
+from arpo.trainer.dist.process_group import ProcessGroup
 from arpo.trainer.dist.sharded import ShardedTrainer, trees_from_bytes
 from arpo.errors import Diverged
 
 
-def follow(ranks: Ranks) -> None:
+def worker_loop(ranks: ProcessGroup) -> None:
     """Do what rank 0 says, until it has nothing more to do."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     trainer: ShardedTrainer | None = None
     while True:
-        kind, payload = ranks.hear()
+        kind, payload = ranks.receive()
         if kind == "end":
             return
         if kind == "open":
@@ -39,7 +39,7 @@ def follow(ranks: Ranks) -> None:
             except Diverged:
                 continue  # rank 0 saw the same and decides
         elif kind == "save":
-            trainer.save_optimiser(Path(payload.decode()))
+            trainer.save_optimizer(Path(payload.decode()))
         elif kind == "load":
             load_checkpoint(trainer, Path(payload.decode()))
 
@@ -50,9 +50,9 @@ def order(config: Config, model: Model, reference: Model | None) -> bytes:
     return json.dumps({"config": config.resolved(), **models}).encode()
 
 
-def _open(given: dict[str, Any], ranks: Ranks) -> ShardedTrainer:
+def _open(given: dict[str, Any], ranks: ProcessGroup) -> ShardedTrainer:
     config = config_from_resolved(given["config"])
     model, tokenizer = load_trainable(Model(**given["model"]), config.train, config.seed)
     reference = given["reference"] and load_trainable(Model(**given["reference"]), config.train, config.seed)[0]
-    with ranks.jointly("open"):
+    with ranks.collective("open"):
         return ShardedTrainer(model, tokenizer, config, reference, ranks)

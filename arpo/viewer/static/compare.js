@@ -9,7 +9,7 @@ const COSTS = [
   ["tool_calls", "tool calls"],
   ["seconds", "minutes"],
   ["tokens", "tokens"],
-  ["paths", "paths"],
+  ["trajectories", "trajectories"],
   ["step", "steps"],
 ];
 const compareView = { turn: 0 };

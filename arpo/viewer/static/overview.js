@@ -105,8 +105,8 @@ function summary(chosen) {
 function signs(chosen) {
   const found = chosen.flatMap((run) =>
     recordsOf(run.id)
-      .filter((record) => typeof record.signs === "string" && record.signs)
-      .map((record) => `${run.name}, step ${record.step}: ${record.signs}`),
+      .filter((record) => typeof record.collapse_warnings === "string" && record.collapse_warnings)
+      .map((record) => `${run.name}, step ${record.step}: ${record.collapse_warnings}`),
   );
   if (!found.length) return [];
   const lines = found.slice(-50).map((line) => el("li", {}, printable(shorten(line, 400))));

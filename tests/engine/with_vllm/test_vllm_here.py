@@ -37,8 +37,8 @@ class Pair:
         self.model, self.tokenizer = make_model(tokenizer)
         write = partial(save_untied, self.model, self.tokenizer)
         room = self.model.config.max_position_embeddings + 8192
-        self.vllm = VllmEngine(self.model, self.tokenizer, write, rows=16, kv_tokens=room)
-        self.local = LocalEngine(self.model, self.tokenizer, rows=16, kv_tokens=room, threaded=False)
+        self.vllm = VllmEngine(self.model, self.tokenizer, write, rows=16, kv_cache_tokens=room)
+        self.local = LocalEngine(self.model, self.tokenizer, rows=16, kv_cache_tokens=room, threaded=False)
 
     def prefixes(self, count: int, longest: int = 200, seed: int = 0) -> list[list[int]]:
         rng, vocab = random.Random(seed), min(300, self.model.config.vocab_size)
@@ -46,7 +46,7 @@ class Pair:
 
     def update(self, version: int) -> None:
         for engine in (self.vllm, self.local):
-            asyncio.run(engine.update_weights(version))
+            asyncio.run(engine.sync_weights(version))
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +190,7 @@ def test_weights_may_not_change_under_a_turn_and_cancelling_frees(pair: Pair, mo
         turn = asyncio.create_task(pair.vllm.generate([5, 6], long, on_token=lambda *_: began.set()))
         await began.wait()
         with pytest.raises(RuntimeError, match="may not change"):
-            await pair.vllm.update_weights(9)
+            await pair.vllm.sync_weights(9)
         turn.cancel()
         with pytest.raises(asyncio.CancelledError):
             await turn
@@ -201,7 +201,7 @@ def test_weights_may_not_change_under_a_turn_and_cancelling_frees(pair: Pair, mo
         else:
             raise AssertionError("a cancelled turn goes on")
         assert len(ended) == 1
-        await pair.vllm.update_weights(9)
+        await pair.vllm.sync_weights(9)
 
     asyncio.run(try_it())
     assert run(pair.vllm, ([5, 6], GREEDY))[0].policy_version == 9
@@ -234,9 +234,15 @@ def test_another_temperature(tokenizer: Any) -> None:
 
 
 WORLD = [
-    *("train.steps=2", "train.prompts=4", "rollout.leaves=6", "rollout.max_tokens=160", "model.device=cpu"),
-    *("branching.rule=stochastic", "train.lr=1e-3", "rollout.engine=vllm", "rollout.kv_tokens=32768"),
-    *("rollout.concurrency=16", "rollout.max_calls=6", "branching.probe_tokens=6"),
+    *(
+        "train.steps=2",
+        "train.batch_size=4",
+        "rollout.num_trajectories=6",
+        "rollout.max_tokens=160",
+        "model.device=cpu",
+    ),
+    *("branching.rule=stochastic", "train.lr=1e-3", "rollout.engine=vllm", "rollout.kv_cache_tokens=32768"),
+    *("rollout.concurrency=16", "rollout.max_tool_calls=6", "branching.probe_tokens=6"),
 ]
 
 
@@ -252,10 +258,10 @@ def test_training_on_the_built_in_world(tmp_path: Path, more: tuple[str, ...]) -
     for row in rows:
         assert row["engine_mismatch"] < 1e-4  # in step 2, vLLM had the weights that step 1 made
         assert row["tool_calls"] > 0
-        assert row["engine_reused"] > 0
+        assert row["engine_cached_tokens"] > 0
         assert math.isfinite(row["loss"])
         assert 0 <= row["engine_entropy_error"] <= row["engine_entropy_error_max"]
-        names = ("engine_mismatch", "tool_calls", "branches", "engine_read", "engine_reused")
+        names = ("engine_mismatch", "tool_calls", "branches", "engine_prefill_tokens", "engine_cached_tokens")
         print("\n", {name: row[name] for name in (*names, "engine_entropy_error", "engine_entropy_error_max")})
     trees = [scored.tree for step in log.tree_steps() for scored in log.read_trees(step)]
     assert sum(row["branches"] for row in rows) == sum(t.branch_points > 0 and _branches(t) for t in trees) > 0

@@ -49,7 +49,7 @@ def engine_for(ground: Any, which: slice = slice(None), **options: Any) -> Serve
 
 
 def local(ground: Any, *prefixes: list[int], params: SamplingParams = GREEDY) -> list[tuple[int, ...]]:
-    engine = LocalEngine(ground[0], ground[1], rows=8, kv_tokens=8192, threaded=False)
+    engine = LocalEngine(ground[0], ground[1], rows=8, kv_cache_tokens=8192, threaded=False)
 
     async def ask() -> list[Completion]:
         return list(await asyncio.gather(*(engine.generate(prefix, params) for prefix in prefixes)))
@@ -76,7 +76,7 @@ def test_turns_and_weights_of_servers(ground: Any) -> None:
         assert done.logprobs == pytest.approx(logprobs, abs=NEAR)
         assert done.entropies == pytest.approx(entropies, abs=told["entropy_error_max"] + NEAR)
     change(model, 2)
-    asyncio.run(engine.update_weights(1))
+    asyncio.run(engine.sync_weights(1))
     after = asyncio.run(ask())
     assert [done.tokens for done in after] == local(ground, *PREFIXES)
     assert [done.tokens for done in after] != [done.tokens for done in before]
@@ -107,7 +107,7 @@ def test_a_killed_server_costs_no_turn_and_comes_back_with_the_current_weights(g
     servers = ground[2]
     engine = engine_for(ground, pause=0.1)
     change(ground[0], 3)
-    asyncio.run(engine.update_weights(1))
+    asyncio.run(engine.sync_weights(1))
     expected = local(ground, *PREFIXES, params=LONG)
 
     async def warm_up() -> None:

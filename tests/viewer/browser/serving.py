@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from arpo.viewer.folder import Folder
-from arpo.viewer.server import make_server
+from arpo.viewer.server import build_server
 
 Open = Callable[..., Any]
 
@@ -17,7 +17,7 @@ Open = Callable[..., Any]
 @contextmanager
 def serving(folder: Path) -> Iterator[str]:
     """The viewer on a folder, at a free port; gives its address."""
-    server = make_server(Folder(folder), "127.0.0.1", 0)
+    server = build_server(Folder(folder), "127.0.0.1", 0)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
     thread.start()
     try:
