@@ -79,7 +79,13 @@ def add_record(log: RunDir, rng: random.Random, step: int) -> None:
     values: dict[str, float] = {f"tool.search.number_{number}": rng.random() for number in range(20)}
     names = ("reward", "accuracy", "entropy_start", "entropy_after_tool", "rollout_seconds", "train_seconds", "loss")
     values |= {name: rng.random() for name in names}
-    values |= {"tool_calls": 500, "branches": 100, "unique_tokens": 90_000, "total_tokens": 150_000, "paths": 512}
+    values |= {
+        "tool_calls": 500,
+        "branches": 100,
+        "unique_tokens": 90_000,
+        "total_tokens": 150_000,
+        "trajectories": 512,
+    }
     log.append(step, values | ({"test_accuracy": rng.random()} if step % 100 == 50 else {}))
 
 

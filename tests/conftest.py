@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import HealthCheck, settings
 
 from arpo.builtin.model import build_model, build_tokenizer
 
+sys.path[:0] = [str(path) for path in sorted(Path(__file__).parent.iterdir()) if path.is_dir()]
 torch.set_num_threads(1)  # these models are too small for more to help
 settings.register_profile(
     "any machine", parent=settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow]

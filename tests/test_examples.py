@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from chat_server import chat_server, said
 from test_chat import UNCLOSED
-from test_render import CHATML, QWEN, STRICT, make_tokenizer
+from test_formats import CHATML, QWEN, STRICT, make_tokenizer
 from traces import sum_row, sums_config, write_rows
 
 from arpo.agent.formats import CallFormat, build_format, encode_follow_up, encode_prompt

@@ -105,7 +105,7 @@ def test_hard_is_the_mean_of_soft_over_the_paths_through_a_node(scores: list[flo
     rollout, rewards = nested_branches(), [Reward(score) for score in scores]
     soft, hard = (credit([rollout], [rewards], how, [keep])[0] for how in (SOFT, HARD))
     for index, node in enumerate(rollout.nodes):
-        through = [i for i, leaf in enumerate(rollout.num_trajectories) if keep[i] and index in rollout.path(leaf.node)]
+        through = [i for i, leaf in enumerate(rollout.leaves) if keep[i] and index in rollout.path(leaf.node)]
         if node.kind is not Kind.MODEL:
             assert all(index not in one.by_node for one in (*soft, *hard))
             continue
@@ -130,7 +130,7 @@ def slow_advantage(
     if how.baseline == "batch":
         every = [r for g, ks in zip(totals, keep, strict=True) for r, kept in zip(g, ks, strict=True) if kept]
         return against(every, every)
-    if how.baseline == "others":
+    if how.baseline == "leave_one_out":
         rest = [r for i, r in enumerate(totals[number]) if keep[number][i] and i != leaf]
         return against(rest, group) if rest else 0.0
     if how.baseline == "tree":
@@ -143,7 +143,7 @@ def slow_advantage(
 
 @given(
     st.lists(st.tuples(SCORES, st.lists(st.booleans(), min_size=5, max_size=5)), min_size=1, max_size=3),
-    st.sampled_from(["group", "others", "batch", "tree"]),
+    st.sampled_from(["group", "leave_one_out", "batch", "tree"]),
     st.sampled_from(["std", "none"]),
 )
 def test_every_baseline_is_what_its_definition_says(
@@ -152,7 +152,7 @@ def test_every_baseline_is_what_its_definition_says(
     how = Advantage.model_validate({"baseline": baseline, "scale": scale})
     totals, keep = [list(scores) for scores, _ in groups], [list(kept) for _, kept in groups]
     rollout = nested_branches()
-    firsts = [[rollout.path(leaf.node)[1] for leaf in rollout.num_trajectories]] * len(groups)
+    firsts = [[rollout.path(leaf.node)[1] for leaf in rollout.leaves]] * len(groups)
     credits = credit([rollout] * len(groups), [[Reward(r) for r in group] for group in totals], how, keep)
     for number, group in enumerate(credits):
         for leaf, one in enumerate(group):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_train import assert_same, config_for, model_path, run_to_the_end, what_it_left
+from test_loop import assert_same, config_for, model_path, run_to_the_end, what_it_left
 from trees import model, prompt, tool, tree
 
 from arpo.data.order import batch_of
@@ -100,7 +100,7 @@ def test_only_questions_that_teach_are_trained_on_and_all_sampling_is_charged(
         asyncio.run(train(run))
     log = read_run(tmp_path / "run")
     scored, record = log.read_trees(1), log.read_metrics()[0]
-    assert record["paths"] == 4 * len(scored) and len(scored) > 3
+    assert record["trajectories"] == 4 * len(scored) and len(scored) > 3
     assert record["tool_calls"] == sum(one.tree.tool_calls for one in scored)
     taught = [one for one in scored if any(credit.advantage for credit in one.credits)]
     assert {one.tree.task.id for one in taught} <= {only}
@@ -131,7 +131,7 @@ def test_a_curriculum_and_replacing_do_not_go_together(model_path: Path, tmp_pat
         pass
 
 
-@pytest.mark.parametrize("what", ["paths", "sampled_tokens"])
+@pytest.mark.parametrize("what", ["trajectories", "sampled_tokens"])
 def test_a_budget_ends_the_run_with_the_step_that_spends_it(model_path: Path, tmp_path: Path, what: str) -> None:
     run_to_the_end(config_for(model_path, tmp_path / "whole", "train.steps=6"))
     spent = [row[what] for row in what_it_left(tmp_path / "whole")[1]]
@@ -148,7 +148,7 @@ def test_a_budget_ends_the_run_with_the_step_that_spends_it(model_path: Path, tm
 
 def test_a_stopped_run_remembers_what_it_spent(model_path: Path, tmp_path: Path) -> None:
     run_to_the_end(config_for(model_path, tmp_path / "run", "train.steps=2"))
-    spent = sum(row["paths"] for row in read_run(tmp_path / "run").read_metrics())
+    spent = sum(row["trajectories"] for row in read_run(tmp_path / "run").read_metrics())
     more = (f"train.budget={spent + 1}", "train.budget_unit=trajectories", "train.steps=50")
     run_to_the_end(config_for(model_path, tmp_path / "run", *more), resume=True)
     assert len(read_run(tmp_path / "run").read_metrics()) == 3
@@ -160,7 +160,7 @@ def test_long_paths_pay_in_the_last_share_of_their_room() -> None:
 
     def lost(length: int, end: StopReason = StopReason.ANSWER) -> float:
         rollout = tree([prompt([1] * 7), model(0, [3] * (length - 2)), tool(1, [9]), model(2, [4])], [3], end=end)
-        reward = overlong(plain, 0.2, 50)(rollout.task, rollout, rollout.num_trajectories[0])
+        reward = overlong(plain, 0.2, 50)(rollout.task, rollout, rollout.leaves[0])
         assert reward.parts == {"correct": 1.0, "format": 1.0, "overlong": pytest.approx(reward.total - 1.1)}
         return 1.1 - reward.total
 

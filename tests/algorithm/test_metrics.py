@@ -45,7 +45,7 @@ def test_the_numbers_of_two_trees() -> None:
         "format": 0.75,
         "informative_groups": 0.5,  # the first tree's rewards differ, the second has only one
         "questions": 2,
-        "paths": 4,
+        "trajectories": 4,
         "tool_calls": 2,  # the shared one counts once
         "calls_per_trajectory": 0.75,  # 1 + 1 + 0 of the first tree, 1 of the second
         "tool_faults": 0,
@@ -124,7 +124,7 @@ def test_without_tools_and_with_an_unsampled_path_the_numbers_are_zero() -> None
         "format": 0.0,
         "informative_groups": 0.0,
         "questions": 1,
-        "paths": 1,
+        "trajectories": 1,
         "tool_calls": 0,
         "calls_per_trajectory": 0.0,
         "tool_faults": 0,

@@ -139,8 +139,8 @@ BRANCHING = {  # policy, and what else is not as in ARPO
     "arpo-hard": {},
     "arpo-random": {"policy": "random"},
     "arpo-always": {"policy": "always"},
-    "tree-grpo": {"policy": "later"},
-    "arpo+": {"policy": "later", "fill": "mixed"},
+    "tree-grpo": {"policy": "posthoc_random"},
+    "arpo+": {"policy": "posthoc_random", "fill": "informative"},
     "aepo": {"rule": "stochastic", "balance": 1.0, "penalty": 0.2},
 }
 

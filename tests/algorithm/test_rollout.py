@@ -511,7 +511,7 @@ def test_later_without_any_result_fills_from_the_prompt(tokenizer: Any) -> None:
     assert len(grow(agent(tokenizer, turns(ANSWER)), only_cut, Branching(policy="posthoc_random")).leaves) == 3
 
 
-@pytest.mark.parametrize("policy", ["entropy", "later", "never"])
+@pytest.mark.parametrize("policy", ["entropy", "posthoc_random", "never"])
 def test_where_rewards_are_equal_the_missing_paths_are_left_out(tokenizer: Any, policy: Any) -> None:
     how = Rollout(num_trajectories=6, num_initial=2, max_tool_calls=3)
     who = agent(tokenizer, turns((SEARCH, HIGH), (SEARCH, LOW), (ANSWER, LOW)))  # entropy falls: nothing branches
@@ -527,16 +527,16 @@ def test_where_rewards_are_equal_the_missing_paths_are_left_out(tokenizer: Any, 
 
     full = grown("all", None)  # nobody is asked
     assert len(full.leaves) == 6 and not asked
-    small = grown("mixed", False)
+    small = grown("informative", False)
     assert len(small.leaves) == 2 and small is asked[0]  # whoever scored it need not do so again
     assert [node.text for node in small.nodes] == [node.text for node in full.nodes[: len(small.nodes)]]
-    filled = grown("mixed", True)
+    filled = grown("informative", True)
     assert len(asked) == 2 and asked[1].leaves == small.leaves
     assert [(node.parent, node.text, node.decision) for node in filled.nodes] == [
         (node.parent, node.text, node.decision) for node in full.nodes
     ]
     how = Rollout(num_trajectories=2, num_initial=2, max_tool_calls=3)
-    assert len(grown("mixed", None).leaves) == 2  # none is missing: nobody is asked
+    assert len(grown("informative", None).leaves) == 2  # none is missing: nobody is asked
 
 
 def test_a_path_started_later_ends_at_the_call_limit_of_its_whole_length(tokenizer: Any) -> None:

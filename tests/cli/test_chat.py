@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from rich.console import Console
-from test_render import CHATML, DROPPING, QWEN, STRICT, make_tokenizer
+from test_formats import CHATML, DROPPING, QWEN, STRICT, make_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 

@@ -154,7 +154,7 @@ def test_doctor_says_what_is_here(arpo: Arpo, tmp_path: Path) -> None:
 
 def test_train_leaves_a_whole_run(trained: Path) -> None:
     lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
-    assert [(line["step"], line["paths"]) for line in lines] == [(1, 8), (2, 8)]
+    assert [(line["step"], line["trajectories"]) for line in lines] == [(1, 8), (2, 8)]
     assert json.loads((trained / "config.json").read_text())["train"]["steps"] == 2
     assert [path.name for path in (trained / "checkpoints").iterdir()] == ["step_000002"]
     assert sorted(path.name for path in (trained / "trees").iterdir()) == [

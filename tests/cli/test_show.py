@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_treepicture import branched
+from test_tree_figure import branched
 from trees import searched
 
 from arpo.cli import display

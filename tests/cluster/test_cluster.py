@@ -91,7 +91,7 @@ def test_a_run_is_the_same_but_for_the_address(
     assert sum(differ) <= 1
     for mine, other in zip(here.read_metrics(), there.read_metrics(), strict=True):
         assert mine["accuracy"] == pytest.approx(other["accuracy"], abs=0.02)
-        assert mine["paths"] == other["paths"] and ("test_accuracy" in mine) == ("test_accuracy" in other)
+        assert mine["trajectories"] == other["trajectories"] and ("test_accuracy" in mine) == ("test_accuracy" in other)
         assert other["engine_mismatch"] < 1e-4 and other["cluster_retried"] == 0 and 0 < other["cluster_busy"] <= 1
         assert mine.keys() ^ other.keys() == {
             "cluster_actors", "cluster_retried", "cluster_busy", "staleness", "staleness_max",

@@ -109,7 +109,10 @@ async def answers(method: str, *given: Any) -> Any:
         await asyncio.sleep(0.9)
         found = searched()
         done = replace(found, task=task)
-        return DONE, (pack_scored(([done], [(Reward(float(seed), {"correct": 1.0, "format": 1.0}),)])), {"read": 5.0})
+        return DONE, (
+            pack_scored(([done], [(Reward(float(seed), {"correct": 1.0, "format": 1.0}),)])),
+            {"prefill_tokens": 5.0},
+        )
     await asyncio.sleep({"open": 2.0, "update": 0.5}[method])
     return DONE, 17 if method == "open" else None
 
@@ -662,8 +665,8 @@ def test_whoever_only_leads_needs_neither_vllm_nor_room() -> None:
 
 
 def test_what_several_engines_tell_is_put_together_as_it_is_meant() -> None:
-    told = {"read": [3, 4], "entropy_error": [0.1, 0.3], "entropy_error_max": [0.5, 0.2]}
-    assert together(told) == pytest.approx({"read": 7, "entropy_error": 0.2, "entropy_error_max": 0.5})
+    told = {"prefill_tokens": [3, 4], "entropy_error": [0.1, 0.3], "entropy_error_max": [0.5, 0.2]}
+    assert together(told) == pytest.approx({"prefill_tokens": 7, "entropy_error": 0.2, "entropy_error_max": 0.5})
 
 
 def test_learning_in_a_thread_is_never_left_half_done() -> None:

@@ -26,7 +26,7 @@ from arpo.training.loop import open_run, train
 from arpo.training.setup import build_tools
 from arpo.types import Reward, Task, ToolCall
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 TASK = Task("q7", "How long?", ("Upper Kelso",))
 SOURCE = """
 from __future__ import annotations
@@ -201,7 +201,7 @@ def test_the_example_is_short_and_trains(tokenizer: Any, tmp_path: Path, monkeyp
             bonus = config.reward.bonus if total else 0.0
             assert run.session.reward(task, tree, tree.leaves[0]).total == pytest.approx(total + bonus)
     (row,) = read_run(tmp_path / "run").read_metrics()
-    assert row["paths"] == 8
+    assert row["trajectories"] == 8
 
 
 def test_kinds_of_questions_are_compared_in_their_own_way() -> None:

@@ -19,7 +19,7 @@ from arpo.tools.search import build_index
 from arpo.training.setup import build_tools
 from arpo.types import Fault, ToolCall
 
-SERVER = Path(__file__).with_name("mcp_server.py")
+SERVER = Path(__file__).parents[1] / "support" / "mcp_server.py"
 
 
 @pytest.fixture(scope="module")

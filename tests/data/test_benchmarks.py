@@ -164,7 +164,7 @@ def test_an_unknown_name_and_a_set_that_is_not_here(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_table_in_the_docs_is_the_registry() -> None:
-    page = (Path(__file__).parent.parent / "docs" / "data.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
     table = re.findall(r"^\| `(\w+)` \| ([\d,]+) \| (\S+?)( \(gated\))? \| (\w+) \|", page, flags=re.MULTILINE)
     assert [
         (name, int(size.replace(",", "")), source, bool(gated), metric) for name, size, source, gated, metric in table

@@ -35,7 +35,7 @@ from arpo.training.loop import _outcome, open_run, train
 from arpo.training.setup import build_bench, fit_prompts
 from arpo.types import Fault, Kind, Leaf, Node, Reward, RolloutTree, Task
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 NO_TOOLS = ["reward.bonus=0", "tools.enabled=[]"]
 SMALL_WORLD = ["world.entities=60", "world.train_questions=6", "world.test_questions=2"]
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import bench_engine
-from bench_engine import compare, make_model, serve_vllm, vllm_apart
+from bench_engine import build_model, compare, serve_vllm, vllm_apart
 from engine_load import (
     FORK_EVERY,
     GROUP,
@@ -39,7 +39,7 @@ NANO = (32, 48, 2, 2, 1, 64)
 def model() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(bench_engine.SHAPES, "nano", NANO)
-        return make_model("nano", 0)
+        return build_model("nano", 0)
 
 
 def all_turns(turns: tuple[Turn, ...]) -> list[Turn]:

@@ -30,7 +30,7 @@ def check(model: Any, prefix: list[int], done: Completion, temperature: float, t
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kv_tokens", [100_000, 1_600])
+@pytest.mark.parametrize("kv_cache_tokens", [100_000, 1_600])
 def test_numbers_equal_a_plain_forward_pass(family: str, kv_cache_tokens: int) -> None:
     """Conversations that pause, fork and go on, with room for all and with far too little; prompts in chunks."""
     model = build(family)

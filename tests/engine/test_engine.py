@@ -36,7 +36,9 @@ def run(engine: LocalEngine, *requests: tuple[list[int], SamplingParams]) -> lis
 
 
 def small(family: str = "llama-gqa", **options: Any) -> LocalEngine:
-    return LocalEngine(make_model(family), Letters(), **{"rows": 8, "kv_tokens": 1024, "threaded": False, **options})
+    return LocalEngine(
+        make_model(family), Letters(), **{"rows": 8, "kv_cache_tokens": 1024, "threaded": False, **options}
+    )
 
 
 def prompts(count: int, seed: int = 0, longest: int = 40) -> list[list[int]]:
@@ -355,8 +357,12 @@ def test_the_engine_tells_what_it_read_and_what_it_found() -> None:
     run(engine, (prefix, SamplingParams(1)))
     run(engine, ([*prefix, 7, 8], SamplingParams(1)))
     stats = engine.stats()
-    assert (stats["read"], stats["reused"], stats["preemptions"]) == (len(prefix) - 1 + 1, len(prefix), 0)
-    assert engine.stats()["read"] == 0  # since the last call
+    assert (stats["prefill_tokens"], stats["cached_tokens"], stats["preemptions"]) == (
+        len(prefix) - 1 + 1,
+        len(prefix),
+        0,
+    )
+    assert engine.stats()["prefill_tokens"] == 0  # since the last call
     tight = small(kv_cache_tokens=3 * BLOCK)
     run(tight, *(([5 + i] * 20, SamplingParams(70, seed=i)) for i in range(3)))
     assert tight.stats()["preemptions"] > 0

@@ -303,7 +303,7 @@ def test_a_turn_of_a_server(one: Bed) -> None:
     assert told == {"retries": 0, "loads": 1, "entropy_error": pytest.approx(bounds.error)} | {
         "entropy_error_max": pytest.approx(bounds.error)
     }
-    assert one.engine.stats()["loads"] == 0
+    assert one.engine.stats()["weight_loads"] == 0
 
 
 def test_all_servers_are_used_and_each_loads_once(two: Bed) -> None:

@@ -16,7 +16,7 @@ from arpo.rewards import build_reward
 from arpo.runs.trees import tree_from_json
 from arpo.types import Fault, Reward, RolloutTree, Task
 
-SETTINGS = {"seed": 0, "rollout": {"format": "tags", "max_calls": 3}}
+SETTINGS = {"seed": 0, "rollout": {"format": "tags", "max_tool_calls": 3}}
 TASKS = [replace(TASK, id=f"q{n}") for n in range(3)]
 F1 = build_reward("f1", 0.1, ["search"])
 
@@ -124,7 +124,7 @@ def test_other_questions_are_refused(tmp_path: Path) -> None:
 def test_other_settings_are_refused_with_what_differs(tmp_path: Path) -> None:
     with open_samples(tmp_path, SETTINGS) as log:
         fill(log, 1)
-    other: dict[str, Any] = {"seed": 1, "rollout": {"format": "tags", "max_calls": 3, "max_tokens": 5}}
+    other: dict[str, Any] = {"seed": 1, "rollout": {"format": "tags", "max_tool_calls": 3, "max_tokens": 5}}
     for attempt in (open_samples, refuse_other):
         with pytest.raises(ArpoError) as caught:
             attempt(tmp_path, other)

@@ -31,7 +31,7 @@ from arpo.plan.load import ASSUMED, assume, guess_load, load_of_run
 from arpo.plan.shape import SHAPES, SIZES, Shape, find_shape
 from arpo.trainer.trainer import SHARING_PAYS as TRAINER_SHARING_PAYS
 
-TOY = Shape("toy", layers=2, branch_width=4, heads=2, kv_heads=1, head=2, inner=8, vocabulary=10, tied=True)
+TOY = Shape("toy", layers=2, width=4, heads=2, kv_heads=1, head=2, inner=8, vocabulary=10, tied=True)
 SLOW = Hardware(
     "slow",
     memory=1e6,
@@ -291,7 +291,7 @@ def test_tools_are_guessed_by_where_they_are(settings: list[str], p50: float) ->
 def record(**changed: Any) -> dict[str, Any]:
     """Two questions of two paths: prompts of 10, one call each with a result of 5, 8 tokens written on a path."""
     return {
-        "paths": 4, "questions": 2, "completion_tokens": 8.0, "tool_calls": 4, "calls_per_trajectory": 1.0, "branches": 1,
+        "trajectories": 4, "questions": 2, "completion_tokens": 8.0, "tool_calls": 4, "calls_per_trajectory": 1.0, "branches": 1,
         "sampled_tokens": 32, "unique_tokens": 72, "total_tokens": 92, "computed_tokens": 36, "engine_prefill_tokens": 34,
         "tool.a.calls": 3, "tool.a.p50_seconds": 1.0, "tool.a.p95_seconds": 2.0,
         "tool.b.calls": 1, "tool.b.p50_seconds": 3.0, "tool.b.p95_seconds": 6.0, **changed,

@@ -25,7 +25,7 @@ from arpo.plan.shape import find_shape
 from arpo.plan.simulate import Sampled, simulate
 from arpo.runs.run_dir import create
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SMALL = [
     "train.batch_size=8",
     "rollout.num_trajectories=4",
@@ -119,7 +119,9 @@ def test_keys_and_values_limit_the_open_paths() -> None:
     roomy = Planner(given).best()
     room = USABLE * 141e9 - roomy.training_memory.total
     assert roomy.paths == int(room / 57344 / given.load.path_tokens) < 2048
-    few = given.config.model_copy(update={"rollout": given.config.rollout.model_copy(update={"kv_tokens": 10_000})})
+    few = given.config.model_copy(
+        update={"rollout": given.config.rollout.model_copy(update={"kv_cache_tokens": 10_000})}
+    )
     assert Planner(replace(given, config=few)).best().paths == int(10_000 / given.load.path_tokens)
 
 

@@ -280,7 +280,7 @@ def parts(format: float, accuracy: float, correct: float, bonus: float) -> dict[
     ],
 )
 def test_hierarchical_reward(rollout: RolloutTree, total: float, expected: dict[str, float]) -> None:
-    reward = build_reward("f1", 0.1, ["search"])(TASK, rollout, rollout.num_trajectories[0])
+    reward = build_reward("f1", 0.1, ["search"])(TASK, rollout, rollout.leaves[0])
     assert reward.total == pytest.approx(total)
     assert reward.parts == pytest.approx(expected)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_train import SMALL, config_for, model_path
+from test_loop import SMALL, config_for, model_path
 
 import arpo.studies.compare.runner
 from arpo.errors import ArpoError
@@ -75,7 +75,7 @@ class Processes:
 
     def train(self, directory: Path, settings: dict[str, Any], calls: int) -> None:
         step, spent, budget, what = 0, 0, settings["train"]["budget"], settings["train"]["budget_of"]
-        costs = {"tool_calls": calls, "paths": 8, "sampled_tokens": 100}
+        costs = {"tool_calls": calls, "trajectories": 8, "sampled_tokens": 100}
         with runlog.create(directory, settings) as log:
             while step < settings["train"]["steps"] and (not budget or spent < budget):
                 step, spent = step + 1, spent + costs[what]
@@ -131,7 +131,9 @@ def test_every_run_has_the_settings_of_its_algorithm_and_seed(config: Path, proc
     assert settings_of(plan, "arpo", 3)["train"]["budget"] == 120
 
 
-@pytest.mark.parametrize(("match", "name", "of_a_step"), [("trajectories", "paths", 8), ("tokens", "tokens", 100)])
+@pytest.mark.parametrize(
+    ("match", "name", "of_a_step"), [("trajectories", "trajectories", 8), ("tokens", "tokens", 100)]
+)
 def test_other_budgets(config: Path, processes: Processes, match: str, name: str, of_a_step: int) -> None:
     found = run(plan_for(config, match=match, budget=650, seeds=1))
     assert found.match == name
@@ -295,7 +297,7 @@ def test_from_end_to_end(model_path: Path, tmp_path: Path) -> None:
     assert names <= {path.name for path in (tmp_path / "out").iterdir()}
     for name in ("grpo", "arpo-always"):
         log = runlog.open_run(tmp_path / "out" / name / "seed-0" / "run")
-        assert sum(record["paths"] for record in log.read_metrics()) == 2 * 3 * 2
+        assert sum(record["trajectories"] for record in log.read_metrics()) == 2 * 3 * 2
         assert log.checkpoint_steps() == []
         result = json.loads((tmp_path / "out" / name / "seed-0" / "result.json").read_bytes())
         assert set(result["pass_at"]) == {"1", "3"} and result["samples"] == 3

@@ -282,10 +282,10 @@ def test_comparisons_that_cannot_be_are_refused() -> None:
     good, other = trial("grpo", 1, [(0, 0.2)]), trial("a", 1, [(0, 0.2)])
     for match, baseline, algorithms, trials in (
         ("seconds", "grpo", ("grpo",), (good,)),
-        ("paths", "a", ("grpo",), (good,)),
-        ("paths", "grpo", ("grpo",), (good, good)),
-        ("paths", "grpo", ("grpo",), (good, other)),
-        ("paths", "grpo", ("grpo", "grpo"), (good,)),
+        ("trajectories", "a", ("grpo",), (good,)),
+        ("trajectories", "grpo", ("grpo",), (good, good)),
+        ("trajectories", "grpo", ("grpo",), (good, other)),
+        ("trajectories", "grpo", ("grpo", "grpo"), (good,)),
     ):
         with pytest.raises(ValueError):
             Comparison("t", match, baseline, algorithms, (1,), trials)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from test_cli import Arpo, arpo, mistake, model_dir, one_thread, trained  # noqa: F401  (fixtures)
-from test_pilot import about, earned, looked, wrote
+from test_entropy_study import about, earned, looked, wrote
 from trees import prompt, tool, tree
 
 from arpo.runs.run_dir import create

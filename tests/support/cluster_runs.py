@@ -57,6 +57,6 @@ def assert_all_there(log: RunDir, config: Config) -> None:
         trees = [scored.tree for scored in log.read_trees(row["step"])]
         wanted = batch_of(parts, config.train.batch_size, row["step"], config.seed)
         assert [tree.task.id for tree in trees] == [task.id for task in wanted]
-        assert row["paths"] == sum(len(tree.leaves) for tree in trees) == 4 * config.train.batch_size
+        assert row["trajectories"] == sum(len(tree.leaves) for tree in trees) == 4 * config.train.batch_size
         assert row["tool_calls"] == sum(n.kind is Kind.TOOL for tree in trees for n in tree.nodes)
     assert sum(row["tool_calls"] for row in rows) > 10

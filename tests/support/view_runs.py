@@ -213,7 +213,7 @@ def record(step: int, **more: float | str) -> dict[str, float | str]:
         "accuracy": step / 20,
         "format": 0.9,
         "informative_groups": 0.5,
-        "paths": 32,
+        "trajectories": 32,
         "tool_calls": 100,
         "calls_per_trajectory": 2.0,
         "tool_faults": 3,
@@ -267,7 +267,12 @@ def make_branched(directory: Path, *, close: bool = True) -> RunDir:
 def make_hostile(directory: Path, long: int = 1_000_000) -> None:
     """One step with the hostile tree, its last token a megabyte long; its record has a hostile name and text."""
     with create(directory, settings(directory)) as log:
-        write_step(log, 1, [hostile(long)], **{"tool.<b>x</b>.calls": 3, "signs": "<script>window.hacked=4</script>"})
+        write_step(
+            log,
+            1,
+            [hostile(long)],
+            **{"tool.<b>x</b>.calls": 3, "collapse_warnings": "<script>window.hacked=4</script>"},
+        )
 
 
 def make_sft(directory: Path) -> None:

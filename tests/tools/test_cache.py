@@ -461,7 +461,7 @@ def test_processes_share_one_file(tmp_path: Path) -> None:
     writers = [
         subprocess.Popen(
             [sys.executable, "-c", WRITER, str(tmp_path / "c"), me, str(gate), mode],
-            cwd=Path(__file__).parent.parent,
+            cwd=Path(__file__).parents[2],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

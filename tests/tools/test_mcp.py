@@ -38,7 +38,7 @@ from arpo.tools.executor import Toolset, call_tool
 from arpo.tools.mcp.server import McpServer, connect_mcp
 from arpo.types import Fault, ToolCall, ToolResult
 
-SCRIPT = str(Path(__file__).with_name("mcp_server.py"))
+SCRIPT = str(Path(__file__).parents[1] / "support" / "mcp_server.py")
 
 
 def run(server: McpServer, name: str, /, **args: Any) -> str:

@@ -18,7 +18,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from arpo.builtin.world import build_world
-from arpo.config.loading import schema as settings
+from arpo.config import schema as settings
 from arpo.errors import ArpoError
 from arpo.tools.base import CHARS_PER_TOKEN, Tool
 from arpo.tools.executor import Toolset, call_tool

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import bench_tree
 from bench_tree import ANSWER, INITIAL, JITTER, LEAVES, PROMPT, RESULT, ROUNDS, TURN, compare, make_tree, make_trees
@@ -22,7 +22,7 @@ from arpo.types import Kind
 
 def test_a_tree_has_the_default_shape() -> None:
     rollout = make_tree(random.Random(1), 500)
-    assert len(rollout.num_trajectories) == LEAVES == len({leaf.node for leaf in rollout.num_trajectories})
+    assert len(rollout.leaves) == LEAVES == len({leaf.node for leaf in rollout.leaves})
     children = [node.parent for node in rollout.nodes]
     assert children.count(0) == INITIAL
     assert all(rollout.nodes[parent].kind is Kind.TOOL for parent in children if parent and children.count(parent) > 1)
@@ -30,7 +30,7 @@ def test_a_tree_has_the_default_shape() -> None:
     assert ANSWER == TURN
     for node in rollout.nodes:
         assert abs(len(node.tokens) / means[node.kind] - 1) <= JITTER + 0.01 and max(node.tokens) < 500
-    for leaf in rollout.num_trajectories:
+    for leaf in rollout.leaves:
         kinds = [rollout.nodes[i].kind for i in rollout.path(leaf.node)]
         assert kinds == [Kind.PROMPT, *[Kind.MODEL, Kind.TOOL] * ROUNDS, Kind.MODEL]
 
@@ -44,7 +44,7 @@ def test_trees_are_decided_by_their_seed_and_made_until_there_are_enough() -> No
     trees, credits = made(1, 3000)
     sizes = [rollout.unique_tokens for rollout in trees]
     assert sum(sizes[:-1]) < 3000 <= sum(sizes)
-    assert all(len(rollout.num_trajectories) == len(its) for rollout, its in zip(trees, credits, strict=True))
+    assert all(len(rollout.leaves) == len(its) for rollout, its in zip(trees, credits, strict=True))
 
 
 def test_ratios_are_medians_of_what_ran_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,8 @@ import torch
 from models import FAMILIES, VOCAB, Letters, logits_of, make_model, plain_numbers
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from test_train import config_for as any_config
-from test_train import even_share, model_path
+from test_loop import config_for as any_config
+from test_loop import even_share, model_path
 from torch import Tensor
 
 import arpo.training.setup

@@ -67,7 +67,7 @@ class Forest:
         """
         found = []
         for rollout, credits in zip(self.trees, self.credits, strict=True):
-            for leaf, its in zip(rollout.num_trajectories, credits, strict=True):
+            for leaf, its in zip(rollout.leaves, credits, strict=True):
                 sampled = [i for i in rollout.path(leaf.node) if rollout.nodes[i].logprobs]
                 if its.kept and sampled and (all_tokens or any(its.by_node.values())):
                     found.append(rollout.tokens(sampled[-1]))
@@ -96,8 +96,8 @@ def random_tree(rng: random.Random, token: Callable[[], int], times: int = 1) ->
 def random_credit(rng: random.Random, rollout: RolloutTree, attribution: str) -> tuple[Credit, ...]:
     """Rewards with ties, now and then all the same; some leaves not kept."""
     few = REWARDS if rng.random() < 0.9 else REWARDS[:1]
-    rewards = [Reward(rng.choice(few)) for _ in rollout.num_trajectories]
-    keep = [rng.random() < 0.85 for _ in rollout.num_trajectories]
+    rewards = [Reward(rng.choice(few)) for _ in rollout.leaves]
+    keep = [rng.random() < 0.85 for _ in rollout.leaves]
     return credit([rollout], [rewards], Advantage(attribution=attribution), [keep])[0]
 
 
@@ -123,7 +123,7 @@ def rich_forest(seed: int, attribution: str = "soft", times: int = 1) -> Forest:
 
 def disputed(rollout: RolloutTree, credits: Sequence[Credit]) -> bool:
     """Whether some model node is shared by a good path and a bad one."""
-    paths = [{i for i in rollout.path(leaf.node) if rollout.nodes[i].logprobs} for leaf in rollout.num_trajectories]
+    paths = [{i for i in rollout.path(leaf.node) if rollout.nodes[i].logprobs} for leaf in rollout.leaves]
     good, bad = (
         set().union(*(path for path, its in zip(paths, credits, strict=True) if sign * its.advantage > 0))
         for sign in (1, -1)

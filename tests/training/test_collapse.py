@@ -230,7 +230,7 @@ def test_the_last_sound_checkpoint() -> None:
     rows = records((12, {}))
     assert last_healthy(rows, (), [2, 4, 6, 8, 10, 12]) == 8  # a sign of step 13 would begin in step 9 at the earliest
     assert last_healthy(rows, (CollapseWarning("x", 7, ""), CollapseWarning("y", 9, "")), [2, 4, 6, 7, 8]) == 6
-    rows[5]["signs"] = "it was bad then, too"
+    rows[5]["collapse_warnings"] = "it was bad then, too"
     assert last_healthy(rows, (CollapseWarning("x", 7, ""),), [2, 4, 6, 8]) == 4
     assert last_healthy(rows, (CollapseWarning("x", 2, ""),), [2, 4]) == 0
     assert last_healthy([], (), []) == 0
@@ -294,15 +294,17 @@ def test_a_run_that_collapses_goes_back_and_can_go_on(
     go: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = go("train.lr=1e-5", "train.steps=6")
-    assert not any("signs" in row for row in read_run(directory).read_metrics())
+    assert not any("collapse_warnings" in row for row in read_run(directory).read_metrics())
     with pytest.raises(Collapsed) as stopped:
         go("train.lr=5", "train.steps=40", "train.on_collapse=stop", "run.keep_checkpoints=1", resume=True)
     log, aside = read_run(directory), read_run(directory / "collapsed-1")
     seen = aside.read_metrics()
     since = int(str(stopped.value).partition("first seen in step ")[2].partition(".")[0])
     assert since >= 6 and seen[-1]["step"] < 20
-    assert ["signs" in row for row in seen] == [False] * (len(seen) - 1) + [True]
-    assert find_warnings(seen)[0].since_step >= since and seen[-1]["signs"].splitlines()[0] in str(stopped.value)
+    assert ["collapse_warnings" in row for row in seen] == [False] * (len(seen) - 1) + [True]
+    assert find_warnings(seen)[0].since_step >= since and seen[-1]["collapse_warnings"].splitlines()[0] in str(
+        stopped.value
+    )
     assert f"warning: {seen[-1]['signs'].splitlines()[0]}\n" in capsys.readouterr().out
     back = (log.latest_checkpoint() or (0,))[0]
     assert back == since - 1 - (since - 1) % 2 >= 6
@@ -322,22 +324,24 @@ def test_a_warning_is_said_once_and_a_resumed_run_says_the_same(
     rare = "run.checkpoint_every=100"
     directory = go("train.lr=5", "train.steps=12", rare)
     rows = read_run(directory).read_metrics()
-    first = next(row for row in rows if "signs" in row)
-    assert first["step"] <= 10 and "signs" in rows[-1]
+    first = next(row for row in rows if "collapse_warnings" in row)
+    assert first["step"] <= 10 and "collapse_warnings" in rows[-1]
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
     assert said[0] == f"warning: {first['signs'].splitlines()[0]}"
     assert len(said) == len({line.partition(" from ")[0] for line in said})
     assert (read_run(directory).latest_checkpoint() or (0,))[0] == 12  # it went on
-    marked = [row.get("signs") for row in rows]
+    marked = [row.get("collapse_warnings") for row in rows]
     with open(directory / "metrics.jsonl", "a") as file:
         file.write(json.dumps({**rows[-1], "step": 13}) + "\n")  # lost with the process
     go("train.lr=5", "train.steps=14", rare, resume=True)
     again = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
-    assert not any(line.partition(" from ")[0].removeprefix("warning: ") in str(rows[-1]["signs"]) for line in again)
+    assert not any(
+        line.partition(" from ")[0].removeprefix("warning: ") in str(rows[-1]["collapse_warnings"]) for line in again
+    )
     after = read_run(directory).read_metrics()
-    assert [row.get("signs") for row in after[:12]] == marked
+    assert [row.get("collapse_warnings") for row in after[:12]] == marked
     for number, row in enumerate(after, 1):
-        assert row.get("signs") == ("\n".join(sign.text for sign in find_warnings(after[:number])) or None)
+        assert row.get("collapse_warnings") == ("\n".join(sign.text for sign in find_warnings(after[:number])) or None)
     with pytest.raises(Collapsed, match="taken back to the start, no checkpoint being older"):
         go("train.lr=5", "train.steps=14", "train.on_collapse=stop", rare, resume=True)
     assert steps_of(directory) == [] == read_run(directory).checkpoint_steps()
@@ -349,7 +353,7 @@ def test_a_warning_is_said_once_and_a_resumed_run_says_the_same(
 def test_who_ignores_it_hears_nothing(go: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
     directory = go("train.lr=5", "train.steps=10", "train.on_collapse=ignore", "run.keep_checkpoints=1")
     rows = read_run(directory).read_metrics()
-    assert find_warnings(rows) and not any("signs" in row for row in rows)
+    assert find_warnings(rows) and not any("collapse_warnings" in row for row in rows)
     assert "warning" not in capsys.readouterr().out
     assert read_run(directory).checkpoint_steps() == [10]
 

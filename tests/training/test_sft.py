@@ -32,7 +32,7 @@ from arpo.runs.run_dir import open_run as read_run
 from arpo.trainer.trainer import Trainer
 from arpo.training.loop import open_session
 from arpo.training.loop import test as evaluate
-from arpo.training.setup import build_bench, make_model
+from arpo.training.setup import build_bench, build_model
 from arpo.training.sft import objective, open_sft, plan, train_sft
 from arpo.types import Kind
 
@@ -318,7 +318,7 @@ def test_a_run_is_a_model_for_another_one(folder: Path) -> None:
     bench = build_bench(plain.model_copy(update={"data": plain.data.model_copy(update={"train": "world"})}))
 
     def weights(config: Config) -> dict[str, torch.Tensor]:
-        model, _ = make_model(config, bench, lambda *_: None)
+        model, _ = build_model(config, bench, lambda *_: None)
         return {name: p.detach() for name, p in model.named_parameters()}
 
     name = "model.layers.0.mlp.up_proj.weight"

@@ -868,7 +868,7 @@ def test_the_command_serves_until_it_is_stopped(known: Path) -> None:
 
 
 def test_the_benchmark_runs() -> None:
-    script = Path(__file__).parent.parent / "benchmarks/bench_view.py"
+    script = Path(__file__).parents[2] / "benchmarks/bench_view.py"
     given = [sys.executable, str(script), "--steps", "3", "--prompts", "2", "--tokens", "5", "--asks", "2"]
     done = subprocess.run(given, capture_output=True, text=True, check=True)
     found = json.loads(done.stdout.splitlines()[-1])

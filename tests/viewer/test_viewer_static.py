@@ -9,7 +9,7 @@ import pytest
 
 import arpo
 
-STATIC = Path(arpo.__file__).parent / "view" / "static"
+STATIC = Path(arpo.__file__).parent / "viewer" / "static"
 MODULES = {path.name: path.read_text(encoding="utf-8") for path in sorted(STATIC.glob("*.js"))}
 IMPORT = re.compile(r'^import \{([^}]*)\} from "\./([a-z]+\.js)";\n', re.MULTILINE)
 DECLARATION = re.compile(r"^(export )?(?:async )?(?:function|const|let|class) (\w+)", re.MULTILINE)

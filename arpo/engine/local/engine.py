@@ -130,8 +130,12 @@ class LocalEngine:
     def stats(self) -> dict[str, float]:
         """What was done since the last call: tokens read and re-used, requests put back, CUDA graphs recorded."""
         scheduler, (graphs, seconds) = self._scheduler, self._runner.recorded()
-        counts = {"read": scheduler.read, "reused": scheduler.reused, "preemptions": scheduler.preempted}
-        scheduler.read = scheduler.reused = scheduler.preempted = 0
+        counts = {
+            "prefill_tokens": scheduler.read,
+            "cached_tokens": scheduler.reused,
+            "preemptions": scheduler.preemptions,
+        }
+        scheduler.read = scheduler.reused = scheduler.preemptions = 0
         return {**counts, "graphs": graphs, "graph_seconds": seconds}
 
     async def _drive(self) -> None:

@@ -137,7 +137,7 @@ class VllmEngine:
 
     def stats(self) -> dict[str, float]:
         """Since the last call: tokens of prefixes read and re-used; mean and largest possible error of entropies."""
-        told = {"read": self._read, "reused": self._reused, **self._terms.tally.tell()}
+        told = {"prefill_tokens": self._read, "cached_tokens": self._reused, **self._terms.tally.tell()}
         self._read = self._reused = 0
         return told
 

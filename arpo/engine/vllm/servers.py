@@ -156,7 +156,7 @@ class ServerEngine:
 
     def stats(self) -> dict[str, float]:
         """Since the last call: failed attempts, loads of weights; mean and largest possible error of entropies."""
-        told = {"retries": self._retries, "loads": self._loads, **self._terms.tally.tell()}
+        told = {"retries": self._retries, "weight_loads": self._loads, **self._terms.tally.tell()}
         self._retries = self._loads = 0
         return told
 

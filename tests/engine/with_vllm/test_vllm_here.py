@@ -138,8 +138,8 @@ def test_a_branch_re_uses_its_prefix(pair: Pair) -> None:
     longer = [*prefix, *trunk.tokens, 7, 8, 9]
     run(pair.vllm, (longer, SamplingParams(4, seed=1)), (longer, SamplingParams(4, seed=2)))
     told = pair.vllm.stats()
-    assert told["read"] + told["reused"] == 2 * len(longer)
-    assert told["reused"] >= 2 * (150 // BLOCK["cpu"] * BLOCK["cpu"])
+    assert told["prefill_tokens"] + told["cached_tokens"] == 2 * len(longer)
+    assert told["cached_tokens"] >= 2 * (150 // BLOCK["cpu"] * BLOCK["cpu"])
     print(f"\nof 2 x {len(longer)} tokens {told['reused']} were re-used")
 
 
@@ -165,7 +165,7 @@ def test_new_weights_are_used_and_nothing_of_the_old_ones(pair: Pair) -> None:
     assert [done.tokens for done in theirs] == [done.tokens for done in ours]
     assert [done.tokens for done in theirs] != [done.tokens for done in before]
     assert {done.policy_version for done in theirs} == {pair.vllm.version} == {3}
-    assert told["reused"] == 0
+    assert told["cached_tokens"] == 0
     for prefix, done in zip(prefixes, theirs, strict=True):
         assert_near(pair, prefix, done, 1.0, told["entropy_error_max"])
     started = time.monotonic()

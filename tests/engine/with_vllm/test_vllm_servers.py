@@ -70,7 +70,7 @@ def test_turns_and_weights_of_servers(ground: Any) -> None:
     before = asyncio.run(ask())
     assert [done.tokens for done in before] == local(ground, *PREFIXES)
     told = engine.stats()
-    assert (told["loads"], told["retries"]) == (2, 0)
+    assert (told["weight_loads"], told["retries"]) == (2, 0)
     for prefix, done in zip(PREFIXES, before, strict=True):
         logprobs, entropies, _ = plain_numbers(model, prefix, done.tokens, 0.0)
         assert done.logprobs == pytest.approx(logprobs, abs=NEAR)
@@ -80,7 +80,7 @@ def test_turns_and_weights_of_servers(ground: Any) -> None:
     after = asyncio.run(ask())
     assert [done.tokens for done in after] == local(ground, *PREFIXES)
     assert [done.tokens for done in after] != [done.tokens for done in before]
-    assert engine.stats()["loads"] == 2
+    assert engine.stats()["weight_loads"] == 2
 
 
 def test_a_turn_that_is_cancelled_or_stopped_ends_on_the_server(ground: Any) -> None:
@@ -114,7 +114,7 @@ def test_a_killed_server_costs_no_turn_and_comes_back_with_the_current_weights(g
         await asyncio.gather(*(engine.generate(prefix, SamplingParams(1)) for prefix in PREFIXES))
 
     asyncio.run(warm_up())
-    assert engine.stats()["loads"] == 2  # both are ready
+    assert engine.stats()["weight_loads"] == 2  # both are ready
     killed = threading.Event()
     seen: dict[int, list[int]] = {i: [] for i in range(len(PREFIXES))}
 
@@ -142,4 +142,4 @@ def test_a_killed_server_costs_no_turn_and_comes_back_with_the_current_weights(g
     engine._servers[1].resting_until = float("inf")
     engine._servers[0].resting_until = 0.0
     assert asyncio.run(engine.generate(PREFIXES[1], LONG)).tokens == expected[1]
-    assert engine.stats()["loads"] == 1  # it had lost this engine's label
+    assert engine.stats()["weight_loads"] == 1  # it had lost this engine's label
