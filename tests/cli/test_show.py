@@ -102,7 +102,7 @@ def test_the_list_has_every_question(run: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_mistakes_are_told_with_what_there_is(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def step_metrics(*arguments: object) -> str:
+    def told(*arguments: object) -> str:
         code, text = outcome(capsys, *arguments)
         assert code == 2
         return text

@@ -87,7 +87,7 @@ class Scheduler:
         self.tree = BlockTree(blocks, BLOCK)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
-        self.read = self.reused = self.preempted = 0  # tokens of prefixes computed and found; requests put back
+        self.read = self.reused = self.preemptions = 0  # tokens of prefixes computed and found; requests put back
         self._free_rows = list(range(rows))[::-1]
         self._table = np.zeros((rows, -(-context // BLOCK)), dtype=np.int32)
         self._prefill_tokens, self._patience = prefill_tokens, patience
@@ -150,7 +150,7 @@ class Scheduler:
                 continue
             victim = self.running[-1]
             self._stop(victim)
-            self.preempted += 1
+            self.preemptions += 1
             self.waiting.appendleft(victim)
             if victim is request:
                 return False
