@@ -15,6 +15,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from arpo.data.tasks import Reading
+from arpo.text import printable as printable
 from arpo.tools.stats import ToolStats
 from arpo.types import Credit, Fault, Kind, Leaf, Node, Reward, RolloutTree, ToolCall, ToolResult
 
@@ -89,11 +90,6 @@ def tool_lines(stats: Mapping[str, ToolStats]) -> list[str]:
         if s.calls
     ]
     return [head, *rows] if rows else []
-
-
-def printable(text: str) -> str:
-    """The text with everything that could steer a terminal or hide (control, bidi, surrogate) written as an escape."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def print_tree(tree: RolloutTree, rewards: Sequence[Reward], credits: Sequence[Credit] = ()) -> None:

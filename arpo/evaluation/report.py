@@ -20,12 +20,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from arpo.cli.display import console, printable
+from arpo.cli.display import console
 from arpo.data.benchmarks import BENCHMARKS
 from arpo.data.published import published_for
 from arpo.evaluation.samples import Sample
 from arpo.evaluation.statistics import LEVEL, Estimate, Summary
 from arpo.runs.run_dir import write_atomically
+from arpo.text import markdown_cell, markdown_table, printable
 
 INTERVAL = f"{LEVEL:.0%} Wilson interval over questions"
 METRICS = {"math": "maths equality", "f1": "token F1", "em": "exact match", "judge": "LLM judge", "choice": "choice"}
@@ -203,15 +204,3 @@ def _means(summary: Summary) -> list[str]:
     share = None if summary.format is None else 100 * summary.format
     values = ((summary.calls, 2), (summary.tokens, 0), (share, 1), (summary.seconds, 2))
     return ["none" if value is None else f"{value:,.{digits}f}" for value, digits in values]
-
-
-def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table; what comes from outside has been through `markdown_cell`."""
-    lines = [head, ["---"] * len(head), *rows]
-    return ["| " + " | ".join(cells) + " |" for cells in lines]
-
-
-def markdown_cell(text: str) -> str:
-    """Text from outside as Markdown shows it: one line, no mark-up."""
-    shown = printable(text).replace("\n", " ")
-    return "".join(f"\\{c}" if c in "\\`*_[]<>|#$&~" else c for c in shown)

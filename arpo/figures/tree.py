@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
 
-from arpo.cli.display import printable
 from arpo.figures.style import BLACK, BLUE, ORANGE, RED, drawing, saved
 from arpo.runs.trees import ScoredTree
+from arpo.text import printable
 from arpo.types import Kind, Node, RolloutTree
 
 GREY = "#8A8A8A"

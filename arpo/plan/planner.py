@@ -187,11 +187,11 @@ def remedies(setup: Setup) -> list[tuple[str, Setup]]:
     if setup.config.train.max_microbatch_tokens > 4096:
         found.append(("train.max_microbatch_tokens=4096", with_train(setup, max_microbatch_tokens=4096)))
     if not setup.config.train.gradient_checkpointing:
-        found.append(("train.gradient_checkpointing=true", with_train(setup, checkpointing=True)))
+        found.append(("train.gradient_checkpointing=true", with_train(setup, gradient_checkpointing=True)))
         found.append(
             (
                 "train.gradient_checkpointing=true train.max_microbatch_tokens=4096",
-                with_train(setup, checkpointing=True, max_microbatch_tokens=4096),
+                with_train(setup, gradient_checkpointing=True, max_microbatch_tokens=4096),
             )
         )
     found += [(f"--gpus {setup.gpus * n}", replace(setup, gpus=setup.gpus * n)) for n in (2, 4, 8)]

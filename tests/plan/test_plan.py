@@ -313,7 +313,7 @@ def test_a_runs_metrics_tell_what_its_steps_were() -> None:
 def test_what_a_run_does_not_tell_is_said() -> None:
     with pytest.raises(ArpoError, match="no finished step"):
         load_of_run(load_config(None, []), [])
-    with pytest.raises(ArpoError, match="no paths"):
+    with pytest.raises(ArpoError, match="no trajectories"):
         load_of_run(load_config(None, []), [{"step": 1}])
     quiet = {name: value for name, value in record().items() if not name.startswith("tool.")}
     assert load_of_run(load_config(None, []), [quiet]).tool_p50 == 1e-6
@@ -326,7 +326,7 @@ def test_values_can_be_given_and_nonsense_is_refused() -> None:
     assert "questions" not in ASSUMED
     for text, message in [
         ("call=2", "expected NAME=NUMBER with a name of concurrency"), ("calls", "expected NAME"),
-        ("calls=x", "expected a number"), ("calls=4", "max_calls is 3"), ("tool_p50=99", "tool_p95"),
+        ("calls=x", "expected a number"), ("calls=4", "max_tool_calls is 3"), ("tool_p50=99", "tool_p95"),
         ("branch_rate=2", "from 0 to 1"), ("turn_tokens=0", "more than 0"), ("result_tokens=-1", "negative"),
         ("shared_prompt=999", "prompt_tokens"), ("spread=-1", "from 0 to 5"), ("spread=50", "from 0 to 5"),
         ("concurrency=0", "concurrency: must be at least 1"), ("concurrency=0.9", "at least 1"),

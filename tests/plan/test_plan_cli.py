@@ -215,7 +215,7 @@ def run_of(path: Path, records: list[dict[str, Any]]) -> Path:
 
 
 def test_the_report_has_all_that_was_asked(tmp_path: Path) -> None:
-    done = plan(str(ROOT / "arpo" / "demo.toml"), "--gpus", "4", "--model", "1.5B", "model.dtype=bfloat16")
+    done = plan(str(ROOT / "arpo" / "builtin" / "demo.toml"), "--gpus", "4", "--model", "1.5B", "model.dtype=bfloat16")
     assert done.exit_code == 0, done.output
     for words in (
         "Qwen2.5-1.5B (1.54B weights, bfloat16) on 4 x h100",
@@ -227,7 +227,9 @@ def test_the_report_has_all_that_was_asked(tmp_path: Path) -> None:
 
 
 def test_json_holds_the_same(tmp_path: Path) -> None:
-    done = plan(str(ROOT / "arpo" / "demo.toml"), "--gpus", "2", "--json", "--assume", "calls=1", "--network", "12")
+    done = plan(
+        str(ROOT / "arpo" / "builtin" / "demo.toml"), "--gpus", "2", "--json", "--assume", "calls=1", "--network", "12"
+    )
     values = json.loads(done.output)
     assert values["best"]["step"] == values["splits"][0]["step"] <= values["splits"][-1]["step"]
     best = values["best"]
@@ -245,13 +247,13 @@ def test_a_run_is_held_against_its_own_prediction(tmp_path: Path) -> None:
     assert values["measured"] == {"rollout_seconds": 3.0, "train_seconds": 2.0}
     assert values["sources"]["calls"] == f"from {run}" and values["sources"]["spread"] == "guessed"
     assert "predicted / measured" in plan(str(run), "--gpu", "h200").output
-    other = json.loads(plan(str(ROOT / "arpo" / "demo.toml"), "--from", str(run), "--json").output)
+    other = json.loads(plan(str(ROOT / "arpo" / "builtin" / "demo.toml"), "--from", str(run), "--json").output)
     assert other["load"]["prompt_tokens"] == 10 and other["load"]["questions"] == 16 and other["measured"] is None
     assert json.loads(plan(str(run), "--gpus", "2", "--json").output)["measured"] is None
 
 
 def test_a_gpu_may_be_shared() -> None:
-    values = json.loads(plan(str(ROOT / "arpo" / "demo.toml"), "--shared-by", "4", "--json").output)
+    values = json.loads(plan(str(ROOT / "arpo" / "builtin" / "demo.toml"), "--shared-by", "4", "--json").output)
     assert values["hardware"]["memory"] == 20e9
 
 
@@ -262,14 +264,14 @@ def test_a_gpu_may_be_shared() -> None:
      (["model.path=somewhere"], "give --model one of"), (["--model", "70B"], "does not fit")],
 )  # fmt: skip
 def test_mistakes_say_what_to_do(given: list[str], message: str) -> None:
-    done = plan(str(ROOT / "arpo" / "demo.toml"), *given)
+    done = plan(str(ROOT / "arpo" / "builtin" / "demo.toml"), *given)
     assert isinstance(done.exception, ArpoError) and message in str(done.exception)
 
 
 def test_planning_needs_no_torch() -> None:
     code = (
         "import sys\nfrom arpo.cli.main import app\nfrom typer.testing import CliRunner\n"
-        f"CliRunner().invoke(app, ['plan', {str(ROOT / 'arpo' / 'demo.toml')!r}])\n"
+        f"CliRunner().invoke(app, ['plan', {str(ROOT / 'arpo' / 'builtin' / 'demo.toml')!r}])\n"
         "print(*({'torch', 'transformers', 'numpy'} & sys.modules.keys()))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

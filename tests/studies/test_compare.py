@@ -74,7 +74,7 @@ class Processes:
         return 0
 
     def train(self, directory: Path, settings: dict[str, Any], calls: int) -> None:
-        step, spent, budget, what = 0, 0, settings["train"]["budget"], settings["train"]["budget_of"]
+        step, spent, budget, what = 0, 0, settings["train"]["budget"], settings["train"]["budget_unit"]
         costs = {"tool_calls": calls, "trajectories": 8, "sampled_tokens": 100}
         with runlog.create(directory, settings) as log:
             while step < settings["train"]["steps"] and (not budget or spent < budget):
@@ -115,7 +115,7 @@ def test_all_spend_what_the_baseline_spends_with_the_same_seed(config: Path, pro
         assert trial.curve[0].accuracy == 0.25 and trial.curve[-1].accuracy == 0.75
         assert [point.step for point in trial.curve[:3]] == [0, 1, 2]  # tested every 12 // 8 steps
         last = trial.curve[-1]
-        assert (last.paths, last.tokens, last.seconds) == (8 * last.step, 100 * last.step, 3.0 * last.step)
+        assert (last.trajectories, last.tokens, last.seconds) == (8 * last.step, 100 * last.step, 3.0 * last.step)
 
 
 def test_every_run_has_the_settings_of_its_algorithm_and_seed(config: Path, processes: Processes) -> None:

@@ -227,7 +227,7 @@ def test_rows_by_hand() -> None:
     assert base.accuracy is not None and base.accuracy.mean == pytest.approx(2 / 3)
     assert list(base.pass_at) == [1] and base.pass_at[1].mean == pytest.approx(2 / 3)
     assert (base.format, base.calls_per_question) == (None, 2.0)
-    assert (base.tool_calls, base.paths, base.tokens, base.seconds) == (100, 50, 1000, 50)
+    assert (base.tool_calls, base.trajectories, base.tokens, base.seconds) == (100, 50, 1000, 50)
     assert (own.algorithm, own.seeds, own.tool_calls, own.seconds) == ("arpo", 2, 150, 75)
     assert own.accuracy is not None and own.accuracy.mean == pytest.approx(0.55)
     reach = 12.7062 * 0.1  # the differences are -0.1 and 0.1

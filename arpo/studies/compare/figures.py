@@ -17,10 +17,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from arpo.cli.display import printable
 from arpo.figures.style import BLACK, BLUE, GREEN, ORANGE, PINK, RED, drawing, saved
 from arpo.runs.run_dir import write_atomically
 from arpo.studies.compare.stats import Comparison, Trial, cold_start, complete, on_grid, share_interval
+from arpo.text import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -20,8 +20,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from arpo.cli.display import console, printable
-from arpo.evaluation.report import markdown_cell, markdown_table
+from arpo.cli.display import console
 from arpo.runs.run_dir import write_atomically
 from arpo.studies.compare.figures import draw_bars, draw_curves, pictures
 from arpo.studies.compare.stats import (
@@ -36,6 +35,7 @@ from arpo.studies.compare.stats import (
     missing_runs,
     rows,
 )
+from arpo.text import markdown_cell, markdown_table, printable
 
 NONE = "-"
 WORDS = {"tool_calls": "tool calls", "trajectories": "trajectories", "tokens": "tokens"}
@@ -161,7 +161,7 @@ def _spent(found: Sequence[Row], shown: Callable[[str], str]) -> tuple[list[str]
     for row in found:
         minutes = None if row.seconds is None else row.seconds / 60
         share = None if row.format is None else 100 * row.format
-        costs = [_number(row.tool_calls, 0), _number(row.paths, 0), _number(row.tokens, 0), _number(minutes, 1)]
+        costs = [_number(row.tool_calls, 0), _number(row.trajectories, 0), _number(row.tokens, 0), _number(minutes, 1)]
         body.append([shown(row.algorithm), *costs, _number(row.calls_per_question, 2), _number(share, 1)])
     return head, body
 

@@ -58,7 +58,7 @@ class Plan:
     overrides: tuple[str, ...]
     algorithms: tuple[str, ...]
     seeds: tuple[int, ...]
-    match: str  # tool_calls, paths or sampled_tokens
+    match: str  # tool_calls, trajectories or sampled_tokens
     budget: int | None
     baseline: str
     samples: int
@@ -357,8 +357,8 @@ def _trial(plan: Plan, algorithm: str, seed: int, problem: str) -> Trial:
         at_end = record is records[-1]
         if at_end or "test_accuracy" in record:
             accuracy = result["accuracy"] if at_end else record["test_accuracy"]
-            calls, paths, tokens, seconds = costs.values()
-            points.append(Point(record["step"], int(calls), int(paths), int(tokens), seconds, accuracy))
+            calls, trajectories, tokens, seconds = costs.values()
+            points.append(Point(record["step"], int(calls), int(trajectories), int(tokens), seconds, accuracy))
     return Trial(
         short(algorithm),
         seed,

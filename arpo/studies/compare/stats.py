@@ -50,7 +50,7 @@ class Point:
 
     step: int
     tool_calls: int
-    paths: int
+    trajectories: int
     tokens: int
     seconds: float
     accuracy: float
@@ -143,7 +143,7 @@ class Row:
     difference: Difference | None
     pass_at: Mapping[int, Mean]
     tool_calls: float | None
-    paths: float | None
+    trajectories: float | None
     tokens: float | None
     seconds: float | None
     calls_per_question: float | None

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from arpo.cli.display import printable
 from arpo.evaluation.statistics import Z
 from arpo.figures.style import BLACK, BLUE, GREEN, ORANGE, PINK, RED, SKY, drawing, saved
 from arpo.studies.entropy.study import BranchStats, Curve, Place, Study
+from arpo.text import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -20,12 +20,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from arpo.cli.display import console, printable
-from arpo.evaluation.report import markdown_cell, markdown_table
+from arpo.cli.display import console
 from arpo.evaluation.statistics import Z
 from arpo.runs.run_dir import write_atomically
 from arpo.studies.entropy.figure import draw
 from arpo.studies.entropy.study import BranchStats, Mean, Place, Study
+from arpo.text import markdown_cell, markdown_table, printable
 from arpo.types import percentile
 
 BINS = 40
