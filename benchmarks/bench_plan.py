@@ -36,7 +36,7 @@ from arpo.training import loop as training
 def main() -> None:
     """Measure, train, predict, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", nargs="?", type=Path, default=Path("arpo/demo.toml"))
+    parser.add_argument("config", nargs="?", type=Path, default=Path("arpo/builtin/demo.toml"))
     parser.add_argument("overrides", nargs="*", default=[])
     parser.add_argument("--steps", type=int, default=8)
     args = parser.parse_args()

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from cli_runs import SMALL_TOML, Arpo, Outcome, call
 from hypothesis import HealthCheck, settings
 
 from arpo.builtin.model import build_model, build_tokenizer
+from arpo.trainer.checkpoint import save_pretrained
 
-sys.path[:0] = [str(path) for path in sorted(Path(__file__).parent.iterdir()) if path.is_dir()]
 torch.set_num_threads(1)  # these models are too small for more to help
 settings.register_profile(
     "any machine", parent=settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow]
@@ -35,3 +35,45 @@ def tokenizer() -> Any:
 def tiny_model(tokenizer: Any) -> Any:
     """A random Llama with two layers; tests must not change it."""
     return build_model(tokenizer, hidden=64, layers=2, max_context=256, seed=0).eval()
+
+
+@pytest.fixture(scope="session")
+def model_path(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a random model with one layer and 256 tokens of context; tests must not change it."""
+    directory = tmp_path_factory.mktemp("model")
+    save_pretrained(build_model(tokenizer, 32, 1, 256, seed=1), tokenizer, directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def model_dir(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a random model with one layer and 512 tokens of context; tests must not change it."""
+    directory = tmp_path_factory.mktemp("model")
+    save_pretrained(build_model(tokenizer, hidden=32, layers=1, max_context=512, seed=0), tokenizer, directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def trained(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a finished run of two steps; tests must not change it."""
+    folder = tmp_path_factory.mktemp("trained")
+    config = folder / "small.toml"
+    config.write_text(SMALL_TOML)
+    assert call("train", config, f"model.path={model_dir}", f"run.dir={folder / 'run'}") == 0
+    return folder / "run"
+
+
+@pytest.fixture
+def arpo(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Arpo:
+    """Runs the command line in an empty directory that holds only `small.toml`, with a cache of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ARPO_CACHE", str(tmp_path / "cache"))
+    Path("small.toml").write_text(SMALL_TOML + f'\n[model]\npath = "{model_dir}"\n')
+
+    def run(*arguments: object) -> Outcome:
+        capsys.readouterr()
+        code = call(*arguments)
+        captured = capsys.readouterr()
+        return Outcome(code, captured.out, captured.err)
+
+    return run

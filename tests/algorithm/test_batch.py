@@ -7,9 +7,9 @@ import random
 import numpy as np
 import pytest
 import torch
+from forests import random_forest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_tree_training import random_forest
 from trees import model, nested_branches, prompt, tree, two_branches
 
 from arpo.algorithm.advantage import attribute

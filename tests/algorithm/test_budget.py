@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_loop import assert_same, config_for, model_path, run_to_the_end, what_it_left
+from training_runs import assert_same, config_for, run_to_the_end, what_it_left
 from trees import model, prompt, tool, tree
 
 from arpo.data.order import batch_of
@@ -18,8 +18,6 @@ from arpo.runs.run_dir import open_run as read_run
 from arpo.trainer.trainer import Trainer
 from arpo.training.loop import open_run, sample_step, train
 from arpo.types import Leaf, Reward, RolloutTree, StopReason, Task, derive_seed
-
-__all__ = ["model_path"]
 
 
 def rewarded_by(settled: set[str], counts: dict[str, int]) -> Any:

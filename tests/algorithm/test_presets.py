@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+from forests import TEMPERATURE, gradients, old_logprob, old_of, reference_model, rich_forest, sampled_by
 from models import make_model
 from plain import Path, path_numbers, paths_of
-from test_tree_training import TEMPERATURE, gradients, old_logprob, old_of, reference_model, rich_forest, sampled_by
 from torch import Tensor
 from trees import nested_branches, two_branches
 

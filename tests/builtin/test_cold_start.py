@@ -25,7 +25,7 @@ from arpo.rewards import build_reward
 from arpo.training.setup import build_agent, build_bench, world_tools
 from arpo.types import Kind
 
-BASE = Path(arpo.builtin.demo.__file__).parent / "models" / "base"
+BASE = Path(arpo.builtin.demo.__file__).parent / "base"
 SMALL = ["world.entities=120", "world.train_questions=20", "world.test_questions=40", "rollout.max_tool_calls=6"]
 
 

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from rich.console import Console
-from test_formats import CHATML, DROPPING, QWEN, STRICT, make_tokenizer
+from templates import CHATML, DROPPING, QWEN, STRICT, UNCLOSED, make_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -51,10 +51,6 @@ from arpo.types import StopReason
 CLOSED = (
     "{% for m in messages %}{% if m.role == 'assistant' %} {{ m.content }} <|im_end|>"
     "{% else %}<|im_start|>[INST] {{ m.content }} [/INST]{% endif %}{% endfor %}"
-)
-UNCLOSED = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 CHAT = make_tokenizer(CHATML)
 START, END = CHAT.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])

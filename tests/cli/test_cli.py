@@ -4,114 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-from arpo.builtin.model import build_model
-from arpo.cli.main import main
-from arpo.trainer.checkpoint import save_pretrained
-
-SMALL = """
-[world]
-entities = 60
-train_questions = 20
-test_questions = 6
-
-[rollout]
-leaves = 4
-max_tokens = 60
-
-[train]
-steps = 2
-prompts = 2
-
-[eval]
-questions = 4
-
-[run]
-dir = "run"
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a command came to."""
-
-    code: int
-    out: str
-    err: str
-
-
-Arpo = Callable[..., Outcome]
-
-
-def call(*arguments: object) -> int:
-    """Run the command line in this process; returns its exit code."""
-    given, sys.argv = sys.argv, ["arpo", *map(str, arguments)]
-    try:
-        main()
-    except SystemExit as stop:
-        return int(stop.code or 0)
-    finally:
-        sys.argv = given
-    return 0
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads cost such a small model more than they give, above all on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def model_dir(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model with one layer, as a Hugging Face directory."""
-    directory = tmp_path_factory.mktemp("model")
-    save_pretrained(build_model(tokenizer, hidden=32, layers=1, max_context=512, seed=0), tokenizer, directory)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def trained(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a finished run of two steps; tests must not change it."""
-    folder = tmp_path_factory.mktemp("trained")
-    config = folder / "small.toml"
-    config.write_text(SMALL)
-    assert call("train", config, f"model.path={model_dir}", f"run.dir={folder / 'run'}") == 0
-    return folder / "run"
-
-
-@pytest.fixture
-def arpo(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Arpo:
-    """Runs the command line in an empty directory that holds only `small.toml`, with a cache of its own."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("ARPO_CACHE", str(tmp_path / "cache"))
-    Path("small.toml").write_text(SMALL + f'\n[model]\npath = "{model_dir}"\n')
-
-    def run(*arguments: object) -> Outcome:
-        capsys.readouterr()
-        code = call(*arguments)
-        captured = capsys.readouterr()
-        return Outcome(code, captured.out, captured.err)
-
-    return run
-
-
-def mistake(outcome: Outcome) -> str:
-    """The message of a command that ended in a mistake of the user's."""
-    assert outcome.code == 2, outcome
-    assert outcome.err.startswith("error: ")
-    assert "Traceback" not in outcome.err + outcome.out
-    return outcome.err.removeprefix("error: ").rstrip("\n")
+from cli_runs import Arpo, mistake
 
 
 def write_questions(name: str, *rows: dict[str, Any]) -> None:

@@ -7,8 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_tree_figure import branched
-from trees import searched
+from trees import branched, searched
 
 from arpo.cli import display
 from arpo.cli.main import main

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import cluster_toys
 import pytest
 from cluster_runs import BASE, SMALL, ages, assert_all_there, tokens_of, toys_in
 from safetensors.torch import load_file
@@ -40,7 +41,7 @@ def cluster() -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     with pytest.MonkeyPatch.context() as patch:
-        here = os.path.dirname(__file__)
+        here = os.path.dirname(cluster_toys.__file__)
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("PYTHONPATH", os.pathsep.join([here, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]))
         noticed = {"health_check_period_ms": 500, "health_check_failure_threshold": 4}

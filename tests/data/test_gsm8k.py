@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from test_cli import call
+from cli_runs import call
 from traces import formats, write_rows
 
 from arpo.agent.traces import read_traces

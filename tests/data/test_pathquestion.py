@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cli_runs import call
 from hypothesis import given
 from hypothesis import strategies as st
-from test_cli import call
 
 from arpo.data.pathquestion import PathQuestions, plain_name, plain_question, read_pathquestion, split
 from arpo.data.tasks import Columns, load_tasks

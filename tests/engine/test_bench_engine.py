@@ -9,12 +9,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import bench_engine
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-import bench_engine
 from bench_engine import build_model, compare, serve_vllm, vllm_apart
 from engine_load import (
     FORK_EVERY,

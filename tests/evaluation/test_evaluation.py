@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 from chat_server import ChatServer, chat_server, said
+from cli_runs import Outcome, call, mistake
 from questions import rows
-from test_cli import Outcome, call, mistake
 
 from arpo.builtin.model import build_model
 from arpo.config.loading import load_config

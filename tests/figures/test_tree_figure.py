@@ -9,22 +9,14 @@ from xml.etree import ElementTree
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from trees import model, nested_branches, prompt, tool, tree, two_branches
+from trees import branched, model, nested_branches, prompt, tool, tree
 
 from arpo.figures.style import BLUE, ORANGE, RED
 from arpo.figures.tree import GREY, LEAST, PROMPT, WIDTH, sketch, tree_png, tree_svg
 from arpo.runs.trees import ScoredTree
-from arpo.types import Credit, Decision, Fault, Reward, RolloutTree, Task
+from arpo.types import Credit, Fault, Reward, RolloutTree, Task
 
 HOSTILE = "</title></svg><script>alert(1)</script>\x00\x1b[31m\u202e\ud800&amp;\"'"
-
-
-def branched() -> RolloutTree:
-    """`two_branches`, with the decision that opened path B."""
-    grown = two_branches()
-    nodes = list(grown.nodes)
-    nodes[2] = replace(nodes[2], decision=Decision(0.1, 0.3, 0.125, 0.6, 1, "P > tau", 20))
-    return replace(grown, nodes=tuple(nodes))
 
 
 def scored(grown: RolloutTree, kept: bool = True) -> ScoredTree:

@@ -6,11 +6,11 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from plan_runs import record
 
 from arpo.config.loading import load_config
 from arpo.errors import ArpoError
@@ -286,16 +286,6 @@ def test_without_a_run_half_of_the_limits_is_guessed() -> None:
 )  # fmt: skip
 def test_tools_are_guessed_by_where_they_are(settings: list[str], p50: float) -> None:
     assert guess_load(load_config(None, settings)).tool_p50 == p50
-
-
-def record(**changed: Any) -> dict[str, Any]:
-    """Two questions of two paths: prompts of 10, one call each with a result of 5, 8 tokens written on a path."""
-    return {
-        "trajectories": 4, "questions": 2, "completion_tokens": 8.0, "tool_calls": 4, "calls_per_trajectory": 1.0, "branches": 1,
-        "sampled_tokens": 32, "unique_tokens": 72, "total_tokens": 92, "computed_tokens": 36, "engine_prefill_tokens": 34,
-        "tool.a.calls": 3, "tool.a.p50_seconds": 1.0, "tool.a.p95_seconds": 2.0,
-        "tool.b.calls": 1, "tool.b.p50_seconds": 3.0, "tool.b.p95_seconds": 6.0, **changed,
-    }  # fmt: skip
 
 
 def test_a_runs_metrics_tell_what_its_steps_were() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_plan import record
+from plan_runs import record
 from typer.testing import CliRunner
 
 from arpo.cli.main import app

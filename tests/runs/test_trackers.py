@@ -224,7 +224,7 @@ def test_a_missing_package_is_told_with_what_to_install(name: str, monkeypatch: 
 
 
 def test_the_tree_with_the_most_branch_points_is_drawn(log: RunDir, fakes: dict[str, Fake]) -> None:
-    from test_tree_figure import branched
+    from trees import branched
 
     plain, told = two_branches(), branched()
     scores = [Reward(1.0)] * 3, [Credit(0.0, {})] * 3
@@ -440,7 +440,7 @@ def test_tensorboard_for_real(log: RunDir, monkeypatch: pytest.MonkeyPatch) -> N
     """Steps that were taken back are there once, with the later value."""
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from test_tree_figure import branched
+    from trees import branched
 
     log.write_trees(2, [branched()], [[Reward(1.0)] * 3], [[Credit(0.0, {})] * 3])
     for first, last, value in ((1, 4, 0.25), (3, 5, 0.75)):

@@ -14,15 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_loop import SMALL, config_for, model_path
+from training_runs import SMALL, config_for
 
 import arpo.studies.compare.runner
 from arpo.errors import ArpoError
 from arpo.runs import run_dir as runlog
 from arpo.studies.compare.runner import COLD_START, Plan, compare, the_plan
 from arpo.studies.compare.stats import Comparison
-
-__all__ = ["model_path"]
 
 CALLS = {"grpo": 10, "arpo": 7, "dapo": 16, "mine": 3}  # tool calls of a step
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_cli import Arpo, arpo, mistake, model_dir, one_thread, trained  # noqa: F401  (fixtures)
-from test_entropy_study import about, earned, looked, wrote
+from cli_runs import Arpo, mistake
+from entropy_trees import about, earned, looked, wrote
 from trees import prompt, tool, tree
 
 from arpo.runs.run_dir import create
@@ -27,7 +27,7 @@ def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def saved(trained: Path, tmp_path: Path) -> Path:  # noqa: F811
+def saved(trained: Path, tmp_path: Path) -> Path:
     """A run with trees of two steps: five questions with Python in the first, twelve with search in the second."""
     config = json.loads((trained / "config.json").read_text())
     config["branching"]["probe_tokens"] = K
@@ -45,7 +45,7 @@ def saved(trained: Path, tmp_path: Path) -> Path:  # noqa: F811
     return tmp_path / "saved"
 
 
-def test_entropy_of_a_run_uses_its_trees(arpo: Arpo, saved: Path) -> None:  # noqa: F811
+def test_entropy_of_a_run_uses_its_trees(arpo: Arpo, saved: Path) -> None:
     outcome = arpo("entropy", saved, "--tokens", 1, "--out", "here")
     assert (outcome.code, outcome.err) == (0, "")
     told = json.loads(Path("here/entropy.json").read_bytes())
@@ -66,7 +66,7 @@ def test_entropy_of_a_run_uses_its_trees(arpo: Arpo, saved: Path) -> None:  # no
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_entropy_of_some_steps(arpo: Arpo, saved: Path) -> None:  # noqa: F811
+def test_entropy_of_some_steps(arpo: Arpo, saved: Path) -> None:
     for steps, trees in (("1", 5), ("2-9", 12), ("1-2", 17)):
         assert arpo("entropy", saved, "--steps", steps, "--out", "here").code == 0
         assert json.loads(Path("here/entropy.json").read_bytes())["tree_count"] == trees
@@ -76,7 +76,7 @@ def test_entropy_of_some_steps(arpo: Arpo, saved: Path) -> None:  # noqa: F811
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_entropy_grows_trees_for_a_file_a_run_or_a_model(arpo: Arpo, trained: Path, model_dir: Path) -> None:  # noqa: F811
+def test_entropy_grows_trees_for_a_file_a_run_or_a_model(arpo: Arpo, trained: Path, model_dir: Path) -> None:
     own = (
         "world.entities=60",
         "world.train_questions=20",
@@ -98,7 +98,7 @@ def test_entropy_grows_trees_for_a_file_a_run_or_a_model(arpo: Arpo, trained: Pa
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_entropy_asks_training_questions_where_there_are_no_others(arpo: Arpo) -> None:  # noqa: F811
+def test_entropy_asks_training_questions_where_there_are_no_others(arpo: Arpo) -> None:
     Path("mine.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
     outcome = arpo("entropy", "small.toml", "data.train=mine.jsonl", 'tools.enabled=["python"]', "reward.bonus=0")
     assert outcome.code == 0
@@ -119,7 +119,7 @@ def test_results_go_to_a_folder_named_after_what_was_studied(tmp_path: Path, mon
     assert the_folder("..", tmp_path / "mine") == tmp_path / "mine"
 
 
-def test_mistakes_are_told_before_slow_work(arpo: Arpo, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_mistakes_are_told_before_slow_work(arpo: Arpo, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("arpo.studies.entropy.runner.open_session", lambda *_: pytest.fail("began to load"))
     told = mistake(arpo("entropy", "nosuch"))
     assert told.startswith("nosuch is no run and no TOML file, and a model alone has no questions: name some with")

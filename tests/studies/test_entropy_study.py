@@ -12,42 +12,22 @@ from statistics import fmean, stdev
 from xml.etree import ElementTree
 
 import pytest
+from entropy_trees import WHY_NOT, K, about, earned, looked, wrote
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trees import model, prompt, tool, tree
+from trees import prompt, tool, tree
 
 from arpo.config.schema import Branching
 from arpo.studies.entropy import study as pilot
 from arpo.studies.entropy.figure import COLOURS, DASHES, MOST, draw
 from arpo.studies.entropy.report import BINS, Subject, bins, findings, markdown, study_json, write_study
 from arpo.studies.entropy.study import Mean, Place, Study, study, threshold
-from arpo.types import Decision, Fault, Kind, Node, Reward, RolloutTree, Task
+from arpo.types import Fault, Kind, Node, Reward, RolloutTree
 
-K = 2
 RULE = Branching(probe_tokens=K)
 START, SEARCH, PYTHON, FAILED = Place("start"), Place("tool", "search"), Place("tool", "python"), Place("failed")
-WHY_NOT = "P is not above the threshold"
 SUBJECT = Subject("runs/mine", "trees of steps 1 to 2", 1.0)
 HOSTILE = "a|b<script>$x^{$\x1b[31m_\u202e&\n*c*"
-
-
-def wrote(parent: int, *entropies: float) -> Node:
-    """A turn with these entropies."""
-    return replace(model(parent, range(len(entropies))), entropies=entropies)
-
-
-def looked(node: Node, delta: float, branches: int = 0, probed: int = K, reason: str = WHY_NOT) -> Node:
-    """A tool node with a decision; H is 10 dH above 1."""
-    reason = "branched" if branches else reason
-    return replace(node, decision=Decision(1.0, 1.0 + 10 * delta, delta, 0.5, branches, reason, probed))
-
-
-def earned(*totals: float) -> tuple[Reward, ...]:
-    return tuple(Reward(total, {"correct": 0.0, "format": 1.0}) for total in totals)
-
-
-def about(name: str) -> Task:
-    return Task(name, f"What is {name}?", ("x",))
 
 
 def branched_tree() -> RolloutTree:

@@ -8,14 +8,14 @@ from typing import Any
 
 import cluster_toys
 
-from arpo.cli import main as cli
+import arpo
 from arpo.config.schema import Config
 from arpo.data.order import batch_of
 from arpo.runs.run_dir import RunDir
 from arpo.training.setup import build_bench
 from arpo.types import Kind
 
-BASE = Path(cli.__file__).parent / "models" / "base"  # the built-in model before its cold start
+BASE = Path(arpo.__file__).parent / "builtin" / "base"  # the built-in model before its cold start
 SMALL = [
     "model.device=cpu", "world.entities=60", "world.train_questions=40", "world.test_questions=4", "eval.questions=3",
     'tools.enabled=["search"]', "reward.bonus=0", "rollout.num_trajectories=4", "rollout.concurrency=4", "rollout.max_tokens=80",

@@ -15,7 +15,7 @@ import pytest
 from arpo.errors import ArpoError
 from arpo.tools.sandbox.sandbox import Sandbox, SandboxResult
 
-ROOT = Path(__file__).parents[1]  # where the package can be found
+ROOT = Path(__file__).parents[2]  # where the package can be found
 MARKED = "import ctypes; ctypes.CDLL(None).prctl(15, b'{}', 0, 0, 0)\n"
 WAITING = (  # until it gets the signal, so that a test can look at it for as long as it needs
     "import signal, sys, time\n"

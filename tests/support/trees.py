@@ -6,8 +6,20 @@ Token ids and log-probs are arbitrary small values; texts matter only to the rew
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from arpo.types import Fault, Kind, Leaf, Node, RolloutTree, StopReason, Task, ToolCall, ToolResult
+from arpo.types import (
+    Decision,
+    Fault,
+    Kind,
+    Leaf,
+    Node,
+    RolloutTree,
+    StopReason,
+    Task,
+    ToolCall,
+    ToolResult,
+)
 
 TASK = Task("q1", "Where was Mira Tolven born?", ("Upper Kelso",))
 
@@ -93,3 +105,11 @@ def searched(
     """One path: a call, its result, a final answer. By default all is right."""
     nodes = [prompt(), model(0, [3], first), tool(1, [9], result, name, error, fault), model(2, [4], last)]
     return tree(nodes, [3], end=end)
+
+
+def branched() -> RolloutTree:
+    """`two_branches`, with the decision that opened path B."""
+    grown = two_branches()
+    nodes = list(grown.nodes)
+    nodes[2] = replace(nodes[2], decision=Decision(0.1, 0.3, 0.125, 0.6, 1, "P > tau", 20))
+    return replace(grown, nodes=tuple(nodes))

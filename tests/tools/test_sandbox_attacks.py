@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import attack_arena
 import pytest
 from attack_arena import attacks
 
@@ -41,10 +42,10 @@ def copy() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="arpo-attacks-"))
     package = Path(arpo.__file__).parent
     (folder / "arpo").mkdir()
-    for name in ("__init__.py", "types.py"):
+    for name in ("__init__.py", "errors.py", "types.py"):
         shutil.copy(package / name, folder / "arpo" / name)
     shutil.copytree(package / "tools", folder / "arpo/tools", ignore=shutil.ignore_patterns("__pycache__"))
-    for path in Path(__file__).parent.glob("attack*.py"):
+    for path in Path(attack_arena.__file__).parent.glob("attack*.py"):
         shutil.copy(path, folder / path.name)
     (folder / "open").mkdir()
     for path in (folder, *folder.rglob("*")):

@@ -5,16 +5,12 @@ from __future__ import annotations
 import json
 import random
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import bench_tree
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-import bench_tree
 from bench_tree import ANSWER, INITIAL, JITTER, LEAVES, PROMPT, RESULT, ROUNDS, TURN, compare, make_tree, make_trees
 
 from arpo.types import Kind

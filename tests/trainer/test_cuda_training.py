@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from forests import SHARP, assert_same, expected_of, learnt, rich_forest, sampled_by, trained_with
 from models import FAMILIES, make_model
-from test_tree_training import SHARP, assert_same, expected_of, learnt, rich_forest, sampled_by, trained_with
 from torch import Tensor
 
 from arpo.config.schema import Loss
@@ -119,7 +119,7 @@ def test_masters_are_stepped_on_the_device() -> None:
 
 def learnt_once(model: Any, forest: Any) -> None:
     """Gradients stay where they are."""
-    from test_tree_training import MAX_TOKENS, TEMPERATURE
+    from forests import MAX_TOKENS, TEMPERATURE
 
     from arpo.algorithm.batch import tree_batch
     from arpo.trainer.forward_backward import accumulate

@@ -15,9 +15,9 @@ import torch
 from models import FAMILIES, VOCAB, Letters, logits_of, make_model, plain_numbers
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from test_loop import config_for as any_config
-from test_loop import even_share, model_path
 from torch import Tensor
+from training_runs import config_for as any_config
+from training_runs import even_share
 
 import arpo.training.setup
 from arpo.cli.base import config_of
@@ -34,8 +34,6 @@ from arpo.trainer.optimizer import Optimizer
 from arpo.training.loop import open_run, open_session, train
 from arpo.training.loop import test as run_test
 from arpo.types import Completion, SamplingParams
-
-__all__ = ["model_path"]  # a fixture of another file
 
 ALL = Train().lora_targets
 PROMPT = [5, 6, 7, 9] * 12

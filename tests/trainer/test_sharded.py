@@ -23,11 +23,11 @@ import numpy as np
 import pytest
 import rank_jobs
 import torch
+from forests import Forest, gradients, random_forest, rich_forest, shared_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_jobs import Case
 from safetensors.torch import load_file
-from test_tree_training import Forest, gradients, random_forest, rich_forest, shared_model
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoModelForCausalLM
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from forests import MAX_TOKENS, TEMPERATURE, gradients, rich_forest, trained_with
 from models import make_model
-from test_tree_training import MAX_TOKENS, TEMPERATURE, gradients, rich_forest, trained_with
 from torch import Tensor
 
 from arpo.algorithm.batch import cut, tree_batch

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_cli import call
+from cli_runs import call
 from traces import formats, python, sum_row, sums_config, write_model, write_rows
 from trees import model, prompt, tool, tree
 

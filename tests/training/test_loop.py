@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from training_runs import SMALL, assert_same, config_for, even_share, run_to_the_end, what_it_left
 
 import arpo.training.loop
 from arpo.agent.formats import build_format
@@ -24,71 +25,16 @@ from arpo.algorithm.advantage import credit
 from arpo.algorithm.rollout import Agent, rollout
 from arpo.builtin.model import build_model
 from arpo.config.loading import load_config
-from arpo.config.schema import Advantage, Branching, Config, Rollout
+from arpo.config.schema import Advantage, Branching, Rollout
 from arpo.data.order import Part, batch_of
 from arpo.engine.local.engine import LocalEngine
 from arpo.errors import ArpoError
 from arpo.runs.run_dir import open_run as read_run
-from arpo.trainer.checkpoint import load_checkpoint, save_checkpoint, save_pretrained
+from arpo.trainer.checkpoint import load_checkpoint, save_checkpoint
 from arpo.trainer.trainer import Trainer
-from arpo.training.loop import Run, Session, open_run, sample_step, train
+from arpo.training.loop import Session, open_run, sample_step, train
 from arpo.training.setup import build_bench
-from arpo.types import Kind, Leaf, Reward, RolloutTree, Task
-
-SMALL = [
-    "world.entities=60", "world.train_questions=12", "world.test_questions=4", "eval.questions=2", "train.batch_size=3",
-    "train.steps=4", "rollout.num_trajectories=4", "rollout.max_tokens=40", "rollout.max_tool_calls=2", "train.lr=1e-3",
-    "branching.rule=stochastic", "run.checkpoint_every=2",
-]  # fmt: skip
-
-
-def even_share(task: Task, tree: RolloutTree, leaf: Leaf) -> Reward:
-    """A reward that any model can earn: the share of even token ids on the path."""
-    tokens = [t for i in tree.path(leaf.node) if tree.nodes[i].kind is Kind.MODEL for t in tree.nodes[i].tokens]
-    share = fmean(token % 2 == 0 for token in tokens)
-    return Reward(share, {"correct": share, "format": 1.0})
-
-
-@pytest.fixture
-def model_path(tokenizer: Any, tmp_path: Path) -> Path:
-    """A small random model in Hugging Face layout."""
-    save_pretrained(build_model(tokenizer, 32, 1, 256, seed=1), tokenizer, tmp_path / "model")
-    return tmp_path / "model"
-
-
-def config_for(model: Path, directory: Path, *more: str) -> Config:
-    return load_config(None, [f"model.path={model}", "model.device=cpu", f"run.dir={directory}", *SMALL, *more])
-
-
-def with_toy_reward(run: Run) -> Run:
-    return replace(run, session=replace(run.session, reward=even_share))
-
-
-def run_to_the_end(config: Config, resume: bool = False) -> None:
-    with open_run(config, resume) as run:
-        asyncio.run(train(with_toy_reward(run)))
-
-
-def what_it_left(directory: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]], list[Any]]:
-    """Weights, metrics and trees, without anything that a clock measured."""
-    log = read_run(directory)
-    _, checkpoint = log.latest_checkpoint() or (0, directory)
-    metrics = [{k: v for k, v in row.items() if "seconds" not in k} for row in log.read_metrics()]
-    trees = [
-        [(n.kind, n.tokens, n.logprobs, n.entropies, n.decision, n.policy_version) for n in scored.tree.nodes]
-        for number in log.tree_steps()
-        for scored in log.read_trees(number)
-    ]
-    return load_file(checkpoint / "model" / "model.safetensors"), metrics, trees
-
-
-def assert_same(a: Path, b: Path) -> None:
-    weights_a, metrics_a, trees_a = what_it_left(a)
-    weights_b, metrics_b, trees_b = what_it_left(b)
-    assert metrics_a == metrics_b
-    assert trees_a == trees_b
-    assert weights_a.keys() == weights_b.keys()
-    assert all(torch.equal(weights_a[name], weights_b[name]) for name in weights_a)
+from arpo.types import Leaf, Reward, RolloutTree, Task
 
 
 def test_resumed_equals_not_stopped_to_the_last_bit(model_path: Path, tmp_path: Path) -> None:

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 from chat_server import chat_server, said
-from test_chat import UNCLOSED
-from test_formats import CHATML, QWEN, STRICT, make_tokenizer
+from templates import CHATML, QWEN, STRICT, UNCLOSED, make_tokenizer
 from traces import sum_row, sums_config, write_rows
 
 from arpo.agent.formats import CallFormat, build_format, encode_follow_up, encode_prompt
@@ -38,7 +37,7 @@ from arpo.training.setup import build_agent, build_bench, fit_prompts, open_sand
 from arpo.types import Document, Kind, Reward, RolloutTree, Task, ToolCall
 
 TASK = Task("q", "What is 3 plus 4?", ("7",))
-SHIPPED = Path(__file__).parent.parent / "examples"
+SHIPPED = Path(__file__).parents[2] / "examples"
 LONG = "and a good deal more </result> <|im_end|>"
 
 
