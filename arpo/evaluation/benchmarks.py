@@ -32,7 +32,8 @@ from arpo.evaluation.evaluate import whole_trajectories
 from arpo.evaluation.report import Results, show_results, write_results
 from arpo.evaluation.samples import Key, Sample, SampleLog, completion_tokens, open_samples, refuse_other, sample_of
 from arpo.evaluation.statistics import summarise
-from arpo.net.chat import Endpoint, EndpointFailure
+from arpo.net.chat import ChatClient
+from arpo.net.http import HttpError
 from arpo.rewards import RewardFn, Scorer, reward_from
 from arpo.tools.executor import Toolset
 from arpo.training.sampler import open_session
@@ -140,7 +141,7 @@ def identity(config: Config) -> dict[str, Any]:
     """The settings that decide an answer."""
     whole = config.resolved()
     chosen: dict[str, Any] = {
-        "rollout": ("format", "examples", "max_calls", "max_tokens", "max_seconds"),
+        "rollout": ("format", "examples", "max_tool_calls", "max_tokens", "max_seconds"),
         "reward": ("math_seconds", "judge_url", "judge_model"),
         "eval": ("temperature", "top_p", "top_k", "endpoint", "endpoint_model"),
     }
@@ -169,7 +170,7 @@ def _unique(tasks: tuple[Task, ...]) -> tuple[Task, ...]:
 
 
 def _player(
-    config: Config, endpoint: Endpoint | None, questions: Mapping[str, tuple[Task, ...]], opened: ExitStack
+    config: Config, endpoint: ChatClient | None, questions: Mapping[str, tuple[Task, ...]], opened: ExitStack
 ) -> tuple[Play, Toolset]:
     """What answers: the model that the config names, or an endpoint; and its tools."""
     how = whole_trajectories(config.eval, config.rollout, 1)
@@ -186,12 +187,12 @@ def _player(
     return lambda task, seed: _local_path(agent, task, how, seed), tools
 
 
-def _endpoint(settings: Eval) -> Endpoint | None:
+def _endpoint(settings: Eval) -> ChatClient | None:
     if settings.endpoint is None and settings.endpoint_model is None:
         return None
     if settings.endpoint is None or settings.endpoint_model is None:
         raise ArpoError("eval.endpoint and eval.endpoint_model (--endpoint and --model) go together; give both")
-    return Endpoint(settings.endpoint, settings.endpoint_model, settings.endpoint_key_env, settings.endpoint_timeout)
+    return ChatClient(settings.endpoint, settings.endpoint_model, settings.endpoint_key_env, settings.endpoint_timeout)
 
 
 async def _local_path(agent: Agent, task: Task, how: Rollout, seed: int) -> tuple[RolloutTree, int | None]:
@@ -259,7 +260,7 @@ class _Work:
         seed = derive_seed(self.config.seed, "benchmark", job.benchmark, job.task.id, job.number)
         try:
             tree, tokens = await self.play(job.task, seed)
-        except EndpointFailure as failure:
+        except HttpError as failure:
             return Sample(job.benchmark, job.task.id, job.number, job.task.kind, failed=str(failure))
         async with self.scoring:
             with Scorer(self.rewards[job.benchmark], 1) as scorer:

@@ -7,7 +7,7 @@ tool's result, in the wrapper of the format, the next message of the user. What 
 `rollout`.
 
 Promises: the tree has the texts, calls, results and ends that rewards and viewers read; no reply, however broken,
-raises. What the endpoint itself fails at is an EndpointFailure and no tree.
+raises. What the endpoint itself fails at is an HttpError and no tree.
 Does not cover: token ids. The nodes have none; `tokens` counts what the model wrote, as the endpoint tells it, and is
 None if it does not. Without a tokenizer, results are cut at four characters a token, and so are paths where the
 endpoint does not count.
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from arpo.agent.formats import ANSWER_STOP, CUT_NOTE, CallFormat, neutralise
 from arpo.builtin.traces import Trace
 from arpo.config.schema import Rollout
-from arpo.net.chat import Endpoint, Reply
+from arpo.net.chat import ChatClient, Reply
 from arpo.tools.base import Tool
 from arpo.tools.executor import call_tool
 from arpo.types import (
@@ -48,7 +48,7 @@ NO_MORE = {"eos": StopReason.EOS, "length": StopReason.LENGTH}
 class EndpointAgent:
     """What plays: the endpoint, the tools, how calls are written, and the worked examples that come first."""
 
-    endpoint: Endpoint
+    endpoint: ChatClient
     tools: Mapping[str, Tool]
     format: CallFormat
     result_tokens: int = 512

@@ -1,52 +1,31 @@
-"""Turns from a model behind any OpenAI-compatible chat endpoint.
+"""Chat completions from any OpenAI-compatible endpoint.
 
-    endpoint = Endpoint("http://localhost:8000/v1", "some-model", key_env="MY_KEY")
-    reply = await endpoint.chat([{"role": "user", "content": "..."}], SamplingParams(512, stop=("</search>",)))
+    client = ChatClient("http://localhost:8000/v1", "some-model", key_env="MY_KEY")
+    reply = await client.chat([{"role": "user", "content": "..."}], SamplingParams(512, stop=("</search>",)))
 
-Promises: a reply is cut right after the first stop string and says which it was, whether the endpoint leaves the string
-out (as most do), keeps it, or ignores the request to stop; what is thought apart comes back in <think> tags. What
-comes back is bounded and taken as hostile. 408, 409, 425, 429, 5xx, timeouts, lost connections and nonsense are tried
-again, after growing random pauses or what `Retry-After` asks for; then, and where the request is refused, it is an
-EndpointFailure. A wrong key, address or name is an ArpoError. The key shows in no error and no repr.
-Does not cover: log-probs and entropies, so nothing can be trained on it; streaming; an endpoint that drops the stop
+Guarantees: a `Reply` is cut right after the first stop string and says which it was, whether the endpoint leaves the
+string out (as most do), keeps it, or ignores the request to stop; reasoning that is sent separately comes first, in
+<think> tags. Replies are bounded and treated as hostile. What may pass by itself is tried again (`net.http.retry`);
+what is left is an HttpError. A wrong key, address or model name is an ArpoError. The key is in no error and no repr.
+Not covered: log-probs and entropies, so no policy can be trained on this; streaming; an endpoint that drops the stop
 string and does not name it, where a call or answer that was begun and not ended counts as ended.
 """
 
 from __future__ import annotations
 
-import asyncio
-import json
-import random
-import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
 
-from arpo.config.keys import key_from
 from arpo.errors import ArpoError
+from arpo.net.http import HttpClient, Rejected, Unavailable, retry
+from arpo.net.keys import key_from
 from arpo.types import SamplingParams
 
 MAX_REPLY_BYTES = 8_000_000
-MAX_STOPS = 4  # what the protocol allows; text after any other one is cut off here
+MAX_STOPS = 4  # what the protocol allows; the text is cut after the others here
 RETRIES = 4
-PAUSE_SECONDS = 1.0
-LONGEST_PAUSE_SECONDS = 60.0
-_SETTINGS_ARE_WRONG = (401, 403, 404)
-_TRY_AGAIN = (408, 409, 425, 429)
-_jitter = random.Random()
-
-
-class EndpointFailure(Exception):
-    """No turn could be had, through no fault of the model's."""
-
-
-class _Unavailable(Exception):
-    """Worth another attempt, after `pause` seconds if the endpoint says so."""
-
-    def __init__(self, cause: str, pause: float | None = None) -> None:
-        super().__init__(cause)
-        self.pause = pause
+_WRONG_SETTINGS = (401, 403, 404)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,40 +40,32 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Endpoint:
-    """Asks `model` at `url`; the key is in the environment variable `key_env`."""
+class ChatClient:
+    """Requests chat completions of `model` at `url`; the API key is in the environment variable `key_env`.
+
+    `name` and `setting` (the setting that holds the URL) are used in error messages.
+    """
 
     url: str
     model: str
     key_env: str | None = None
     timeout: float = 300.0
-    _key: str = field(init=False, repr=False)
-    _tls: ssl.SSLContext = field(init=False, repr=False)
+    retries: int = field(default_factory=lambda: RETRIES)
+    max_bytes: int = MAX_REPLY_BYTES
+    name: str = field(default="the endpoint", repr=False)
+    setting: str = field(default="eval.endpoint", repr=False)
+    _http: HttpClient = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        try:
-            import httpx2
-        except ImportError:
-            raise ArpoError("asking an endpoint needs httpx2: pip install 'arpo[web]'") from None
-        try:
-            parts, host = urlsplit(self.url), httpx2.URL(self.url).host
-            valid = parts.scheme in ("http", "https") and parts.port != 0 and bool(host) and "@" not in parts.netloc
-        except (ValueError, httpx2.InvalidURL):
-            valid = False
-        if not valid:
-            shown = self.url.rpartition("@")[2]
-            raise ArpoError(
-                f"eval.endpoint: got {shown!r}, expected an address without a key in it, like http://localhost:8000/v1"
-            )
-        key = "" if self.key_env is None else key_from(self.key_env, "eval.endpoint_key_env")
-        object.__setattr__(self, "_key", key)
-        object.__setattr__(self, "_tls", httpx2.create_ssl_context())
+        key = "" if self.key_env is None else key_from(self.key_env, self._related("key_env"))
+        http = HttpClient(
+            self.url, setting=self.setting, timeout=self.timeout, max_bytes=self.max_bytes, name=self.name, api_key=key
+        )
+        object.__setattr__(self, "_http", http)
 
     async def chat(self, messages: Sequence[Mapping[str, str]], params: SamplingParams) -> Reply:
-        """The model's next turn after these messages."""
-        request = {
-            "model": self.model,
-            "messages": list(messages),
+        """Return the model's next turn."""
+        options: dict[str, Any] = {
             "max_tokens": params.max_tokens,
             "temperature": params.temperature,
             "top_p": params.top_p,
@@ -102,103 +73,80 @@ class Endpoint:
             "seed": params.seed % 2**31,
             **({"top_k": params.top_k} if params.top_k else {}),
         }
-        cause, pause = "", None
-        for attempt in range(RETRIES + 1):
-            if attempt:
-                usual = _jitter.uniform(0.5, 1.0) * PAUSE_SECONDS * 2 ** (attempt - 1)
-                await asyncio.sleep(min(LONGEST_PAUSE_SECONDS, usual if pause is None else pause))
-            try:
-                return read_reply(await self._post(request), params.stop)
-            except _Unavailable as error:
-                cause, pause = str(error), error.pause
-        raise EndpointFailure(f"{cause}, after {RETRIES + 1} attempts")
 
-    async def _post(self, request: Mapping[str, Any]) -> Any:
-        import httpx2
+        async def attempt() -> Reply:
+            return read_reply(await self.request(messages, **options), params.stop)
 
-        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-        body = bytearray()
+        return await retry(attempt, self.retries)
+
+    async def content(self, messages: Sequence[Mapping[str, str]], **options: Any) -> str:
+        """Return the content of one reply, without retries and surrounding space; empty if it is not a text."""
+        answer = await self.request(messages, **options)
+        return _clean(_choice(answer)["message"]["content"]).strip()
+
+    async def request(self, messages: Sequence[Mapping[str, str]], **options: Any) -> Any:
+        """Send one request and return the endpoint's JSON."""
+        body = {"model": self.model, "messages": list(messages), **options}
         try:
-            async with (
-                asyncio.timeout(self.timeout),
-                httpx2.AsyncClient(verify=self._tls, trust_env=False, timeout=None) as client,
-                client.stream(
-                    "POST", f"{self.url.rstrip('/')}/chat/completions", json=request, headers=headers
-                ) as response,
-            ):
-                async for chunk in response.aiter_bytes():
-                    body += chunk
-                    if len(body) > MAX_REPLY_BYTES:
-                        raise EndpointFailure(f"the endpoint's reply has more than {MAX_REPLY_BYTES:,} bytes")
-                self._check(response.status_code, response.headers.get("Retry-After"), bytes(body))
-        except TimeoutError:
-            raise _Unavailable(f"the endpoint did not answer within {self.timeout:g} seconds") from None
-        except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
-            raise _Unavailable(f"the endpoint cannot be reached ({type(error).__name__})") from None
-        try:
-            return json.loads(body)
-        except (ValueError, RecursionError):
-            raise _Unavailable("the endpoint did not answer with JSON") from None
-
-    def _check(self, status: int, retry_after: str | None, body: bytes) -> None:
-        if status == 200:
-            return
-        if status in _SETTINGS_ARE_WRONG:
+            return await self._http.request_json("POST", "/chat/completions", json=body)
+        except Rejected as error:
+            if error.status not in _WRONG_SETTINGS:
+                raise
+            key = self.key_env or f"{self._related('key_env')} (none is set)"
             raise ArpoError(
-                f"the endpoint answers with HTTP status {status}; check eval.endpoint, eval.endpoint_model and the key "
-                f"in {self.key_env or 'eval.endpoint_key_env (none is set)'}"
-            )
-        if 400 <= status < 500 and status not in _TRY_AGAIN:
-            said = " ".join(body[:2000].decode("utf-8", "replace").split())
-            said = "".join(letter for letter in said if letter.isprintable())
-            said = said.replace(self._key, "***") if self._key else said
-            raise EndpointFailure(f"the endpoint refuses the request with HTTP status {status}: {said[:300]}")
-        raise _Unavailable(f"the endpoint answers with HTTP status {status}", _seconds(retry_after))
+                f"{self.name} answers with HTTP status {error.status}; check {self.setting}, {self._related('model')} "
+                f"and the key in {key}"
+            ) from None
+
+    def _related(self, name: str) -> str:
+        return f"{self.setting.removesuffix('_url')}_{name}"
 
 
 def read_reply(answer: Any, stops: Sequence[str]) -> Reply:
-    """The turn in an endpoint's JSON; _Unavailable if there is none."""
-    try:
-        choice = answer["choices"][0]
-        message = choice["message"]
-        content, reason = message["content"], choice.get("finish_reason")
-        thought = message.get("reasoning_content") or message.get("reasoning")
-        usage = answer.get("usage")
-    except (LookupError, TypeError, AttributeError):
-        raise _Unavailable("the endpoint did not answer in the form of chat completions") from None
-    text = _clean(content)
+    """Return the turn in an endpoint's JSON; raise Unavailable if there is none."""
+    choice = _choice(answer)
+    message, reason, usage = choice["message"], choice.get("finish_reason"), answer.get("usage")
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    text = _clean(message["content"])
     found = [(text.find(stop), -len(stop), stop) for stop in stops if stop in text]
     stop = min(found)[2] if found else None
     if stop is not None:
         text = text[: text.find(stop) + len(stop)]
     elif reason == "stop":
-        stop = _left_out(text, choice, stops)
+        stop = _omitted_stop(text, choice, stops)
         text += stop or ""
-    if isinstance(thought, str) and thought.strip():
-        text = f"<think>{_clean(thought).strip()}</think>{text}"
+    if isinstance(reasoning, str) and reasoning.strip():
+        text = f"<think>{_clean(reasoning).strip()}</think>{text}"
     finish = "stop" if stop is not None else "length" if reason == "length" else "eos"
     return Reply(text, finish, stop, _count(usage, "prompt_tokens"), _count(usage, "completion_tokens"))
 
 
-def _left_out(text: str, choice: Mapping[str, Any], stops: Sequence[str]) -> str | None:
-    """The stop string that ended the text and is not in it: as the endpoint says, or what was begun last."""
+def _choice(answer: Any) -> dict[str, Any]:
+    """The first choice in an endpoint's JSON, with a message that has a content."""
+    try:
+        choice: dict[str, Any] = answer["choices"][0]
+        if isinstance(choice, dict) and isinstance(choice["message"], dict) and "content" in choice["message"]:
+            return choice
+    except (LookupError, TypeError):
+        pass
+    raise Unavailable("the endpoint did not answer in the form of chat completions")
+
+
+def _omitted_stop(text: str, choice: Mapping[str, Any], stops: Sequence[str]) -> str | None:
+    """The stop string that ended the text but is not in it: the one the endpoint names, or the last one opened."""
     if "stop_reason" in choice:
         named = choice["stop_reason"]
         return named if isinstance(named, str) and named in stops else None
-    begun = [(text.rfind(stop.replace("</", "<", 1)), stop) for stop in stops]
-    place, stop = max(begun, default=(-1, ""))
-    return stop if place >= 0 else None
+    opened = [(text.rfind(stop.replace("</", "<", 1)), stop) for stop in stops]
+    position, stop = max(opened, default=(-1, ""))
+    return stop if position >= 0 else None
 
 
 def _clean(text: Any) -> str:
-    """Valid Unicode; no text is an empty one."""
+    """Valid Unicode; anything but a string is empty."""
     return text.encode("utf-8", "replace").decode() if isinstance(text, str) else ""
 
 
 def _count(usage: Any, name: str) -> int | None:
     value = usage.get(name) if isinstance(usage, dict) else None
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
-
-
-def _seconds(header: str | None) -> float | None:
-    return float(header) if header is not None and header.isascii() and header.isdigit() else None

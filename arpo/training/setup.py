@@ -16,7 +16,6 @@ from arpo.algorithm.rollout import Agent
 from arpo.builtin.cold_start import coldstart
 from arpo.builtin.world import World, build_world
 from arpo.cli.display import console, printable
-from arpo.config.keys import key_from
 from arpo.config.loading import config_from_resolved
 from arpo.config.plugins import load_object, names_object
 from arpo.config.schema import Config, Mcp, Model
@@ -26,6 +25,7 @@ from arpo.engine.build import build_engine
 from arpo.errors import ArpoError
 from arpo.models.load import load_trainable
 from arpo.models.lora import has_adapter
+from arpo.net.keys import key_from
 from arpo.runs.run_dir import is_run, open_run
 from arpo.tools.base import Tool
 from arpo.tools.cache import ToolCache

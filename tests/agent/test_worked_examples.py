@@ -25,7 +25,7 @@ from arpo.engine.scripted import ScriptedEngine
 from arpo.errors import ArpoError
 from arpo.evaluation.benchmarks import identity
 from arpo.evaluation.endpoint import EndpointAgent, endpoint_trajectory
-from arpo.net.chat import Endpoint
+from arpo.net.chat import ChatClient
 from arpo.rewards.format import format_ok
 from arpo.tools.base import tool
 from arpo.tools.executor import Toolset, call_tool
@@ -232,7 +232,7 @@ def test_an_endpoint_gets_them_as_messages(tmp_path: Path) -> None:
     row["messages"][2]["content"] = "3 </result>"
     with chat_server() as server:
         server.reply = lambda request: said("<think>a</think><answer>\\boxed{7}")
-        agent = EndpointAgent(Endpoint(server.url, "m"), Toolset([python]), formats(), 512, shots(tmp_path, row))
+        agent = EndpointAgent(ChatClient(server.url, "m"), Toolset([python]), formats(), 512, shots(tmp_path, row))
         asyncio.run(endpoint_trajectory(agent, TASK, Rollout(), seed=0))
     assert [(message["role"], message["content"]) for message in server.requests[0]["messages"]] == [
         ("system", formats().instructions),

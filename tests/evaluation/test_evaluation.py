@@ -81,7 +81,7 @@ def arpo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ChatServer]:
     pytest.importorskip("httpx2")
-    monkeypatch.setattr("arpo.net.chat.PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr("arpo.net.http.PAUSE_SECONDS", 0.001)
     with chat_server() as served:
         yield served
 

@@ -18,7 +18,9 @@ from arpo.config.schema import Rollout
 from arpo.errors import ArpoError
 from arpo.evaluation.endpoint import EndpointAgent, endpoint_trajectory
 from arpo.net import chat as module
-from arpo.net.chat import Endpoint, EndpointFailure, Reply, read_reply
+from arpo.net import http
+from arpo.net.chat import ChatClient, Reply, read_reply
+from arpo.net.http import HttpError
 from arpo.rewards import build_reward
 from arpo.runs.trees import ScoredTree, tree_from_json, tree_to_json
 from arpo.tools.base import Tool, ToolUnavailable, tool
@@ -33,7 +35,7 @@ ANSWER = "<think>so</think><answer>\\boxed{Upper Kelso}</answer>"
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ChatServer]:
-    monkeypatch.setattr(module, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(http, "PAUSE_SECONDS", 0.01)
     monkeypatch.setenv("CHAT_KEY", f" {KEY}\n")
     with chat_server() as served:
         yield served
@@ -41,7 +43,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ChatServer]:
 
 def chat(server: ChatServer, params: SamplingParams | None = None, **limits: Any) -> Reply:
     params = params or SamplingParams(100, 0.6, 0.95, STOPS, seed=7)
-    return asyncio.run(Endpoint(server.url + "/", "m", "CHAT_KEY", **limits).chat(ASK, params))
+    return asyncio.run(ChatClient(server.url + "/", "m", "CHAT_KEY", **limits).chat(ASK, params))
 
 
 def body(content: Any, finish: Any = "stop", **choice: Any) -> dict[str, Any]:
@@ -102,7 +104,7 @@ def test_the_request(server: ChatServer) -> None:
     }
     assert (second["stop"], second["seed"], second["top_k"]) == (["</a>", "</b>", "</c>", "</d>"], 3, 4)
     assert server.keys == [f"Bearer {KEY}"] * 2 and server.paths == ["/v1/chat/completions"] * 2
-    asyncio.run(Endpoint(server.url, "m").chat(ASK, SamplingParams(5)))
+    asyncio.run(ChatClient(server.url, "m").chat(ASK, SamplingParams(5)))
     assert server.keys[-1] is None
 
 
@@ -115,7 +117,7 @@ def test_what_passes_is_tried_again(server: ChatServer, trouble: Any) -> None:
     assert len(server.requests) == module.RETRIES + 1
     server.requests.clear()
     server.reply = lambda request: trouble
-    with pytest.raises(EndpointFailure, match=f"after {module.RETRIES + 1} attempts"):
+    with pytest.raises(HttpError, match=f"after {module.RETRIES + 1} attempts"):
         chat(server)
     assert len(server.requests) == module.RETRIES + 1
 
@@ -126,34 +128,33 @@ def test_pauses_grow_and_the_endpoint_may_ask_for_its_own(server: ChatServer, mo
     async def sleep(seconds: float) -> None:
         pauses.append(seconds)
 
-    monkeypatch.setattr(module.asyncio, "sleep", sleep)
+    monkeypatch.setattr(http.asyncio, "sleep", sleep)
     headers = iter([{}, {"Retry-After": "7"}, {"Retry-After": "9999"}, {"Retry-After": "soon"}, {}])
     server.reply = lambda request: (429, b"", next(headers))
-    with pytest.raises(EndpointFailure, match="HTTP status 429"):
+    with pytest.raises(HttpError, match="HTTP status 429"):
         chat(server)
-    assert 0.005 <= pauses[0] <= 0.01 and pauses[1:3] == [7.0, module.LONGEST_PAUSE_SECONDS]
+    assert 0.005 <= pauses[0] <= 0.01 and pauses[1:3] == [7.0, http.MAX_PAUSE_SECONDS]
     assert 0.04 <= pauses[3] <= 0.08
 
 
-def test_a_slow_endpoint_and_one_that_is_not_there(server: ChatServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "RETRIES", 1)
+def test_a_slow_endpoint_and_one_that_is_not_there(server: ChatServer) -> None:
     server.delay = 600
-    with pytest.raises(EndpointFailure, match=r"did not answer within 0\.1 seconds, after 2 attempts"):
-        chat(server, timeout=0.1)
-    with pytest.raises(EndpointFailure, match="cannot be reached"):
-        asyncio.run(Endpoint("http://127.0.0.1:1/v1", "m").chat(ASK, SamplingParams(5)))
+    with pytest.raises(HttpError, match=r"did not answer within 0\.1 seconds, after 2 attempts"):
+        chat(server, timeout=0.1, retries=1)
+    with pytest.raises(HttpError, match="cannot be reached"):
+        asyncio.run(ChatClient("http://127.0.0.1:1/v1", "m", retries=1).chat(ASK, SamplingParams(5)))
 
 
-def test_a_reply_without_end_is_not_read_to_the_end(server: ChatServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_REPLY_BYTES", 1000)
+def test_a_reply_without_end_is_not_read_to_the_end(server: ChatServer) -> None:
     server.reply = lambda request: (200, b"x" * 1_000_000)
-    with pytest.raises(EndpointFailure, match="more than 1,000 bytes"):
-        chat(server)
+    with pytest.raises(HttpError, match="more than 1,000 bytes"):
+        chat(server, max_bytes=1000)
+    assert len(server.requests) == 1
 
 
 def test_a_refusal_is_told_in_the_endpoints_words_without_the_key(server: ChatServer) -> None:
     server.reply = lambda request: (400, f"context\n too \x1b[2Jlong for {KEY}".encode())
-    with pytest.raises(EndpointFailure) as caught:
+    with pytest.raises(HttpError) as caught:
         chat(server)
     assert str(caught.value) == "the endpoint refuses the request with HTTP status 400: context too [2Jlong for ***"
     assert len(server.requests) == 1
@@ -170,15 +171,15 @@ def test_a_wrong_key_or_name_is_the_users_mistake(server: ChatServer, status: in
 def test_keys_and_addresses_that_cannot_work(monkeypatch: pytest.MonkeyPatch) -> None:
     for url in ("localhost:8000", "ftp://x", "http://", "http://user:pw@host/v1", "http://[::1"):
         with pytest.raises(ArpoError, match="expected an address") as caught:
-            Endpoint(url, "m")
+            ChatClient(url, "m")
         assert "pw" not in str(caught.value)
     with pytest.raises(ArpoError, match="CHAT_KEY is not set"):
-        Endpoint("http://x/v1", "m", "CHAT_KEY")
+        ChatClient("http://x/v1", "m", "CHAT_KEY")
     monkeypatch.setenv("CHAT_KEY", "two words")
     with pytest.raises(ArpoError, match="characters that no key has"):
-        Endpoint("http://x/v1", "m", "CHAT_KEY")
+        ChatClient("http://x/v1", "m", "CHAT_KEY")
     monkeypatch.setenv("CHAT_KEY", KEY)
-    assert KEY not in repr(Endpoint("http://x/v1", "m", "CHAT_KEY"))
+    assert KEY not in repr(ChatClient("http://x/v1", "m", "CHAT_KEY"))
 
 
 # Whole paths.
@@ -197,7 +198,7 @@ def walk(
 ) -> tuple[RolloutTree, int | None]:
     tools: list[Tool] = [search]
     agent = EndpointAgent(
-        Endpoint(server.url, "m"), Toolset(tools), build_format(fmt, [t.spec for t in tools]), result_tokens
+        ChatClient(server.url, "m"), Toolset(tools), build_format(fmt, [t.spec for t in tools]), result_tokens
     )
     settings = Rollout(**{"temperature": 0.5, "top_p": 0.9, "max_tokens": 200, **more})
     return asyncio.run(endpoint_trajectory(agent, TASK, settings, seed=3))
@@ -301,5 +302,5 @@ def test_long_results_are_cut_and_a_broken_tool_is_seen(server: ChatServer) -> N
 
 def test_a_failing_endpoint_leaves_no_tree(server: ChatServer) -> None:
     server.reply = lambda request: searching(request) if len(request["messages"]) == 2 else (500, b"")
-    with pytest.raises(EndpointFailure):
+    with pytest.raises(HttpError):
         walk(server)

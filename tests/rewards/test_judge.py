@@ -18,7 +18,7 @@ pytest.importorskip("httpx2")
 
 from arpo.config.schema import Rewards
 from arpo.errors import ArpoError
-from arpo.rewards import NoVerdict, judge, reward_from, unjudged
+from arpo.rewards import NoVerdict, reward_from, unjudged
 from arpo.rewards.judge import MAX_ANSWER_CHARS, LlmJudge, messages
 from arpo.types import Task
 
@@ -48,7 +48,7 @@ class Server:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setattr(judge, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("arpo.net.http.PAUSE_SECONDS", 0.01)
     monkeypatch.setenv("JUDGE_KEY", f" {KEY}\n")
     served = Server()
 

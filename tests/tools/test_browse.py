@@ -46,7 +46,7 @@ from arpo.tools.browse.address import (
     parse_url,
     system_resolver,
 )
-from arpo.tools.browse.condense import MAX_ANSWER_BYTES, messages
+from arpo.tools.browse.condense import MAX_REPLY_BYTES, messages
 from arpo.tools.browse.fetch import Fetcher, Page
 from arpo.tools.browse.reader import CUT, choose, decode, fit, read_page, shorten, tidy
 from arpo.tools.executor import call_tool
@@ -732,7 +732,7 @@ def test_a_packed_page_is_unpacked() -> None:
     assert fetch({"/": packed(gzip.compress(text))}).body == text
     assert fetch({"/": packed(gzip.compress(text))}, max_bytes=200_000).body == text
     for wrong in (packed(b"not gzip"), packed(gzip.compress(text), "br"), packed(gzip.compress(text), "gzip, gzip")):
-        with pytest.raises(ToolError, match="packed in a way"):
+        with pytest.raises(ToolError, match="compressed in a way"):
             fetch({"/": wrong})
 
 
@@ -1248,7 +1248,7 @@ def test_a_page_is_sent_as_data(monkeypatch: pytest.MonkeyPatch) -> None:
         chat(None),
         chat("  "),
         chat(["x"]),
-        chat("x" * MAX_ANSWER_BYTES),
+        chat("x" * MAX_REPLY_BYTES),
         reset,
         drip,
         b"",
@@ -1263,7 +1263,7 @@ def test_a_failing_endpoint_is_unavailable(page: bytes | Handler, monkeypatch: p
 
 def test_an_endpoint_is_checked_when_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SOME_KEY", raising=False)
-    with pytest.raises(ArpoError, match="set SOME_KEY"):
+    with pytest.raises(ArpoError, match="SOME_KEY is not set"):
         openai_condenser("http://localhost/v1", "m", "SOME_KEY")
     with pytest.raises(ArpoError, match="http://"):
         openai_condenser("localhost/v1", "m", None)

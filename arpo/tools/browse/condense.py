@@ -7,19 +7,17 @@ Does not cover: a page that talks the model into writing something false.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-import json
-import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
 
 from arpo.errors import ArpoError
+from arpo.net.chat import ChatClient
+from arpo.net.http import HttpError, Rejected
 from arpo.tools.base import ToolUnavailable
 
 CONDENSE_SECONDS = 60.0
-MAX_ANSWER_BYTES = 1_000_000
+MAX_REPLY_BYTES = 1_000_000
 _INSTRUCTIONS = (
     "You extract information from web pages. The user gives a question and, between two marks, the text of a page. "
     "Write down what the page says about the question, briefly and in its own terms; say so if it says nothing. "
@@ -44,23 +42,26 @@ def openai_condenser(
     timeout: float = CONDENSE_SECONDS,
 ) -> Condenser:
     """A condenser that asks `model` at `base_url` (as in `http://localhost:8000/v1`); no key if `key_env` is None."""
-    if not base_url.startswith(("http://", "https://")):
-        raise ArpoError(f"the endpoint must begin with http:// or https://, like http://localhost:8000/v1: {base_url}")
-    key = None if key_env is None else os.environ.get(key_env)
-    if key_env is not None and not key:
-        raise ArpoError(f"set {key_env} to the endpoint's key, or use key_env=None if it needs none")
-    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    client = ChatClient(
+        base_url,
+        model,
+        key_env,
+        timeout,
+        max_bytes=MAX_REPLY_BYTES,
+        name="the condensing model",
+        setting="tools.browse_url",
+    )
 
     async def run(text: str, question: str) -> str:
-        request = {"model": model, "messages": messages(text, question), "max_tokens": max_tokens, "temperature": 0}
-        answer = await _post(f"{base_url.rstrip('/')}/chat/completions", headers, request, timeout)
         try:
-            content = json.loads(answer)["choices"][0]["message"]["content"]
-        except (ValueError, LookupError, TypeError, RecursionError):
-            raise ToolUnavailable("the condensing model's answer is not in the expected form") from None
-        if not isinstance(content, str) or not content.strip():
-            raise ToolUnavailable("the condensing model's answer is empty")
-        return content.strip()
+            content = await client.content(messages(text, question), max_tokens=max_tokens, temperature=0)
+        except Rejected as error:  # its message quotes the endpoint
+            raise ToolUnavailable(f"{client.name} answers with HTTP status {error.status}") from None
+        except (HttpError, ArpoError) as error:
+            raise ToolUnavailable(str(error)) from None
+        if not content:
+            raise ToolUnavailable(f"{client.name} gave an empty answer")
+        return content
 
     return Condenser(run, f"{model} at {base_url}, {max_tokens} tokens")
 
@@ -71,24 +72,3 @@ def messages(text: str, question: str) -> list[dict[str, str]]:
     asked = question.strip() or "What are the main points of this page?"
     content = f"Question: {asked}\n\n<page {mark}>\n{text}\n</page {mark}>"
     return [{"role": "system", "content": _INSTRUCTIONS}, {"role": "user", "content": content}]
-
-
-async def _post(url: str, headers: dict[str, str], request: dict[str, Any], timeout: float) -> bytes:
-    import httpx2
-
-    body = bytearray()
-    try:
-        async with (
-            asyncio.timeout(timeout),
-            httpx2.AsyncClient(trust_env=False, timeout=None) as client,
-            client.stream("POST", url, json=request, headers=headers) as response,
-        ):
-            if response.status_code != 200:
-                raise ToolUnavailable(f"the condensing model answered with HTTP status {response.status_code}")
-            async for chunk in response.aiter_bytes():
-                body += chunk
-                if len(body) > MAX_ANSWER_BYTES:
-                    raise ToolUnavailable("the condensing model's answer is too long")
-    except (httpx2.HTTPError, httpx2.InvalidURL, TimeoutError) as error:
-        raise ToolUnavailable(f"the condensing model cannot be reached: {type(error).__name__}") from None
-    return bytes(body)

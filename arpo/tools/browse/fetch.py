@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import re
 import ssl
-import zlib
 from collections.abc import Iterator
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from arpo.net.http import TooLarge, Undecodable, decode
 from arpo.tools.base import ToolError, ToolUnavailable
 from arpo.tools.browse.address import Address, Resolver, find_addresses, host_of, parse_url
 
@@ -128,23 +129,14 @@ class Fetcher:
         return Page(html, charset[1] if charset else "", body)
 
     async def _body(self, response: httpx2.Response) -> bytes:
-        """The body, unpacked piece by piece so that it never grows beyond its limit."""
-        coding = response.headers.get("Content-Encoding", "").strip().lower()
-        if coding not in ("", "identity", "gzip", "x-gzip"):
-            raise ToolError("the page is packed in a way that cannot be read")
-        unzip = zlib.decompressobj(wbits=31) if coding.endswith("gzip") else None
-        body, received = bytearray(), 0
-        async for chunk in response.aiter_raw():
-            received += len(chunk)
-            try:
-                body += chunk if unzip is None else unzip.decompress(chunk, self.max_bytes + 1 - len(body))
-            except zlib.error:
-                raise ToolError("the page is packed in a way that cannot be read") from None
-            if max(received, len(body)) > self.max_bytes:
-                raise ToolError(f"the page is larger than {self.max_bytes} bytes")
-            if unzip is not None and unzip.eof:
-                break
-        return bytes(body)
+        """The body, decompressed and bounded."""
+        try:
+            async with aclosing(decode(response, self.max_bytes, "the page")) as chunks:
+                return b"".join([chunk async for chunk in chunks])
+        except TooLarge:
+            raise ToolError(f"the page is larger than {self.max_bytes} bytes") from None
+        except Undecodable:
+            raise ToolError("the page is compressed in a way that cannot be read") from None
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

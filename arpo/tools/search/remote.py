@@ -9,18 +9,15 @@ Does not cover: whether the answer is true, and whether it is the same tomorrow.
 
 from __future__ import annotations
 
-import asyncio
 import html
-import json
 import re
-import ssl
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
-from arpo.config.keys import key_from
 from arpo.errors import ArpoError
+from arpo.net.http import HttpClient, HttpError
+from arpo.net.keys import key_from
 from arpo.tools.base import Tool, ToolUnavailable
 from arpo.tools.search.corpus import split_contents
 from arpo.tools.search.hits import search_tool
@@ -88,21 +85,28 @@ PROVIDERS: Mapping[str, Provider] = {
 
 def http_search(url: str, results: int = 3, max_tokens: int = 512, timeout: float = 10.0) -> Tool:
     """The tool over a server that speaks Search-R1's protocol; `url` is its whole address, up to `/retrieve`."""
-    caller = _Caller(url, timeout)
+    client = HttpClient(
+        url,
+        setting="tools.search",
+        example="http://127.0.0.1:8000/retrieve",
+        timeout=timeout,
+        max_bytes=MAX_BYTES,
+        allow_userinfo=True,
+    )
 
     async def find(query: str) -> list[Document]:
         body = {"queries": [_clean(query)], "topk": results, "return_scores": True}
-        answer = await caller.ask(trust_env=False, method="POST", json=body)
+        answer = await _request(client, method="POST", json=body)
         try:
             hits = answer["result"][0]
         except (LookupError, TypeError):
             hits = None
         if not isinstance(hits, list):
-            raise ToolUnavailable(f"{caller.name} did not answer in Search-R1's form: a list under `result`")
-        return _usable(map(_retrieved, hits), hits, caller.name)
+            raise ToolUnavailable(f"{client.name} did not answer in Search-R1's form: a list under `result`")
+        return _usable(map(_retrieved, hits), hits, client.name)
 
     return search_tool(
-        find, results, max_tokens, timeout=timeout + 1, concurrency=64, cacheable=True, version=caller.name
+        find, results, max_tokens, timeout=timeout + 1, concurrency=64, cacheable=True, version=client.name
     )
 
 
@@ -116,87 +120,34 @@ def web_search(
         raise ArpoError(f"a web search returns at most {MAX_WEB_RESULTS} results, not {results}")
     engine = PROVIDERS[provider]
     key = key_from(engine.variable, provider)
-    caller = _Caller(base_url or engine.url, timeout, f"; check {engine.variable}")
+    client = HttpClient(base_url or engine.url, setting=provider, timeout=timeout, max_bytes=MAX_BYTES, trust_env=True)
 
     async def find(query: str) -> list[Document]:
         asked = " ".join(_clean(query).split()[:MAX_WEB_WORDS])[:MAX_WEB_CHARS]
-        answer = await caller.ask(trust_env=True, **engine.request(key, asked, results))
+        answer = await _request(client, f"; check {engine.variable}", **engine.request(key, asked, results))
         try:
             hits = engine.hits(answer)
         except (AttributeError, TypeError):
             hits = ""
         if not isinstance(hits, list | None):
-            raise ToolUnavailable(f"{caller.name} did not answer in {provider}'s form")
-        found = _usable((_web_hit(hit, engine.text) for hit in hits or []), hits or [], caller.name)
+            raise ToolUnavailable(f"{client.name} did not answer in {provider}'s form")
+        found = _usable((_web_hit(hit, engine.text) for hit in hits or []), hits or [], client.name)
         return [Document(hit.title.replace(key, "***"), hit.text.replace(key, "***")) for hit in found]
 
     return search_tool(find, results, max_tokens, timeout=timeout + 1, concurrency=8, cacheable=True, version=provider)
 
 
-@dataclass(frozen=True, slots=True)
-class _Caller:
-    """Makes requests to one address."""
-
-    url: str
-    timeout: float
-    hint: str = ""  # what to do when access is refused
-    tls: ssl.SSLContext = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        try:
-            import httpx2
-        except ImportError:
-            raise ArpoError("search over HTTP needs httpx2: pip install 'arpo[web]'") from None
-        try:
-            parts, host = urlsplit(self.url), httpx2.URL(self.url).host
-            valid = parts.scheme in ("http", "https") and parts.port != 0 and bool(host)
-        except (ValueError, httpx2.InvalidURL):
-            valid = False
-        if not valid:
-            shown = self.url.rpartition("@")[2]
-            raise ArpoError(f"{shown!r} is no server's address; expected one like http://127.0.0.1:8000/retrieve")
-        object.__setattr__(self, "tls", httpx2.create_ssl_context())
-
-    @property
-    def name(self) -> str:
-        """The address without anything secret."""
-        parts = urlsplit(self.url)
-        return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
-
-    async def ask(self, *, trust_env: bool, headers: Mapping[str, str] | None = None, **request: Any) -> Any:
-        """What the server answers, read from JSON."""
-        import httpx2
-
-        headers = {"Accept": "application/json", "Accept-Encoding": "gzip", **(headers or {})}
-        try:
-            async with (
-                asyncio.timeout(self.timeout),
-                httpx2.AsyncClient(verify=self.tls, trust_env=trust_env, timeout=None) as client,
-                client.stream(url=self.url, headers=headers, **request) as response,
-            ):
-                if response.status_code != 200:
-                    raise ToolUnavailable(self._refusal(response.status_code))
-                body = await self._body(response.aiter_bytes())
-        except TimeoutError:
-            raise ToolUnavailable(f"{self.name} did not answer within {self.timeout:g} seconds") from None
-        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-            raise ToolUnavailable(f"{self.name} cannot be reached: {type(error).__name__}") from None
-        try:
-            return json.loads(body)
-        except (ValueError, RecursionError):
-            raise ToolUnavailable(f"{self.name} did not answer with JSON") from None
-
-    async def _body(self, chunks: Any) -> bytes:
-        body = bytearray()
-        async for chunk in chunks:
-            body += chunk
-            if len(body) > MAX_BYTES:
-                raise ToolUnavailable(f"{self.name} answered with more than {MAX_BYTES:,} bytes")
-        return bytes(body)
-
-    def _refusal(self, status: int) -> str:
-        cause = _CAUSES.get(status, "the request failed")
-        return f"{self.name}: {cause} (HTTP status {status}){self.hint if status in (401, 403) else ''}"
+async def _request(client: HttpClient, hint: str = "", **request: Any) -> Any:
+    """Send a request and return the JSON in the reply; `hint` says what to do when access is refused."""
+    try:
+        return await client.request_json(**request)
+    except HttpError as error:
+        if error.status is None:
+            raise ToolUnavailable(str(error)) from None
+        cause = _CAUSES.get(error.status, "the request failed")
+        raise ToolUnavailable(
+            f"{client.name}: {cause} (HTTP status {error.status}){hint if error.status in (401, 403) else ''}"
+        ) from None
 
 
 def _clean(query: str) -> str:
