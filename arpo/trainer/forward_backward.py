@@ -21,8 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from arpo.algorithm.batch import Part, cut
 from arpo.algorithm.loss import ADDITIVE, policy_loss
 from arpo.config.schema import Loss
-from arpo.engine.local.attention import install
-from arpo.engine.local.runner import Network, check_supported
+from arpo.models.network import Network, check_supported, install_attention
 from arpo.trainer.attention import KV, TreePlan
 from arpo.trainer.logprobs import token_logprobs
 from arpo.types import TreeBatch
@@ -108,7 +107,7 @@ class _Passes:
 
     def __init__(self, model: Any, batch: TreeBatch, temperature: float, visit: Visit, matched: bool) -> None:
         check_supported(model.config)
-        install(model)
+        install_attention(model)
         self._model, self._network, self._batch = model, Network(model), batch
         self._temperature, self._visit, self._matched = temperature, visit, matched
         self._parent_N, self._depth_N = batch.parent_N.cpu().numpy(), batch.depth_N.cpu().numpy()

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from arpo.engine.local.kernels import HIDDEN, fold
+from arpo.models.kernels import MASKED, online_softmax
 
 CHUNK = 4096
 
@@ -60,12 +60,12 @@ def _numbers(logits, tokens_N, logprob_N, entropy_N, total_N, scale, vocab, CHUN
     row = tl.program_id(0)
     logits += row.to(tl.int64) * vocab
     i = tl.arange(0, CHUNK)
-    top = tl.full([], HIDDEN, tl.float32)
+    top = tl.full([], MASKED, tl.float32)
     total = tl.full([], 0.0, tl.float32)
     mean = tl.full([], 0.0, tl.float32)
     for start in range(0, vocab, CHUNK):
         score = tl.load(logits + start + i, mask=start + i < vocab, other=float("-inf")).to(tl.float32) * scale
-        top, total, mean = fold(top, total, mean, score)
+        top, total, mean = online_softmax(top, total, mean, score)
     all_of_it = top + tl.log(total)
     own = tl.load(logits + tl.load(tokens_N + row)).to(tl.float32) * scale
     tl.store(logprob_N + row, own - all_of_it)

@@ -13,9 +13,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from models import FAMILIES, VOCAB, Letters, make_model
 
-from arpo.engine.local.attention import BlockPlan, install
+from arpo.engine.local.attention import BlockPlan
 from arpo.engine.local.engine import LocalEngine
 from arpo.engine.local.kv_cache import BLOCK, KVPool
+from arpo.models.network import install_attention
 
 HEADS, GROUP, WIDTH, BLOCKS = 2, 3, 4, 60
 
@@ -156,9 +157,9 @@ def test_a_model_that_an_engine_uses_computes_as_before(family: str, attention: 
 
 def test_installing_twice_changes_nothing_and_is_not_saved_with_the_model() -> None:
     model = make_model("llama")
-    install(model)
+    install_attention(model)
     name = model.config._attn_implementation
-    install(model)
+    install_attention(model)
     LocalEngine(model, Letters(), rows=1, kv_cache_tokens=64)
     assert model.config._attn_implementation == name == "arpo-sdpa"
     assert "arpo" not in model.config.to_json_string()

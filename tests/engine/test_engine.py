@@ -174,7 +174,7 @@ def test_preempted_requests_yield_what_they_would_have_yielded() -> None:
     roomy, tight = small(), small(kv_cache_tokens=5 * BLOCK)
     expected = run(roomy, *asked)
     got = run(tight, *asked)
-    assert roomy._scheduler.preempted == 0 < tight._scheduler.preempted
+    assert roomy._scheduler.preemptions == 0 < tight._scheduler.preemptions
     assert [done.tokens for done in got] == [done.tokens for done in expected]
     for (prefix, params), done in zip(asked, got, strict=True):
         assert_exact(plain_model("llama-gqa"), prefix, params, done)
@@ -207,7 +207,7 @@ def test_by_default_every_row_can_be_as_long_as_the_context(rows: int, context: 
     engine = LocalEngine(model, Letters(), rows=rows, threaded=False)
     done = run(engine, *(([5] * (context - 3), SamplingParams(50, seed=i)) for i in range(rows)))
     assert all(len(completion.tokens) == 3 or completion.finish == "eos" for completion in done)
-    assert engine._scheduler.preempted == 0
+    assert engine._scheduler.preemptions == 0
 
 
 def test_what_can_never_fit_is_refused_with_the_numbers() -> None:

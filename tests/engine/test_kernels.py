@@ -117,7 +117,7 @@ def test_the_gpu_step_has_the_numbers_of_a_plain_pass(family: str, monkeypatch: 
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(local, "make_runner", _NoGraphs)
+    monkeypatch.setattr(local, "build_runner", _NoGraphs)
     monkeypatch.setitem(local.PATIENCE, "cpu", 8)
     model = make_model(family)
     engine = local.LocalEngine(model, Letters(), rows=5, kv_cache_tokens=400, prefill_tokens=64)

@@ -172,7 +172,7 @@ def test_preempted_requests_go_on_where_they_were() -> None:
     for i in range(6):
         world.scheduler.waiting.append(request(text(30, seed=i), 90, seed=i))
     batches = world.finish_all()
-    assert world.scheduler.preempted > 0
+    assert world.scheduler.preemptions > 0
     assert sum(len(batch.asking) for batch in batches) == 6 * 90
 
 

@@ -300,7 +300,7 @@ def test_a_turn_of_a_server(one: Bed) -> None:
         "logprobs": 4,
     }
     told = one.engine.stats()
-    assert told == {"retries": 0, "loads": 1, "entropy_error": pytest.approx(bounds.error)} | {
+    assert told == {"retries": 0, "weight_loads": 1, "entropy_error": pytest.approx(bounds.error)} | {
         "entropy_error_max": pytest.approx(bounds.error)
     }
     assert one.engine.stats()["weight_loads"] == 0

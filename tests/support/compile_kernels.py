@@ -1,6 +1,6 @@
 """Compiles every Triton kernel for one kind of GPU (compute capability 9.0), whether there is one or not.
 
-python tests/compile_kernels.py      # needs Triton; prints one line per kernel
+python tests/support/compile_kernels.py      # needs Triton; prints one line per kernel
 """
 
 from __future__ import annotations

@@ -1,10 +1,6 @@
-"""Attention over the block pool, as a Hugging Face attention function.
+"""Attention over the KV cache on a CPU, as the `attention_plan` of a forward pass (`arpo.models.network`).
 
-`install` makes a model call `attention` below: with a `step=` among the forward pass's keyword arguments (the engine)
-it reads and writes the pool, without one (training, `generate`) it does what the model did before. A forward pass of
-the engine is one flat row of tokens [1, T], whatever sequences they belong to.
-
-The CPU's way (`BlockPlan`): for every block, one matrix product of all queries that see it, wherever they come from:
+For every block, one matrix product of all queries that see it, wherever they come from:
 one in decoding, several where paths share a prefix. Nothing is gathered, padded or expanded per path, and a shared
 block is read once. Rows that read a piece of a prompt have queries enough for the usual attention, one row at a time.
 
@@ -14,18 +10,14 @@ S tokens per block, A = T * H askers, P = n * H * W pairs of one asker and one b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from arpo.engine.local.kv_cache import BLOCK
 
@@ -34,63 +26,6 @@ BLOCKS_PER_RUN = 16  # blocks in runs shorter than that, on average, are copied 
 GAP = 4  # unused blocks between two used ones that are computed along rather than skipped
 READS = 16  # new tokens from which on a row is a reader
 HIDDEN = -1e30  # the score of what a query may not see; finite, so that nothing becomes NaN
-
-
-class Step(Protocol):
-    """One forward pass over the pool."""
-
-    def attend(
-        self, layer: int, q_THGD: Tensor, k_THD: Tensor, v_THD: Tensor, scaling: float, window: int | None
-    ) -> Tensor:
-        """Store keys and values, return what the queries see: [T, H, G, D]."""
-        ...
-
-
-def install(model: Any) -> None:
-    """Let the model's attention follow a `step=` where one is given."""
-    before = model.config._attn_implementation or "eager"
-    if before.startswith("arpo-"):
-        return
-    name = f"arpo-{before}"
-    if name not in ALL_ATTENTION_FUNCTIONS:
-        usual = ALL_ATTENTION_FUNCTIONS.get(before)
-        AttentionInterface.register(name, partial(_attention, usual))
-        AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[before])
-    model.config._attn_implementation = name
-
-
-def _attention(
-    usual: Callable[..., Any] | None,
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    step: Step | None = None,
-    sliding_window: int | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    if step is None:
-        if usual is None:  # eager attention is a function of each model's own file
-            usual = __import__(type(module).__module__, fromlist=["_"]).eager_attention_forward
-        return usual(  # type: ignore[no-any-return]
-            module,
-            query,
-            key,
-            value,
-            attention_mask,
-            scaling=scaling,
-            dropout=dropout,
-            sliding_window=sliding_window,
-            **kwargs,
-        )
-    heads = key.shape[1]
-    q_THGD = query[0].view(heads, -1, *query.shape[2:]).permute(2, 0, 1, 3)
-    k_THD, v_THD = key[0].transpose(0, 1), value[0].transpose(0, 1)
-    out_THGD = step.attend(module.layer_idx, q_THGD, k_THD, v_THD, scaling, sliding_window)
-    return out_THGD.flatten(1, 2).unsqueeze(0), None
 
 
 @dataclass(frozen=True, slots=True)

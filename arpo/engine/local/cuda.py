@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from arpo.engine.local import kernels, sampling
-from arpo.engine.local.attention import install
 from arpo.engine.local.fused import fused
 from arpo.engine.local.kernels import Tiles
 from arpo.engine.local.kv_cache import BLOCK, KVPool
-from arpo.engine.local.runner import NOTHING, Columns, Network
+from arpo.engine.local.runner import NOTHING, Columns
 from arpo.engine.local.sampling import Drawn
 from arpo.engine.local.scheduler import Batch
+from arpo.models.network import Network, install_attention
 
 PROGRAMS = 264  # two for each multiprocessor of a large GPU: with fewer rows, a row's keys are shared out
 
@@ -56,7 +56,7 @@ class CudaRunner:
     """Steps on the model's GPU, for at most `rows` rows."""
 
     def __init__(self, model: Any, pool: KVPool, rows: int) -> None:
-        install(model)
+        install_attention(model)
         self._model, self._network, self._pool = model, Network(model), pool
         config = model.config
         self._group = config.num_attention_heads // config.num_key_value_heads

@@ -22,10 +22,11 @@ import torch
 
 from arpo.engine.base import Capabilities, OnToken
 from arpo.engine.local.kv_cache import BLOCK, KVPool, token_bytes
-from arpo.engine.local.runner import Columns, build_runner, check_supported
+from arpo.engine.local.runner import Columns, build_runner
 from arpo.engine.local.scheduler import Batch, Request, Scheduler
 from arpo.engine.stops import StopFinder, eos_ids
 from arpo.errors import ArpoError
+from arpo.models.network import check_supported
 from arpo.types import Completion, SamplingParams
 
 PREFILL_TOKENS = {"cpu": 512, "cuda": 16384}

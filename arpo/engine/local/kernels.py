@@ -15,9 +15,9 @@ from torch import Tensor
 
 from arpo.engine.local.kv_cache import BLOCK
 from arpo.engine.local.sampling import Drawn
+from arpo.models.kernels import MASKED, online_softmax
 
 VOCAB_CHUNK = 4096
-HIDDEN = tl.constexpr(-1.0e30)
 
 
 class Tiles(NamedTuple):
@@ -167,7 +167,7 @@ def _attend(
     share = tl.cdiv(tl.cdiv(end - begin, SPLITS), N) * N
     low = begin + split * share
     high = tl.minimum(low + share, end)
-    top = tl.full([M], HIDDEN, tl.float32)
+    top = tl.full([M], MASKED, tl.float32)
     total = tl.zeros([M], tl.float32)
     seen = tl.zeros([M, WIDTH], tl.float32)
     for start in range(low, high, N):
@@ -181,7 +181,7 @@ def _attend(
         visible = (n[None, :] <= at[:, None]) & (n < high)[None, :]
         if WINDOW:
             visible = visible & (n[None, :] > at[:, None] - window)
-        score = tl.where(visible, score, HIDDEN)
+        score = tl.where(visible, score, MASKED)
         new_top = tl.maximum(top, tl.max(score, 1))
         weight = tl.where(visible, tl.exp2(score - new_top[:, None]), 0.0)
         fade = tl.exp2(top - new_top)
@@ -214,16 +214,6 @@ def _join(
 
 
 @triton.jit
-def fold(top, total, mean, score):
-    """Take more scores into the highest, the sum of exponentials, and the weighted sum of (score - highest)."""
-    new_top = tl.maximum(top, tl.max(score, 0))
-    fade = tl.exp(top - new_top)
-    weight = tl.exp(score - new_top)
-    more = tl.sum(tl.where(weight > 0.0, weight * (score - new_top), 0.0), 0)
-    return new_top, total * fade + tl.sum(weight, 0), fade * (mean + total * (top - new_top)) + more
-
-
-@triton.jit
 def _sample(
     logits, temperature_B, uniform_B, token_B, logprob_B, entropy_B, vocab, stride, CHUNK: tl.constexpr
 ):  # fmt: skip
@@ -232,7 +222,7 @@ def _sample(
     temperature = tl.load(temperature_B + row).to(tl.float32)
     scale = tl.where(temperature == 0.0, 1.0, temperature)
     i = tl.arange(0, CHUNK)
-    top = tl.full([], HIDDEN, tl.float32)
+    top = tl.full([], MASKED, tl.float32)
     total = tl.full([], 0.0, tl.float32)
     mean = tl.full([], 0.0, tl.float32)  # of (score - top), weighted, not yet divided by the total
     likeliest = tl.full([], 0, tl.int32)
@@ -240,7 +230,7 @@ def _sample(
         score = tl.load(logits + start + i, mask=start + i < vocab, other=float("-inf")).to(tl.float32) / scale
         best = tl.max(score, 0)
         likeliest = tl.where(best > top, start + tl.argmax(score, 0), likeliest)
-        top, total, mean = fold(top, total, mean, score)
+        top, total, mean = online_softmax(top, total, mean, score)
     target = tl.load(uniform_B + row).to(tl.float32) * total
     passed = tl.full([], 0.0, tl.float32)
     before = tl.full([], 0.0, tl.float32)

@@ -27,10 +27,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from arpo.algorithm.batch import cut
-from arpo.engine.local.runner import ENTRY
 from arpo.config.schema import Config
 from arpo.trainer.dist.balance import balance, costs, matched, per_seen, take
 from arpo.models.lora import has_adapter
+from arpo.models.network import SHARDED_DECODER
 from arpo.trainer.optimizer import Optimizer
 from arpo.trainer.dist.process_group import ProcessGroup
 from arpo.trainer.dist.shards import SHARDS, read_into, shard_sizes, write_shards
@@ -129,8 +129,8 @@ def shard(model: Any, mesh: DeviceMesh) -> Any:
         if hasattr(module, "set_gradient_divide_factor"):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    setattr(model, ENTRY, MethodType(lambda _, **given: decoder(**given), model))
-    register_fsdp_forward_method(model, ENTRY)
+    setattr(model, SHARDED_DECODER, MethodType(lambda _, **given: decoder(**given), model))
+    register_fsdp_forward_method(model, SHARDED_DECODER)
     return model
 
 
