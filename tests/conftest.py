@@ -11,7 +11,7 @@ from cli_runs import SMALL_TOML, Arpo, Outcome, call
 from hypothesis import HealthCheck, settings
 
 from arpo.builtin.model import build_model, build_tokenizer
-from arpo.trainer.checkpoint import save_pretrained
+from arpo.models.save import save_pretrained
 
 torch.set_num_threads(1)  # these models are too small for more to help
 settings.register_profile(

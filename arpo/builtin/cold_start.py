@@ -26,9 +26,9 @@ from arpo.builtin.world import World
 from arpo.config.schema import Coldstart, Model
 from arpo.errors import ArpoError
 from arpo.models.load import load_model
+from arpo.models.save import save_pretrained
 from arpo.tools.base import Tool
 from arpo.tools.executor import call_tool
-from arpo.trainer.checkpoint import save_pretrained
 from arpo.types import ToolCall
 
 ToolsFor = Callable[[World], Mapping[str, Tool]]  # the tools over a world's documents

@@ -27,7 +27,7 @@ from arpo.cli.display import progress_bar
 from arpo.config.loading import load_config
 from arpo.config.schema import Config
 from arpo.models.load import pick_device
-from arpo.trainer.checkpoint import save_pretrained
+from arpo.models.save import save_pretrained
 from arpo.training.setup import build_bench, world_tools
 
 STEPS, BATCH_TOKENS, LR, TRACES, HIDDEN, LAYERS = 6_000, 16_384, 3e-3, 60_000, 160, 4

@@ -25,7 +25,7 @@ Overrides = Annotated[list[str] | None, typer.Argument(help="settings as key=val
 
 def config_of(target: Path, overrides: list[str]) -> Config:
     """The settings in a TOML file, or those of a run with its last checkpoint as the model."""
-    from arpo.trainer.checkpoint import model_settings
+    from arpo.models.load import checkpoint_model_settings
 
     if not target.is_dir():
         return load_config(target, overrides)
@@ -33,7 +33,7 @@ def config_of(target: Path, overrides: list[str]) -> Config:
     checkpoint = log.latest_checkpoint()
     if checkpoint is None:
         raise ArpoError(f"{target} has no checkpoint yet")
-    trained = [f"model.{key}={value or 'none'}" for key, value in model_settings(checkpoint[1]).items()]
+    trained = [f"model.{key}={value or 'none'}" for key, value in checkpoint_model_settings(checkpoint[1]).items()]
     return load_config(target / "config.json", [*trained, *overrides])
 
 

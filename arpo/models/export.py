@@ -17,9 +17,9 @@ from arpo.config.loading import config_from_resolved
 from arpo.errors import ArpoError
 from arpo.models import lora
 from arpo.models.load import load_model
+from arpo.models.save import save_pretrained
 from arpo.runs.run_dir import open_run
 from arpo.tools.executor import Toolset
-from arpo.trainer.checkpoint import save_pretrained
 from arpo.training.setup import Bench, find_model
 
 

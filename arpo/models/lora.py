@@ -97,7 +97,7 @@ def load_adapter(model: Any, directory: Path) -> None:
 
 
 @torch.no_grad()
-def plain_state(model: Any) -> dict[str, Tensor]:
+def merged_state_dict(model: Any) -> dict[str, Tensor]:
     """All weights under the names that they have without an adapter; that of `add_adapter` is added to them."""
     state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     if not has_adapter(model):

@@ -13,16 +13,14 @@ to save: a resumed run goes on as if it had not stopped, to the last bit on a CP
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from arpo.errors import ArpoError
 from arpo.models import lora
+from arpo.models.save import save_pretrained
 from arpo.trainer.trainer import Trainer
 
 
@@ -35,37 +33,6 @@ def save_checkpoint(trainer: Trainer, step: int, directory: Path) -> None:
     trainer.save_optimizer(directory)
     state = {"step": step, "optimizer_steps": trainer.optimizer.steps}
     (directory / "state.json").write_text(json.dumps(state))
-
-
-def save_pretrained(model: object, tokenizer: object, directory: Path) -> None:
-    """Write a plain Hugging Face directory."""
-    model.save_pretrained(directory)  # type: ignore[attr-defined]
-    tokenizer.save_pretrained(directory)  # type: ignore[attr-defined]
-
-
-def save_untied(model: Any, tokenizer: Any, directory: Path) -> None:
-    """Write a Hugging Face directory for vLLM: any adapter merged, and the output layer with weights of its own.
-
-    On a CPU, vLLM packs the output layer anew only if it finds weights for it, so a tied one would stay as it was.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    config = copy.deepcopy(model.config)
-    config.tie_word_embeddings = False
-    config.architectures = [type(model).__name__]
-    config.dtype = next(model.parameters()).dtype
-    config.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    state = {name: tensor.cpu().contiguous() for name, tensor in lora.plain_state(model).items()}
-    state["lm_head.weight"] = state["lm_head.weight"].clone()
-    save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
-
-
-def model_settings(directory: Path) -> dict[str, str | None]:
-    """What the settings of the section `model` must become to load a checkpoint's model in place of the run's first."""
-    model = directory / "model"
-    if (model / lora.CONFIG).is_file():
-        return {"adapter": str(model)}
-    return {"path": str(model), "adapter": None}
 
 
 def load_checkpoint(trainer: Trainer, directory: Path) -> int:

@@ -15,10 +15,11 @@ from pathlib import Path
 from arpo.config.loading import config_from_resolved, differences
 from arpo.config.schema import Config
 from arpo.errors import ArpoError
+from arpo.models.load import checkpoint_model_settings
 from arpo.runs import run_dir
 from arpo.runs.run_dir import RunDir
 from arpo.runs.trackers import Trackers, require_trackers
-from arpo.trainer.checkpoint import load_checkpoint, model_settings, save_checkpoint
+from arpo.trainer.checkpoint import load_checkpoint, save_checkpoint
 from arpo.trainer.trainer import Trainer
 
 # Settings that any resumed run may have other than it began with.
@@ -96,7 +97,7 @@ def open_directory(
         if log is None:
             run_dir.refuse_used(directory)
         checkpoint = log.latest_checkpoint() if log else None
-        model = config.model.model_copy(update=model_settings(checkpoint[1]) if checkpoint else {})
+        model = config.model.model_copy(update=checkpoint_model_settings(checkpoint[1]) if checkpoint else {})
         trainer = load(config.model_copy(update={"model": model}))
         step = load_checkpoint(trainer, checkpoint[1]) if checkpoint else 0
         if log is None:  # only now: a mistake in data or model leaves no run behind

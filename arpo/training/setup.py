@@ -23,8 +23,9 @@ from arpo.data.order import Part
 from arpo.data.tasks import Columns, load_tasks
 from arpo.engine.build import build_engine
 from arpo.errors import ArpoError
-from arpo.models.load import load_trainable
+from arpo.models.load import checkpoint_model_settings, load_trainable
 from arpo.models.lora import has_adapter
+from arpo.models.save import save_for_vllm
 from arpo.net.keys import key_from
 from arpo.runs.run_dir import is_run, open_run
 from arpo.tools.base import Tool
@@ -39,7 +40,6 @@ from arpo.tools.search import (
     open_index,
     web_search,
 )
-from arpo.trainer.checkpoint import model_settings, save_untied
 from arpo.types import Task
 
 if TYPE_CHECKING:
@@ -258,7 +258,7 @@ def _of_run(model: Model) -> Model:
     checkpoint = log.latest_checkpoint()
     if checkpoint is None:
         raise ArpoError(f"model.path: the run {model.path!r} has no checkpoint yet")
-    trained = model_settings(checkpoint[1])
+    trained = checkpoint_model_settings(checkpoint[1])
     if "path" in trained:
         return model.model_copy(update={"path": trained["path"]})
     if model.adapter is not None:
@@ -276,7 +276,7 @@ def build_agent(config: Config, bench: Bench, model: Any, tokenizer: Any, thread
             "rollout.engine: vLLM gets an adapter merged into the model, and in 16 bits most of what was trained would "
             "be rounded away; use rollout.engine=local, model.dtype=float32, or train.lora_rank=0"
         )
-    engine = build_engine(config.rollout, model, tokenizer, partial(save_untied, model, tokenizer), threaded)
+    engine = build_engine(config.rollout, model, tokenizer, partial(save_for_vllm, model, tokenizer), threaded)
     fmt = call_format(config, bench.tools)
     traces, limit = read_examples(config.rollout.examples, fmt), config.tools.result_tokens
     return Agent(engine, tokenizer, bench.tools, fmt, limit, encode_examples(traces, tokenizer, fmt, limit))

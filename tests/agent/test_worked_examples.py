@@ -25,13 +25,13 @@ from arpo.engine.scripted import ScriptedEngine
 from arpo.errors import ArpoError
 from arpo.evaluation.benchmarks import identity
 from arpo.evaluation.endpoint import EndpointAgent, endpoint_trajectory
+from arpo.models.save import save_pretrained
 from arpo.net.chat import ChatClient
 from arpo.rewards.format import format_ok
 from arpo.tools.base import tool
 from arpo.tools.executor import Toolset, call_tool
 from arpo.tools.python.tool import build_python
 from arpo.tools.search import build_search
-from arpo.trainer.checkpoint import save_pretrained
 from arpo.training.collect import right_traces
 from arpo.training.setup import build_agent, build_bench, fit_prompts, open_sandbox
 from arpo.types import Document, Kind, Reward, RolloutTree, Task, ToolCall

@@ -43,9 +43,9 @@ from arpo.cli.main import main
 from arpo.config.schema import Config, Rollout
 from arpo.engine.scripted import Script, ScriptedEngine
 from arpo.errors import ArpoError
+from arpo.models.save import save_pretrained
 from arpo.runs import run_dir as runlog
 from arpo.tools.base import Tool, tool
-from arpo.trainer.checkpoint import save_pretrained
 from arpo.types import StopReason
 
 CLOSED = (

@@ -18,10 +18,10 @@ from arpo.config.plugins import load_object, names_object
 from arpo.config.schema import Rewards
 from arpo.config.schema import World as WorldSection
 from arpo.errors import ArpoError
+from arpo.models.save import save_pretrained
 from arpo.rewards import reward_from
 from arpo.runs.run_dir import open_run as read_run
 from arpo.tools.executor import call_tool
-from arpo.trainer.checkpoint import save_pretrained
 from arpo.training.loop import open_run, train
 from arpo.training.setup import build_tools
 from arpo.types import Reward, Task, ToolCall

@@ -28,9 +28,9 @@ from arpo.data.order import batch_of
 from arpo.data.tasks import Columns, load_tasks, read_tasks
 from arpo.engine.scripted import ScriptedEngine
 from arpo.errors import ArpoError
+from arpo.models.save import save_pretrained
 from arpo.rewards import build_reward
 from arpo.runs.run_dir import open_run as read_run
-from arpo.trainer.checkpoint import save_pretrained
 from arpo.training.loop import _outcome, open_run, train
 from arpo.training.setup import build_bench, fit_prompts
 from arpo.types import Fault, Kind, Leaf, Node, Reward, RolloutTree, Task

@@ -31,8 +31,8 @@ from arpo.engine.vllm.engine import _no_ranks
 from arpo.engine.vllm.entropy_bounds import entropy_bounds
 from arpo.errors import ArpoError
 from arpo.models.lora import add_adapter
+from arpo.models.save import save_for_vllm
 from arpo.tools.executor import Toolset
-from arpo.trainer.checkpoint import save_untied
 from arpo.training.setup import Bench, build_agent
 from arpo.types import Completion, SamplingParams
 
@@ -705,7 +705,7 @@ def test_the_directory_for_vllm_holds_the_weights_as_they_are(tokenizer: Any, tm
         for name, parameter in model.named_parameters():
             if "lora_" in name or not adapted:
                 parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * 0.1)
-    save_untied(model, tokenizer, tmp_path / "model")
+    save_for_vllm(model, tokenizer, tmp_path / "model")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
     assert not loaded.config.tie_word_embeddings
     assert model.config.tie_word_embeddings  # it stays what it was

@@ -30,8 +30,8 @@ from arpo.evaluation.benchmarks import Plan, identity, load_questions
 from arpo.evaluation.report import Results, markdown, picture, results_json, terminal_table
 from arpo.evaluation.samples import Sample
 from arpo.evaluation.statistics import summarise
+from arpo.models.save import save_pretrained
 from arpo.runs.trees import tree_from_json
-from arpo.trainer.checkpoint import save_pretrained
 
 # Rows in the columns of the sets as they are published.
 GSM8K = [

@@ -25,7 +25,7 @@ from arpo.config.schema import Config
 from arpo.training.sft import open_sft, train_sft
 from arpo.runs.trackers import Start, Trackers, require_trackers, run_name, telling_tree
 from arpo.training.loop import open_run, train
-from arpo.trainer.checkpoint import save_pretrained
+from arpo.models.save import save_pretrained
 from arpo.builtin.model import build_model
 from arpo.errors import ArpoError
 from arpo.types import Credit, Reward

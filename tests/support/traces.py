@@ -11,8 +11,8 @@ from arpo.agent.formats import CallFormat, build_format
 from arpo.builtin.model import build_model, build_tokenizer
 from arpo.config.loading import load_config
 from arpo.config.schema import Config
+from arpo.models.save import save_pretrained
 from arpo.tools.base import tool
-from arpo.trainer.checkpoint import save_pretrained
 
 
 @tool(quick=True)

@@ -26,10 +26,9 @@ from arpo.config.loading import load_config
 from arpo.config.schema import Config, Model, Train
 from arpo.engine.local.engine import LocalEngine
 from arpo.errors import ArpoError
-from arpo.models.load import load_trainable
+from arpo.models.load import checkpoint_model_settings, load_trainable
 from arpo.models.lora import adapters_off, add_adapter, has_adapter, load_adapter, merge_adapter, save_adapter
 from arpo.runs.run_dir import open_run as read_run
-from arpo.trainer.checkpoint import model_settings
 from arpo.trainer.optimizer import Optimizer
 from arpo.training.loop import open_run, open_session, train
 from arpo.training.loop import test as run_test
@@ -330,7 +329,7 @@ def test_the_checkpoint_of_an_adapter_is_small_and_fits_the_base(model_path: Pat
     assert names == [
         "model/adapter_config.json", "model/adapter_model.safetensors", "optimizer.safetensors", "state.json"
     ]  # fmt: skip
-    assert model_settings(checkpoint) == {"adapter": str(checkpoint / "model")}
+    assert checkpoint_model_settings(checkpoint) == {"adapter": str(checkpoint / "model")}
     settings = json.loads((checkpoint / "model" / "adapter_config.json").read_text())
     assert settings["base_model_name_or_path"] == str(model_path)
     trained, _ = load_trainable(
@@ -350,7 +349,7 @@ def test_the_checkpoint_of_an_adapter_is_small_and_fits_the_base(model_path: Pat
 def test_a_full_checkpoint_replaces_model_and_adapter(model_path: Path, tmp_path: Path) -> None:
     run_to_the_end(config_for(model_path, tmp_path / "run", "train.steps=1", *BF16))
     _, checkpoint = read_run(tmp_path / "run").latest_checkpoint() or (0, tmp_path)
-    assert model_settings(checkpoint) == {"path": str(checkpoint / "model"), "adapter": None}
+    assert checkpoint_model_settings(checkpoint) == {"path": str(checkpoint / "model"), "adapter": None}
     weights = load_file(checkpoint / "model" / "model.safetensors")
     assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
 

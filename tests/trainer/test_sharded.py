@@ -38,8 +38,9 @@ from arpo.config.loading import load_config
 from arpo.config.schema import Loss
 from arpo.errors import ArpoError
 from arpo.models.export import export_model
+from arpo.models.save import save_pretrained
 from arpo.runs.run_dir import open_run as read_run
-from arpo.trainer.checkpoint import load_checkpoint, save_pretrained
+from arpo.trainer.checkpoint import load_checkpoint
 from arpo.trainer.dist import launch
 from arpo.trainer.dist.balance import balance, costs, matched, take
 from arpo.trainer.dist.process_group import is_loss, join_process_group

@@ -23,9 +23,9 @@ from arpo.builtin.model import build_model
 from arpo.config.loading import load_config
 from arpo.config.schema import Config
 from arpo.errors import Collapsed, Diverged
+from arpo.models.save import save_pretrained
 from arpo.runs.run_dir import create, is_run
 from arpo.runs.run_dir import open_run as read_run
-from arpo.trainer.checkpoint import save_pretrained
 from arpo.trainer.trainer import Trainer
 from arpo.training.collapse import (
     WINDOW,

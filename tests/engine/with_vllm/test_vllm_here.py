@@ -21,8 +21,8 @@ from vllm_models import change, make_model
 from arpo.config.loading import load_config
 from arpo.engine.local.engine import LocalEngine
 from arpo.engine.vllm.engine import BLOCK, VllmEngine
+from arpo.models.save import save_for_vllm
 from arpo.runs.run_dir import open_run as read_run
-from arpo.trainer.checkpoint import save_untied
 from arpo.training.loop import open_run, train
 from arpo.types import Completion, Kind, SamplingParams
 
@@ -35,7 +35,7 @@ class Pair:
 
     def __init__(self, tokenizer: Any) -> None:
         self.model, self.tokenizer = make_model(tokenizer)
-        write = partial(save_untied, self.model, self.tokenizer)
+        write = partial(save_for_vllm, self.model, self.tokenizer)
         room = self.model.config.max_position_embeddings + 8192
         self.vllm = VllmEngine(self.model, self.tokenizer, write, rows=16, kv_cache_tokens=room)
         self.local = LocalEngine(self.model, self.tokenizer, rows=16, kv_cache_tokens=room, threaded=False)
@@ -223,7 +223,7 @@ def test_an_error_of_the_callers_reaches_it_and_harms_no_other(pair: Pair) -> No
 def test_another_temperature(tokenizer: Any) -> None:
     pair = Pair.__new__(Pair)
     pair.model, pair.tokenizer = make_model(tokenizer)
-    write = partial(save_untied, pair.model, pair.tokenizer)
+    write = partial(save_for_vllm, pair.model, pair.tokenizer)
     pair.vllm = VllmEngine(pair.model, pair.tokenizer, write, rows=4, temperature=0.7)
     try:
         for seed, prefix in enumerate(pair.prefixes(3, seed=6)):

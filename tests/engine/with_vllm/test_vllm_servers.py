@@ -17,7 +17,7 @@ from vllm_models import VllmServer, change, make_model
 
 from arpo.engine.local.engine import LocalEngine
 from arpo.engine.vllm.servers import ServerEngine
-from arpo.trainer.checkpoint import save_pretrained, save_untied
+from arpo.models.save import save_for_vllm, save_pretrained
 from arpo.types import Completion, SamplingParams
 
 GREEDY = SamplingParams(max_tokens=60, temperature=0.0)
@@ -45,7 +45,7 @@ def ground(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 def engine_for(ground: Any, which: slice = slice(None), **options: Any) -> ServerEngine:
     model, tokenizer, servers = ground
     urls = [server.url for server in servers[which]]
-    return ServerEngine(urls, model, tokenizer, partial(save_untied, model, tokenizer), **options)
+    return ServerEngine(urls, model, tokenizer, partial(save_for_vllm, model, tokenizer), **options)
 
 
 def local(ground: Any, *prefixes: list[int], params: SamplingParams = GREEDY) -> list[tuple[int, ...]]:
