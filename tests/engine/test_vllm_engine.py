@@ -617,7 +617,7 @@ def test_weights_that_a_server_does_not_see(one: Bed) -> None:
         ("/weight_info", 404, "VLLM_SERVER_DEV_MODE=1"),
         ("/inference/v1/generate", 404, "--tokens-only"),
         ("/inference/v1/generate", 401, "without an API key"),
-        ("/inference/v1/generate", 400, "refuses a request with HTTP status 400: no.31m such luck"),
+        ("/inference/v1/generate", 400, "refuses the request with HTTP status 400: no.31m such luck"),
     ],
 )
 def test_what_will_not_pass_by_itself_is_told_at_once(one: Bed, path: str, status: int, said: str) -> None:

@@ -1,48 +1,31 @@
 """Talking to one vLLM server: its weights, and its token-in, token-out endpoint.
 
-Promises: what comes back is bounded and checked; what may pass by itself (5xx, 408, 409, 425, 429, timeouts, lost
-connections, nonsense) is Unavailable, what will not (a server that lacks the endpoint or refuses the request) is an
-ArpoError that says what to do. Leaving a stream ends the request on the server.
-Does not cover: servers that want a key.
+Guarantees: replies are bounded and checked. What may pass by itself is `arpo.net.http.Unavailable`; a server that lacks
+an endpoint or refuses a request is an ArpoError that says what to do. Leaving a stream ends the request on the server.
+Not covered: servers that want an API key.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
-import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from arpo.engine.vllm.completion import Sampled
 from arpo.errors import ArpoError
+from arpo.net.http import HttpClient, Rejected, TooLarge, Unavailable
 
 MAX_REPLY_BYTES = 1_000_000  # of replies that are not turns
 ANSWER_SECONDS = 60.0
 RELOAD_SECONDS = 1800.0
-LONGEST_WAIT_SECONDS = 60.0
-_TRY_AGAIN = (408, 409, 425, 429)
 _NO_ENDPOINT = (401, 403, 404, 405)
 HOW = (
     "start it as VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --tokens-only, without an API key, from vLLM 0.32 on "
     "(docs/vllm.md)"
 )
-
-
-class Unavailable(Exception):
-    """Worth another attempt, after `pause` seconds if the server says so."""
-
-    def __init__(self, cause: str, pause: float = 0.0) -> None:
-        super().__init__(cause)
-        self.pause = pause
-
-
-class Unreachable(Unavailable):
-    """Nobody answers at all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,20 +42,14 @@ class Wire:
     """The way to the server at `url`, which may be silent for so many seconds."""
 
     def __init__(self, url: str, silence: float) -> None:
-        try:
-            import httpx2
-        except ImportError:
-            raise ArpoError("rollout.servers: asking a server needs httpx2: pip install 'arpo[web]'") from None
-        try:
-            parts, host = urlsplit(url), httpx2.URL(url).host
-            valid = parts.scheme in ("http", "https") and parts.port != 0 and bool(host) and "@" not in parts.netloc
-        except (ValueError, httpx2.InvalidURL):
-            valid = False
-        if not valid:
-            shown = url.rpartition("@")[2]
-            raise ArpoError(f"rollout.servers: got {shown!r}, expected an address like http://localhost:8000")
+        self._http = HttpClient(
+            url,
+            setting="rollout.servers",
+            example="http://localhost:8000",
+            timeout=ANSWER_SECONDS,
+            max_bytes=MAX_REPLY_BYTES,
+        )
         self.url, self.silence = url, silence
-        self._tls: ssl.SSLContext = httpx2.create_ssl_context()
 
     async def label(self) -> str | None:
         """That of the server's weights."""
@@ -93,7 +70,7 @@ class Wire:
                 f"--dtype {needs.dtype}": dtype != needs.dtype,
             }
         except (LookupError, TypeError):
-            raise Unavailable("does not say how it was started") from None
+            raise Unavailable(f"{self.url} does not say how it was started") from None
         missing = [option for option, lacks in wrong.items() if lacks]
         if missing:
             raise ArpoError(f"rollout.servers: {self.url} must be started with {' '.join(missing)}")
@@ -112,14 +89,25 @@ class Wire:
         """The tokens of a turn as they come, from weights with this label."""
         body = {**request, "stream": True, "cache_salt": label}
         top = int(request["sampling_params"]["logprobs"])
+        max_bytes = (most + 16) * (1024 + 256 * (top + 1))
         async with (
-            self._reply("POST", "/inference/v1/generate", body, None) as reply,
-            aclosing(_lines(reply, (most + 16) * (1024 + 256 * (top + 1)))) as lines,
+            self._stream(
+                "POST",
+                "/inference/v1/generate",
+                json=body,
+                headers={"Accept": "text/event-stream"},
+                idle_timeout=self.silence,
+                max_bytes=max_bytes,
+            ) as chunks,
+            aclosing(_lines(chunks)) as lines,
         ):
             async for line in lines:
                 if not line.startswith(b"data:") or line == b"data: [DONE]":
                     continue
-                sampled, labels = read_event(line[5:])
+                try:
+                    sampled, labels = read_event(line[5:])
+                except (LookupError, TypeError, AttributeError, ValueError, OverflowError, RecursionError):
+                    raise Unavailable(f"{self.url} does not answer in the form of its endpoint") from None
                 if labels - {label}:
                     raise ArpoError(
                         f"rollout.servers: the weights of {self.url} changed while it sampled; is it shared?"
@@ -127,69 +115,36 @@ class Wire:
                 for one in sampled:
                     yield one
 
-    async def _ask(self, method: str, path: str, body: Any, seconds: float = ANSWER_SECONDS) -> dict[str, Any]:
-        """One short answer."""
-        async with self._reply(method, path, body, seconds) as reply:
-            found = bytearray()
-            async for chunk in reply.aiter_bytes():
-                found += chunk
-                if len(found) > MAX_REPLY_BYTES:
-                    raise Unavailable("answers without end")
+    async def _ask(self, method: str, path: str, body: Any, timeout: float = ANSWER_SECONDS) -> dict[str, Any]:
+        """Return the JSON object in a short reply; an empty reply is an empty object."""
+        async with self._stream(method, path, json=body, timeout=timeout) as chunks:
+            reply = b"".join([chunk async for chunk in chunks])
         try:
-            answer = json.loads(found) if found else {}
+            answer = json.loads(reply) if reply else {}
         except (ValueError, RecursionError):
-            raise Unavailable("does not answer with JSON") from None
+            raise Unavailable(f"{self.url} does not answer with JSON") from None
         return answer if isinstance(answer, dict) else {}
 
     @asynccontextmanager
-    async def _reply(self, method: str, path: str, body: Any, seconds: float | None) -> AsyncIterator[Any]:
-        """A reply with status 200, to be read within so many seconds, or without ever being silent for too long."""
-        import httpx2
-
-        limit = self.silence if seconds is None else seconds
+    async def _stream(self, method: str, path: str, **request: Any) -> AsyncIterator[AsyncIterator[bytes]]:
+        """The chunks of a reply, as `HttpClient.stream` yields them."""
         try:
-            async with (
-                asyncio.timeout(seconds),
-                httpx2.AsyncClient(verify=self._tls, trust_env=False, timeout=httpx2.Timeout(limit)) as client,
-                client.stream(method, f"{self.url}{path}", json=body) as reply,
-            ):
-                await self._check_status(reply, path)
-                yield reply
-        except httpx2.ConnectTimeout:
-            raise Unreachable(f"cannot be reached within {limit:g} seconds") from None
-        except (TimeoutError, httpx2.TimeoutException):
-            raise Unavailable(f"did not answer within {limit:g} seconds") from None
-        except (httpx2.HTTPError, httpx2.InvalidURL, httpx2.StreamError, OSError) as error:
-            lost = Unreachable if isinstance(error, httpx2.ConnectError) else Unavailable
-            raise lost(f"cannot be reached ({type(error).__name__})") from None
-
-    async def _check_status(self, reply: Any, path: str) -> None:
-        status = reply.status_code
-        if status == 200:
-            return
-        if status in _NO_ENDPOINT:
-            raise ArpoError(f"rollout.servers: {self.url} answers {path} with HTTP status {status}; {HOW}")
-        if 400 <= status < 500 and status not in _TRY_AGAIN:
-            said = bytearray()
-            async for chunk in reply.aiter_bytes():
-                said += chunk
-                if len(said) > 2000:
-                    break
-            text = " ".join(said[:2000].decode("utf-8", "replace").split())
-            shown = "".join(letter for letter in text if letter.isprintable())[:300]
-            raise ArpoError(f"rollout.servers: {self.url} refuses a request with HTTP status {status}: {shown}")
-        after = reply.headers.get("Retry-After", "")
-        pause = float(after[:4]) if after.isascii() and after.isdigit() else 0.0
-        raise Unavailable(f"answers with HTTP status {status}", min(pause, LONGEST_WAIT_SECONDS))
+            async with self._http.stream(method, path, **request) as chunks:
+                yield chunks
+        except TooLarge as error:  # another server may behave
+            raise Unavailable(str(error)) from None
+        except Rejected as error:
+            if error.status in _NO_ENDPOINT:
+                raise ArpoError(
+                    f"rollout.servers: {self.url} answers {path} with HTTP status {error.status}; {HOW}"
+                ) from None
+            raise ArpoError(f"rollout.servers: {error}") from None
 
 
-async def _lines(reply: Any, most: int) -> AsyncGenerator[bytes, None]:
-    """The lines of a stream that has at most so many bytes."""
-    rest, size = b"", 0
-    async for chunk in reply.aiter_bytes():
-        size += len(chunk)
-        if size > most:
-            raise Unavailable("answers without end")
+async def _lines(chunks: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+    """The lines of a stream."""
+    rest = b""
+    async for chunk in chunks:
         *whole, rest = (rest + chunk).split(b"\n")
         for line in whole:
             yield line.strip()
@@ -197,13 +152,10 @@ async def _lines(reply: Any, most: int) -> AsyncGenerator[bytes, None]:
 
 def read_event(text: bytes) -> tuple[list[Sampled], set[str]]:
     """The tokens in one event of a stream, and the labels of the weights that they come from, where it tells them."""
-    try:
-        (choice,) = json.loads(text)["choices"]
-        content = (choice.get("logprobs") or {}).get("content") or []
-        sampled = [_sampled(token, place) for token, place in zip(choice["token_ids"] or [], content, strict=True)]
-        return sampled, {str(span["version"]) for span in choice.get("weight_versions") or []}
-    except (LookupError, TypeError, AttributeError, ValueError, OverflowError, RecursionError):
-        raise Unavailable("does not answer in the form of its endpoint") from None
+    (choice,) = json.loads(text)["choices"]
+    content = (choice.get("logprobs") or {}).get("content") or []
+    sampled = [_sampled(token, place) for token, place in zip(choice["token_ids"] or [], content, strict=True)]
+    return sampled, {str(span["version"]) for span in choice.get("weight_versions") or []}
 
 
 def _sampled(token: Any, place: Any) -> Sampled:

@@ -26,9 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from arpo.engine.base import OnToken
-from arpo.engine.vllm.client import HOW, Needs, Unavailable, Unreachable, Wire
+from arpo.engine.vllm.client import HOW, Needs, Wire
 from arpo.engine.vllm.completion import BadToken, Terms, Turn, logprobs_mode
 from arpo.errors import ArpoError
+from arpo.net.http import Unavailable, Unreachable
 from arpo.types import Completion, SamplingParams, derive_seed
 
 PATIENCE_SECONDS = 300.0
@@ -130,7 +131,7 @@ class ServerEngine:
                     return turn.completion(self.version)
                 except Unavailable as error:
                     complaints[server.wire.url] = str(error)
-                    server.failed(self._pause, error.pause)
+                    server.failed(self._pause, error.retry_after or 0.0)
                     self._retries += 1
                     if isinstance(error, Unreachable) and len(complaints) == len(self._servers) and not self._met:
                         raise ArpoError(f"rollout.servers: nobody answers: {_said(complaints)}; {HOW}") from None
@@ -233,15 +234,15 @@ class ServerEngine:
                         turn.add(await anext(tokens))
                     server.failures = 0
         except TimeoutError:
-            raise Unavailable(f"sampled nothing for {server.wire.silence:g} seconds") from None
+            raise Unavailable(f"{server.wire.url} sampled nothing for {server.wire.silence:g} seconds") from None
         except StopAsyncIteration:
-            raise Unavailable("broke off in the middle of a turn") from None
+            raise Unavailable(f"{server.wire.url} broke off in the middle of a turn") from None
         except BadToken as error:
-            raise Unavailable(f"sends {error}") from None
+            raise Unavailable(f"{server.wire.url} sends {error}") from None
 
 
 def _said(complaints: dict[str, str]) -> str:
-    return "; ".join(f"{url} {cause}" for url, cause in complaints.items())
+    return "; ".join(complaints.values())
 
 
 def _blocks(prefix: Sequence[int]) -> list[int]:
