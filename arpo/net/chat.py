@@ -19,7 +19,7 @@ from typing import Any
 
 from arpo.errors import ArpoError
 from arpo.net.http import HttpClient, Rejected, Unavailable, retry
-from arpo.net.keys import key_from
+from arpo.net.keys import read_api_key
 from arpo.types import SamplingParams
 
 MAX_REPLY_BYTES = 8_000_000
@@ -57,7 +57,7 @@ class ChatClient:
     _http: HttpClient = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        key = "" if self.key_env is None else key_from(self.key_env, self._related("key_env"))
+        key = "" if self.key_env is None else read_api_key(self.key_env, self._related("key_env"))
         http = HttpClient(
             self.url, setting=self.setting, timeout=self.timeout, max_bytes=self.max_bytes, name=self.name, api_key=key
         )

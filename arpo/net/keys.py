@@ -1,4 +1,4 @@
-"""Keys of services, from the environment: never from settings, which are written down."""
+"""API keys from the environment, never from settings, which are saved with a run."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import os
 from arpo.errors import ArpoError
 
 
-def key_from(variable: str, purpose: str) -> str:
-    """The key in an environment variable; `purpose` is the setting that names the variable, or who wants the key."""
+def read_api_key(variable: str, purpose: str) -> str:
+    """Return the key in an environment variable; `purpose` (a setting or a service) begins the error messages."""
     key = os.environ.get(variable, "").strip()
     if not key:
         raise ArpoError(f"{purpose}: the environment variable {variable} is not set; put the key there")

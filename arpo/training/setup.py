@@ -26,7 +26,7 @@ from arpo.errors import ArpoError
 from arpo.models.load import checkpoint_model_settings, load_trainable
 from arpo.models.lora import has_adapter
 from arpo.models.save import save_for_vllm
-from arpo.net.keys import key_from
+from arpo.net.keys import read_api_key
 from arpo.runs.run_dir import is_run, open_run
 from arpo.tools.base import Tool
 from arpo.tools.cache import ToolCache
@@ -216,7 +216,7 @@ def _connect(server: Mcp, timeout: float) -> McpServer:
 
     headers = None
     if server.token_env is not None:
-        headers = {"Authorization": f"Bearer {key_from(server.token_env, 'tools.mcp.token_env')}"}
+        headers = {"Authorization": f"Bearer {read_api_key(server.token_env, 'tools.mcp.token_env')}"}
     return connect_mcp(
         name=" ".join(filter(None, [server.url or server.command, *server.args[:1]])),
         command=server.command,

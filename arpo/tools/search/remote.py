@@ -17,7 +17,7 @@ from typing import Any
 
 from arpo.errors import ArpoError
 from arpo.net.http import HttpClient, HttpError
-from arpo.net.keys import key_from
+from arpo.net.keys import read_api_key
 from arpo.tools.base import Tool, ToolUnavailable
 from arpo.tools.search.corpus import split_contents
 from arpo.tools.search.hits import search_tool
@@ -119,7 +119,7 @@ def web_search(
     if results > MAX_WEB_RESULTS:
         raise ArpoError(f"a web search returns at most {MAX_WEB_RESULTS} results, not {results}")
     engine = PROVIDERS[provider]
-    key = key_from(engine.variable, provider)
+    key = read_api_key(engine.variable, provider)
     client = HttpClient(base_url or engine.url, setting=provider, timeout=timeout, max_bytes=MAX_BYTES, trust_env=True)
 
     async def find(query: str) -> list[Document]:
