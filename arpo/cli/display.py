@@ -9,8 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from textwrap import shorten
 
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
@@ -42,6 +44,18 @@ def progress_bar(what: str, total: int) -> Iterator[Progress]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         bar.add_task(what, total=total, note="")
         yield bar
+
+
+def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table, its first column to the left and the others to the right; 200 characters wide in a file."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column, title in enumerate(head):
+        short = all(len(row[column]) <= 30 for row in rows)
+        table.add_column(title, justify="right" if column else "left", no_wrap=column == 0 and short)
+    for row in rows:
+        table.add_row(*row)
+    wide = console if console.is_terminal else Console(file=console.file, width=200, markup=False, emoji=False)
+    wide.print(table, soft_wrap=False)
 
 
 def step_line(step: int, m: Mapping[str, float]) -> str:

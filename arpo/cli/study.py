@@ -37,12 +37,12 @@ def compare(
     drop_models: Annotated[bool, typer.Option(help="delete a run's model when its numbers are known")] = False,
 ) -> None:
     """Train with several algorithms and seeds on one budget, and tell them apart. A stopped comparison goes on."""
-    from arpo.figures.style import require_figures
+    from arpo.figures.style import require_matplotlib
     from arpo.studies.compare.report import show_comparison, write_comparison
     from arpo.studies.compare.runner import compare as work
     from arpo.studies.compare.runner import the_plan
 
-    require_figures()
+    require_matplotlib()
     plan = the_plan(
         config, overrides or [], algorithms, seeds, match, budget, baseline, samples, jobs, out, drop_models
     )

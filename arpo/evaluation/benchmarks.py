@@ -23,15 +23,15 @@ from typing import Any
 from arpo.agent.traces import read_examples
 from arpo.algorithm.rollout import Agent, rollout
 from arpo.builtin.world import build_world
-from arpo.cli.display import console, progress_bar, tool_lines
+from arpo.cli.display import console, print_table, progress_bar, tool_lines
 from arpo.config.schema import Branching, Config, Eval, Rewards, Rollout
 from arpo.data.benchmarks import BENCHMARKS, load_benchmark
 from arpo.errors import ArpoError
 from arpo.evaluation.endpoint import EndpointAgent, endpoint_trajectory
 from arpo.evaluation.evaluate import whole_trajectories
-from arpo.evaluation.report import Results, show_results, write_results
+from arpo.evaluation.report import Results, results_notes, results_table, write_results
 from arpo.evaluation.samples import Key, Sample, SampleLog, completion_tokens, open_samples, refuse_other, sample_of
-from arpo.evaluation.statistics import summarise
+from arpo.evaluation.statistics import summarize
 from arpo.net.chat import ChatClient
 from arpo.net.http import HttpError
 from arpo.rewards import RewardFn, Scorer, reward_from
@@ -116,9 +116,11 @@ def run_benchmarks(config: Config, plan: Plan, run: Runner) -> Results:
             console.print(f"The answers so far are in {plan.out}; the same command goes on from there.")
             raise
         results = work.results()
-        write_results(plan.out, results)
-        show_results(results, tool_lines(tools.stats()))
-    console.print(f"results.md, .json, .svg and all answers are in {plan.out}")
+        written = write_results(plan.out, results)
+        print_table(*results_table(results))
+        for line in [*tool_lines(tools.stats()), *results_notes(results)]:
+            console.print(line)
+    console.print(f"{', '.join(written)} and all answers are in {plan.out}")
     return results
 
 
@@ -271,7 +273,7 @@ class _Work:
 
     def results(self) -> Results:
         """The numbers of all answers that the plan asks for."""
-        summaries = {name: summarise(given.values(), self.plan.ks) for name, given in self.given.items()}
+        summaries = {name: summarize(given.values(), self.plan.ks) for name, given in self.given.items()}
         every = [sample for given in self.given.values() for _, sample in sorted(given.items())]
         failures = [sample for sample in every if sample.failed is not None]
         return Results(agent_name(self.config), summaries, failures)

@@ -1,10 +1,10 @@
-"""What an evaluation came to, for people and programs: results.json, results.md, results.svg, a table on the terminal.
+"""The results of an evaluation: results.json, results.md, a figure, and a table for the terminal.
 
-    write_results(directory, Results("Qwen3-8B", {"gsm8k": summarise(samples, (1, 3))}, failures))
+    write_results(directory, Results("Qwen3-8B", {"gsm8k": summarize(samples, (1, 3))}, failures))
 
-Promises: pure functions of the results, but for `write_results` and `show_results`; files appear whole. Names come from
-outside and are escaped wherever they are shown. The picture is plain SVG, made here.
-Does not cover: comparing evaluations with each other.
+Guarantees: everything but `write_results` is a pure function of the results. Files are written atomically. Untrusted
+names are escaped wherever they are shown. Without matplotlib the figure is left out, and results.md says so.
+Not covered: comparing evaluations with each other.
 """
 
 from __future__ import annotations
@@ -12,31 +12,29 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
-from arpo.cli.display import console
 from arpo.data.benchmarks import BENCHMARKS
 from arpo.data.published import published_for
 from arpo.evaluation.samples import Sample
 from arpo.evaluation.statistics import LEVEL, Estimate, Summary
+from arpo.figures.style import INSTALL, figure_style, has_matplotlib, new_figure, render
 from arpo.runs.run_dir import write_atomically
-from arpo.text import markdown_cell, markdown_table, printable
+from arpo.text import markdown_cell, markdown_table, one_line, printable
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 INTERVAL = f"{LEVEL:.0%} Wilson interval over questions"
-METRICS = {"math": "maths equality", "f1": "token F1", "em": "exact match", "judge": "LLM judge", "choice": "choice"}
-COLOURS = ("#4f9bd0", "#86bde2", "#aed4ec", "#cde5f4", "#e1eef6")  # score, then pass@k; the last for all further ones
-LEFT, RIGHT, WIDTH, ROW, GAP, HEAD = 180, 120, 500, 18, 14, 64  # of the picture
+METRICS = {"math": "math equality", "f1": "token F1", "em": "exact match", "judge": "LLM judge", "choice": "choice"}
+COLORS = ("#4f9bd0", "#86bde2", "#aed4ec", "#cde5f4", "#e1eef6")  # of the score, then of each pass@k; the last repeats
+NO_FIGURE = f"No figure: it needs matplotlib ({INSTALL})."
 
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """An agent's name, what came out by benchmark, and the answers that failed."""
+    """The agent's name, the summary of each benchmark, and the answers that failed."""
 
     agent: str
     summaries: Mapping[str, Summary]
@@ -44,23 +42,29 @@ class Results:
 
     @property
     def ks(self) -> list[int]:
-        """Every k of which there is a pass@k."""
+        """Every k for which there is a pass@k."""
         return sorted({k for summary in self.summaries.values() for k in summary.pass_at})
 
 
-def write_results(directory: Path, results: Results) -> None:
-    """Write the three files."""
-    texts = {
-        "results.json": json.dumps(results_json(results), indent=2, allow_nan=False) + "\n",
-        "results.md": markdown(results),
-        "results.svg": picture(results),
+def write_results(directory: Path, results: Results) -> list[str]:
+    """Write results.json, results.md and, with matplotlib, the figure as SVG and PNG; returns the file names."""
+    figure: dict[str, bytes] = {}
+    if has_matplotlib():
+        with figure_style({"font.size": 9}):
+            figure = render(draw_results(results))
+    link = "![Score and pass@k by benchmark](results.png)" if figure else NO_FIGURE
+    files = {
+        "results.json": (json.dumps(results_json(results), indent=2, allow_nan=False) + "\n").encode("utf-8"),
+        "results.md": f"{markdown(results)}\n{link}\n".encode(),
+        **{f"results.{kind}": content for kind, content in figure.items()},
     }
-    for name, text in texts.items():
-        write_atomically(directory / name, text.encode("utf-8"))
+    for name, content in files.items():
+        write_atomically(directory / name, content)
+    return list(files)
 
 
 def results_json(results: Results) -> dict[str, Any]:
-    """Everything, for programs; shares are from 0 to 1."""
+    """Everything as JSON values; shares are from 0 to 1."""
     return {
         "agent": results.agent,
         "interval": INTERVAL,
@@ -81,11 +85,11 @@ def results_json(results: Results) -> dict[str, Any]:
 
 
 def markdown(results: Results) -> str:
-    """A table with a row per benchmark, what is published beside it, and the levels below."""
+    """A table with a row per benchmark and the published numbers beside it, and a table of the levels."""
     ks = results.ks
     published = {name: found for name in results.summaries if (found := published_for(name))}
     head = ["benchmark", "metric", "score, %", *(f"pass@{k}, %" for k in ks), "questions", "answers"]
-    head += ["tool calls", "tokens", "right format, %", "seconds"]
+    head += ["tool calls", "tokens", "correct format, %", "seconds"]
     rows = []
     for name, summary in results.summaries.items():
         row = [BENCHMARKS[name].title, METRICS[BENCHMARKS[name].metric], *_estimates(summary, ks)]
@@ -96,22 +100,16 @@ def markdown(results: Results) -> str:
     if published:
         head.append("published, %")
     parts = [f"# Evaluation of {markdown_cell(results.agent)}", "", *markdown_table(head, rows), ""]
-    parts += [f"In brackets: {INTERVAL}. Tool calls, tokens the model wrote and seconds are means per answer."]
+    parts += [f"In brackets: {INTERVAL}. Tool calls, generated tokens and seconds are means per answer."]
     if published:
         sources = sorted({each.source for group in published.values() for each in group})
-        parts += [f"Published figures: {', '.join(sources)}; their tools, judge and samples of the sets may differ."]
+        parts += [f"Published numbers: {', '.join(sources)}; their tools, judge and subsets may differ."]
     if results.failures:
-        parts += [f"{len(results.failures):,} answers failed for no fault of the model's and are left out."]
+        parts += [f"{len(results.failures):,} answers failed for reasons outside the model and are not counted."]
     levels = [
-        [
-            BENCHMARKS[name].title,
-            markdown_cell(level),
-            *_estimates(summary, ks),
-            f"{summary.questions:,}",
-            *_means(summary)[:1],
-        ]
-        for name, whole in results.summaries.items()
-        for level, summary in whole.levels.items()
+        [BENCHMARKS[name].title, markdown_cell(level), *_estimates(part, ks), f"{part.questions:,}", _means(part)[0]]
+        for name, summary in results.summaries.items()
+        for level, part in summary.levels.items()
     ]
     if levels:
         head = ["benchmark", "level", "score, %", *(f"pass@{k}, %" for k in ks), "questions", "tool calls"]
@@ -119,75 +117,56 @@ def markdown(results: Results) -> str:
     return "\n".join(parts) + "\n"
 
 
-def terminal_table(results: Results) -> Table:
-    """The same, shorter, for the terminal."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("benchmark", no_wrap=True)
-    heads = ["questions", "score %", *(f"pass@{k} %" for k in results.ks), "calls", "tokens", "format %", "seconds"]
-    for head in heads:
-        table.add_column(head, justify="right")
+def results_table(results: Results) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of a shorter table for the terminal."""
+    head = ["benchmark", "questions", "score %", *(f"pass@{k} %" for k in results.ks)]
+    head += ["calls", "tokens", "format %", "seconds"]
+    rows = []
     for name, summary in results.summaries.items():
-        rows = [(BENCHMARKS[name].title, summary)]
-        rows += [(f"  {printable(level)}", part) for level, part in summary.levels.items()]
-        for title, part in rows:
-            table.add_row(title, f"{part.questions:,}", *_estimates(part, results.ks), *_means(part))
-    return table
+        levels = [(f"  {one_line(level)}", part) for level, part in summary.levels.items()]
+        for title, part in [(BENCHMARKS[name].title, summary), *levels]:
+            rows.append([title, f"{part.questions:,}", *_estimates(part, results.ks), *_means(part)])
+    return head, rows
 
 
-def show_results(results: Results, tools: Sequence[str]) -> None:
-    """Print the table, the lines about the tools, and what does not count or counts as wrong."""
-    wide = console if console.is_terminal else Console(file=console.file, width=200, markup=False, emoji=False)
-    wide.print(terminal_table(results), soft_wrap=False)
-    for line in tools:
-        console.print(line)
-    for name, summary in results.summaries.items():
-        for fault, count in summary.faults.items():
-            console.print(f"{name}: {count:,} answers count as wrong because they could not be judged: {fault}")
+def results_notes(results: Results) -> list[str]:
+    """Lines about answers that could not be judged or that failed."""
+    lines = [
+        f"{name}: {count:,} answers count as wrong because they could not be judged: {fault}"
+        for name, summary in results.summaries.items()
+        for fault, count in summary.faults.items()
+    ]
     if results.failures:
         reason = printable(results.failures[0].failed or "")
-        console.print(f"{len(results.failures):,} answers failed and are not counted, the first because {reason}")
-        console.print("The same command asks for them again.")
+        lines.append(f"{len(results.failures):,} answers failed and are not counted; the first failed because {reason}")
+        lines.append("Run the same command again to retry them.")
+    return lines if has_matplotlib() else [*lines, NO_FIGURE]
 
 
-def picture(results: Results) -> str:
-    """Bars of score and pass@k with their intervals, as SVG."""
-    ks, y, drawn = results.ks, HEAD, list[str]()
+def draw_results(results: Results) -> Figure:
+    """Bars of score and pass@k with their intervals; call it inside `figure_style`."""
+    rows = len(results.summaries) * (1 + len(results.ks))
+    figure = new_figure(8.5, 1.0 + 0.25 * rows + 0.2 * len(results.summaries))
+    axes = figure.subplots()
+    y, ticks = 0.0, {}
     for name, summary in results.summaries.items():
-        bars = [("score", summary.score), *((f"pass@{k}", summary.pass_at.get(k)) for k in ks)]
-        drawn.append(_words(LEFT - 10, y + ROW - 5, BENCHMARKS[name].title, "end", "bold"))
-        drawn.append(_words(LEFT - 10, y + 2 * ROW - 5, METRICS[BENCHMARKS[name].metric], "end"))
-        for place, (label, found) in enumerate(bars):
-            drawn += _bar(y + place * ROW, label, found, COLOURS[min(place, len(COLOURS) - 1)])
-        y += max(2, len(bars)) * ROW + GAP
-    grid = []
-    for percent in range(0, 101, 20):
-        x = LEFT + WIDTH * percent / 100
-        grid.append(f'<line x1="{x:.1f}" y1="{HEAD - 8}" x2="{x:.1f}" y2="{y - GAP}" stroke="#ddd"/>')
-        grid.append(_words(x, HEAD - 12, f"{percent} %", "middle"))
-    width = LEFT + WIDTH + RIGHT
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{y}" viewBox="0 0 {width} {y}" '
-        'font-family="sans-serif" font-size="12" fill="#222">'
-    )
-    title = _words(10, 20, f"{results.agent}: score and pass@k; lines are 95 % intervals", "start", "bold")
-    return "\n".join([head, f'<rect width="{width}" height="{y}" fill="#fff"/>', title, *grid, *drawn, "</svg>"]) + "\n"
-
-
-def _bar(y: int, label: str, found: Estimate | None, colour: str) -> list[str]:
-    """One bar, the line of its interval, and its value."""
-    if found is None:
-        return [_words(LEFT + 4, y + ROW - 5, f"{label}: none", "start")]
-    x, low, high = (LEFT + WIDTH * share for share in (found.value, found.low, found.high))
-    middle = y + ROW / 2
-    bar = f'<rect x="{LEFT}" y="{y + 2}" width="{x - LEFT:.1f}" height="{ROW - 4}" fill="{colour}"/>'
-    ends = "".join(f"M{end:.1f} {middle - 4}v8" for end in (low, high))
-    line = f'<path d="M{low:.1f} {middle}H{high:.1f}{ends}" stroke="#222"/>'
-    return [bar, line, _words(LEFT + WIDTH + 10, y + ROW - 5, f"{label} {100 * found.value:.1f}", "start")]
-
-
-def _words(x: float, y: float, text: str, anchor: str, weight: str = "normal") -> str:
-    shown = escape(printable(text).replace("\n", " "))
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-weight="{weight}">{shown}</text>'
+        bars = [("score", summary.score), *((f"pass@{k}", summary.pass_at.get(k)) for k in results.ks)]
+        ticks[y + (len(bars) - 1) / 2] = f"{BENCHMARKS[name].title}\n{METRICS[BENCHMARKS[name].metric]}"
+        for index, (label, found) in enumerate(bars):
+            if found is not None:
+                axes.barh(y, 100 * found.value, color=COLORS[min(index, len(COLORS) - 1)])
+                axes.plot([100 * found.low, 100 * found.high], [y, y], color="#222222", marker="|", linewidth=1)
+            value = "none" if found is None else f"{100 * found.value:.1f}"
+            axes.text(1.02, y, f"{label} {value}", transform=axes.get_yaxis_transform(), va="center", clip_on=False)
+            y += 1
+        y += 0.8
+    axes.set_yticks(list(ticks), list(ticks.values()))
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(y - 1.2, -0.7)
+    axes.set_xlim(0, 100)
+    axes.set_xlabel("%")
+    figure.suptitle(f"{one_line(results.agent)[:80]}: score and pass@k; lines are {LEVEL:.0%} intervals")
+    return figure
 
 
 def _estimates(summary: Summary, ks: Sequence[int]) -> list[str]:

@@ -1,15 +1,14 @@
-"""The numbers of an evaluation, with intervals.
+"""The numbers of an evaluation, with confidence intervals.
 
-A question's score is the mean over its answers, and its pass@k the unbiased estimate from them; a benchmark's is the
-mean over questions. The interval is Wilson's at 95 %, with as many questions as would spread so much if each were just
-right or wrong. It tells how far the number may be off because these questions were asked and not others of the kind,
-and a few answers were sampled of each.
+A question's score is the mean over its answers, and its pass@k the unbiased estimate from them. A benchmark's number is
+the mean over its questions. The interval is the Wilson interval at 95 %, with the number of questions replaced by an
+effective sample size: as many right-or-wrong questions as would have the same variance. The interval covers the choice
+of questions and the sampling of a few answers to each.
 
-Promises: the same samples give the same numbers, in whatever order they come; answers that failed are counted, never
-scored. In simulations the interval holds the truth in 93 to 97 % of cases with 100 questions or more, also near 0 and
-100 %.
-Does not cover: questions that depend on each other; small sets where a few questions carry the whole score: 89 % was
-the lowest seen with 30.
+Guarantees: the same samples give the same numbers, in any order. Failed answers are counted, never scored. In
+simulations the interval covers the true value in 93 to 97 % of cases with 100 questions or more, also near 0 and 100 %.
+Not covered: questions that depend on each other; small sets where a few questions make up the whole score (with 30
+questions the lowest coverage seen was 89 %).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Z = NormalDist().inv_cdf((1 + LEVEL) / 2)
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean over so many questions, and the interval around it."""
+    """A mean over questions and its confidence interval."""
 
     value: float
     low: float
@@ -39,7 +38,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What came out of a benchmark, or of one level of it; the means after `pass_at` are over answers."""
+    """The numbers of a benchmark, or of one level of it. The means after `pass_at` are over answers."""
 
     questions: int
     answers: int
@@ -54,60 +53,57 @@ class Summary:
     levels: Mapping[str, Summary] = field(default_factory=dict)
 
 
-def summarise(samples: Iterable[Sample], ks: Sequence[int]) -> Summary:
-    """The numbers of one benchmark; by level too, where it has several."""
-    every = sorted(samples, key=lambda sample: sample.key)
-    levels: dict[str, list[Sample]] = {}
-    for sample in every:
-        levels.setdefault(sample.level or "none", []).append(sample)
-    several = sorted(levels.items()) if len(levels) > 1 else []
-    return _summary(every, ks, {level: _summary(some, ks, {}) for level, some in several})
+def summarize(samples: Iterable[Sample], ks: Sequence[int]) -> Summary:
+    """The numbers of one benchmark, and of each of its levels if it has several."""
+    ordered = sorted(samples, key=lambda sample: sample.key)
+    by_level: dict[str, list[Sample]] = {}
+    for sample in ordered:
+        by_level.setdefault(sample.level or "none", []).append(sample)
+    levels = sorted(by_level.items()) if len(by_level) > 1 else []
+    return _summary(ordered, ks, {level: _summary(some, ks, {}) for level, some in levels})
 
 
 def _summary(samples: Sequence[Sample], ks: Sequence[int], levels: Mapping[str, Summary]) -> Summary:
     good = [sample for sample in samples if sample.failed is None]
-    groups: dict[str, list[Sample]] = {}
+    by_task: dict[str, list[Sample]] = {}
     for sample in good:
-        groups.setdefault(sample.task, []).append(sample)
-    pass_at = {k: estimate(_passes(groups.values(), k)) for k in ks}
-    counted = [sample.tokens for sample in good if sample.tokens is not None]
+        by_task.setdefault(sample.task, []).append(sample)
+    pass_at = {k: estimate(_pass_at_k(by_task.values(), k)) for k in ks}
     return Summary(
-        questions=len(groups),
+        questions=len(by_task),
         answers=len(good),
         failed=len(samples) - len(good),
-        score=estimate([fmean(sample.score for sample in group) for group in groups.values()]),
+        score=estimate([fmean(sample.score for sample in group) for group in by_task.values()]),
         pass_at={k: found for k, found in pass_at.items() if found is not None},
         format=_mean([sample.format for sample in good]),
         calls=_mean([sample.calls for sample in good]),
-        tokens=_mean(counted),
+        tokens=_mean([sample.tokens for sample in good if sample.tokens is not None]),
         seconds=_mean([sample.seconds for sample in good]),
         faults=dict(sorted(Counter(fault for sample in good for fault in sample.faults).items())),
         levels=levels,
     )
 
 
-def _passes(groups: Iterable[Sequence[Sample]], k: int) -> list[float]:
-    """pass@k of every question that has k answers."""
-    right = [[sample.correct == 1.0 for sample in group] for group in groups]
-    return [pass_at_k(len(answers), sum(answers), k) for answers in right if len(answers) >= k]
+def _pass_at_k(groups: Iterable[Sequence[Sample]], k: int) -> list[float]:
+    """pass@k of every question that has at least k answers."""
+    return [
+        pass_at_k(len(group), sum(sample.correct == 1.0 for sample in group), k) for group in groups if len(group) >= k
+    ]
 
 
 def estimate(values: Sequence[float]) -> Estimate | None:
-    """The mean of these values, one per question, with its interval; None of none."""
-    if not values:
-        return None
-    low, high = interval(values)
-    return Estimate(fmean(values), low, high, len(values))
+    """The mean of these values, one per question, with its interval; None without values."""
+    return Estimate(fmean(values), *wilson_interval(values), len(values)) if values else None
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Where the mean of such values, each from 0 to 1, is to be expected."""
-    mean, spread = fmean(values), pvariance(values)
-    worth = len(values) * mean * (1 - mean) / spread if spread else len(values)  # questions that are right or wrong
-    squeeze = Z * Z / worth
-    middle = (mean + squeeze / 2) / (1 + squeeze)
-    reach = Z / (1 + squeeze) * sqrt(mean * (1 - mean) / worth + squeeze / (4 * worth))
-    return max(0.0, middle - reach), min(1.0, middle + reach)
+def wilson_interval(values: Sequence[float]) -> tuple[float, float]:
+    """The Wilson interval of the mean of these values, each from 0 to 1."""
+    mean, variance = fmean(values), pvariance(values)
+    effective = len(values) * mean * (1 - mean) / variance if variance else len(values)
+    shrink = Z * Z / effective
+    center = (mean + shrink / 2) / (1 + shrink)
+    half_width = Z / (1 + shrink) * sqrt(mean * (1 - mean) / effective + shrink / (4 * effective))
+    return max(0.0, center - half_width), min(1.0, center + half_width)
 
 
 def _mean(values: Sequence[float]) -> float | None:

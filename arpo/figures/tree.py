@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
 
-from arpo.figures.style import BLACK, BLUE, ORANGE, RED, drawing, saved
+from arpo.figures.style import BLACK, BLUE, ORANGE, RED, figure_style, new_figure, render
 from arpo.runs.trees import ScoredTree
 from arpo.text import printable
 from arpo.types import Kind, Node, RolloutTree
@@ -85,8 +85,8 @@ def tree_svg(scored: ScoredTree) -> str:
 def tree_png(scored: ScoredTree) -> bytes:
     """The picture as a PNG file; ArpoError where matplotlib is missing."""
     made = sketch(scored)
-    with drawing({"font.size": 8}) as new:
-        picture = new(made.width / 100, made.height / 100)
+    with figure_style({"font.size": 8}):
+        picture = new_figure(made.width / 100, made.height / 100)
         picture.set_layout_engine("none")
         axes = picture.add_axes((0, 0, 1, 1))
         axes.set(xlim=(0, made.width), ylim=(made.height, 0))
@@ -95,7 +95,7 @@ def tree_png(scored: ScoredTree) -> bytes:
             axes.broken_barh([(box.x, box.width)], (box.y, box.height), facecolors=box.colour)
         for label in made.labels:
             axes.text(label.x, label.y, label.text, color=label.colour, fontsize=label.size * 0.7)
-        return saved(picture)["png"]
+        return render(picture)["png"]
 
 
 def sketch(scored: ScoredTree) -> Sketch:

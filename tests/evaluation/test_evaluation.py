@@ -27,9 +27,18 @@ from arpo.data.published import PUBLISHED
 from arpo.errors import ArpoError
 from arpo.evaluation import benchmarks as module
 from arpo.evaluation.benchmarks import Plan, identity, load_questions
-from arpo.evaluation.report import Results, markdown, picture, results_json, terminal_table
+from arpo.evaluation.report import (
+    NO_FIGURE,
+    Results,
+    draw_results,
+    markdown,
+    results_json,
+    results_notes,
+    results_table,
+    write_results,
+)
 from arpo.evaluation.samples import Sample
-from arpo.evaluation.statistics import summarise
+from arpo.evaluation.statistics import summarize
 from arpo.models.save import save_pretrained
 from arpo.runs.trees import tree_from_json
 
@@ -123,7 +132,10 @@ def test_a_model_on_two_benchmarks(arpo: Arpo, model_dir: Path) -> None:
     outcome = arpo(*command, "--samples", 3, "--k", "1,3", "--questions", 4)
     assert (outcome.code, outcome.err) == (0, "")
     lines = outcome.out.splitlines()
-    assert "24 of 24 answers" in lines and lines[-1] == "results.md, .json, .svg and all answers are in out"
+    assert (
+        "24 of 24 answers" in lines
+        and lines[-1] == "results.json, results.md, results.svg, results.png and all answers are in out"
+    )
     assert any(line.split()[:2] == ["GSM8K", "4"] for line in lines)
     assert [line.split()[:2] for line in lines if line.startswith("  ") and line.strip()][-3:] == [
         ["easy", "1"],
@@ -255,7 +267,7 @@ def test_failures_are_not_counted_and_asked_for_again(arpo: Arpo, server: ChatSe
     outcome = arpo(*endpoint_command(server, "--samples", 2))
     assert outcome.code == 1
     assert (
-        "2 answers failed and are not counted, the first because the endpoint answers with HTTP status 500"
+        "2 answers failed and are not counted; the first failed because the endpoint answers with HTTP status 500"
         in outcome.out
     )
     result = evaluated()
@@ -280,7 +292,7 @@ def test_an_answer_that_a_broken_tool_spoilt_is_asked_for_again(arpo: Arpo, serv
     )
     command = endpoint_command(server, "--questions", 2, 'tools.enabled=["broken.py:lookup"]')
     outcome = arpo(*command)
-    assert outcome.code == 1 and "the first because a tool was unavailable" in outcome.out
+    assert outcome.code == 1 and "the first failed because a tool was unavailable" in outcome.out
     Path("down").unlink()
     assert arpo(*command).code == 0
     lines = Path("out/samples/gsm8k.jsonl").read_text().splitlines()
@@ -386,7 +398,7 @@ def results(agent: str = "m") -> Results:
         Sample("gaia", "b", 0, "<b>|2", 0.0, 0.0, 0.0, 4, 2000, 5.0),
     ]
     failed = [Sample("gsm8k", "x", 0, failed="down")]
-    return Results(agent, {"gaia": summarise(gaia, (1,)), "gsm8k": summarise(failed, (1,))}, failed)
+    return Results(agent, {"gaia": summarize(gaia, (1,)), "gsm8k": summarize(failed, (1,))}, failed)
 
 
 def test_the_markdown_has_a_row_per_benchmark_beside_what_is_published() -> None:
@@ -396,22 +408,37 @@ def test_the_markdown_has_a_row_per_benchmark_beside_what_is_published() -> None
     cells = [cell.strip() for cell in lines[4].strip("|").split(" | ")]
     assert cells[:10] == ["GAIA", "LLM judge", *["50.0 (9.5 to 90.5)"] * 2, "2", "2", "3.00", "1,500", "50.0", "4.00"]
     assert "ARPO Qwen3-14B pass@1 43.7" in cells[10] and "ARPO Qwen3-14B pass@5 61.2" in cells[10]
-    assert lines[5].startswith("| GSM8K | maths equality | none | none | 0 | 0 | none |")
-    assert "Published figures: arXiv 2507.19849, arXiv 2510.14545;" in text
+    assert lines[5].startswith("| GSM8K | math equality | none | none | 0 | 0 | none |")
+    assert "Published numbers: arXiv 2507.19849, arXiv 2510.14545;" in text
     assert "1 answers failed" in text and "| GAIA | \\<b\\>\\|2 | 0.0 (0.0 to 79.3) |" in text
     only = Results("m", {"gsm8k": results().summaries["gaia"]})
     assert "ublished" not in markdown(only)  # nothing is known for it
 
 
-def test_the_picture_is_well_formed_whatever_the_name_is() -> None:
-    root = ElementTree.fromstring(picture(results('<script>"&\x00\ud800</script>')))
-    tags = {element.tag.rpartition("}")[2] for element in root.iter()}
-    assert tags == {"svg", "rect", "text", "path", "line"}
-    texts = [element.text for element in root.iter() if element.tag.endswith("text")]
-    assert '<script>"&\\x00\\ud800</script>: score and pass@k; lines are 95 % intervals' in texts
-    assert {"GAIA", "score 50.0", "pass@1 50.0", "score: none"} <= set(texts)
-    bars = [float(e.get("width", "")) for e in root.iter() if e.tag.endswith("rect")][1:]
-    assert bars == [250.0, 250.0]
+def test_the_figure_shows_every_number_and_names_are_plain_text(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    hostile = results('<script>"&\x00\ud800$x^2$</script>')
+    figure = draw_results(hostile)
+    axes = figure.axes[0]
+    assert figure.get_suptitle().startswith('<script>"&\\x00\\ud800$x^2$</script>: score and pass@k')
+    assert [text.get_text() for text in axes.texts] == ["score 50.0", "pass@1 50.0", "score none", "pass@1 none"]
+    assert [bar.get_width() for bar in axes.patches] == [50.0, 50.0]
+    intervals = [[round(float(x), 1) for x in line.get_xdata()] for line in axes.lines]
+    assert intervals == [[9.5, 90.5], [9.5, 90.5]]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["GAIA\nLLM judge", "GSM8K\nmath equality"]
+    write_results(tmp_path, hostile)
+    root = ElementTree.parse(tmp_path / "results.svg").getroot()
+    assert not [element for element in root.iter() if "script" in str(element.tag)]
+    assert "![Score and pass@k by benchmark](results.png)" in (tmp_path / "results.md").read_text()
+
+
+def test_without_matplotlib_the_figure_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert write_results(tmp_path, results()) == ["results.json", "results.md"]
+    assert {path.name for path in tmp_path.iterdir()} == {"results.json", "results.md"}
+    assert "pip install matplotlib" in NO_FIGURE
+    assert (tmp_path / "results.md").read_text().endswith(f"\n{NO_FIGURE}\n")
+    assert results_notes(results())[-1] == NO_FIGURE
 
 
 def test_the_json_and_the_table_hold_everything() -> None:
@@ -421,7 +448,10 @@ def test_the_json_and_the_table_hold_everything() -> None:
     assert found["benchmarks"]["gaia"]["score"] == pytest.approx(expected, abs=1e-4)
     assert found["benchmarks"]["gsm8k"]["score"] is None
     assert found["failures"] == [{"benchmark": "gsm8k", "task": "x", "number": 0, "reason": "down"}]
-    assert terminal_table(results()).row_count == 4
+    head, shown = results_table(results())
+    assert [len(row) for row in shown] == [len(head)] * 4
+    assert [row[:3] for row in shown[2:]] == [["  level 1", "1", "100.0 (20.7 to 100.0)"], ["GSM8K", "0", "none"]]
+    assert results_notes(results())[0] == "1 answers failed and are not counted; the first failed because down"
 
 
 def test_published_rows_are_of_known_sets_and_each_once() -> None:

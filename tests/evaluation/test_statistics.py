@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arpo.evaluation.samples import Sample
-from arpo.evaluation.statistics import estimate, interval, summarise
+from arpo.evaluation.statistics import estimate, summarize, wilson_interval
 
 
 def sample(task: str, number: int, score: float = 0.0, **more: object) -> Sample:
@@ -31,7 +31,7 @@ def test_numbers_by_hand() -> None:
         sample("b", 2, 1.0, failed="the endpoint was down", calls=50),
         sample("c", 0, 1.0, failed="a tool was unavailable"),
     ]
-    found = summarise(answers, (1, 2, 3, 4))
+    found = summarize(answers, (1, 2, 3, 4))
     assert (found.questions, found.answers, found.failed) == (2, 5, 2)
     assert found.score is not None and found.score.value == pytest.approx((0.5 + 0.0) / 2)
     # a: 1 of 3 right, pass@1 1/3, pass@2 2/3, pass@3 1; b: 0 of 2 right, and too few answers for pass@3
@@ -42,60 +42,60 @@ def test_numbers_by_hand() -> None:
     }
     assert (found.format, found.calls, found.tokens, found.seconds) == (0.8, 1.0, 50.0, 3.0)
     assert found.faults == {"judge.long": 2} and found.levels == {}
-    assert summarise(reversed(answers), (1, 2, 3, 4)) == found
+    assert summarize(reversed(answers), (1, 2, 3, 4)) == found
 
 
 def test_the_order_of_the_answers_does_not_matter() -> None:
     rng = random.Random(0)
     answers = [sample(str(question), number, rng.random()) for question in range(20) for number in range(3)]
     shuffled = rng.sample(answers, len(answers))
-    assert summarise(shuffled, (1, 2)) == summarise(answers, (1, 2))
+    assert summarize(shuffled, (1, 2)) == summarize(answers, (1, 2))
 
 
 def test_levels_stand_apart_where_there_are_several() -> None:
     answers = [sample("a", 0, 1.0, level="easy"), sample("b", 0, 0.0, level="hard"), sample("c", 0, 1.0, level="hard")]
-    found = summarise(answers, (1,))
+    found = summarize(answers, (1,))
     assert list(found.levels) == ["easy", "hard"]
     hard = found.levels["hard"]
     assert hard.score is not None and (hard.score.value, hard.questions, hard.pass_at[1].value) == (0.5, 2, 0.5)
-    assert summarise(answers[1:], (1,)).levels == {}
-    assert list(summarise([*answers, sample("d", 0)], (1,)).levels) == ["easy", "hard", "none"]
+    assert summarize(answers[1:], (1,)).levels == {}
+    assert list(summarize([*answers, sample("d", 0)], (1,)).levels) == ["easy", "hard", "none"]
 
 
 def test_nothing_that_counts() -> None:
-    found = summarise([sample("a", 0, 1.0, failed="down")], (1,))
+    found = summarize([sample("a", 0, 1.0, failed="down")], (1,))
     assert (found.questions, found.failed, found.score, found.pass_at, found.tokens) == (0, 1, None, {}, None)
     assert estimate([]) is None
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=40))
 def test_an_interval_holds_the_mean(values: list[float]) -> None:
-    low, high = interval(values)
+    low, high = wilson_interval(values)
     assert 0 <= low <= fmean(values) + 1e-9 and fmean(values) - 1e-9 <= high <= 1
 
 
 @pytest.mark.parametrize("value", [0.0, 0.4, 1.0])
 def test_where_all_score_the_same_there_is_no_certainty(value: float) -> None:
-    low, high = interval([value] * 20)
+    low, high = wilson_interval([value] * 20)
     assert high - low > 0.1
 
 
 @pytest.mark.parametrize(("right", "low", "high"), [(9, 0.5958, 0.9821), (5, 0.2366, 0.7634), (10, 0.7225, 1.0)])
 def test_of_right_and_wrong_it_is_wilsons(right: int, low: float, high: float) -> None:
     """Of ten questions; the numbers are the usual tables'."""
-    assert interval([1.0] * right + [0.0] * (10 - right)) == pytest.approx((low, high), abs=1e-4)
+    assert wilson_interval([1.0] * right + [0.0] * (10 - right)) == pytest.approx((low, high), abs=1e-4)
 
 
 def test_questions_that_spread_less_count_for_more() -> None:
     """Half right everywhere tells more than half of them right: with a tenth of the spread, ten times the questions."""
     some = [0.5 + (-1) ** i * 0.5 / 10**0.5 for i in range(20)]
-    assert interval(some) == pytest.approx(interval([0.0, 1.0] * 100))
+    assert wilson_interval(some) == pytest.approx(wilson_interval([0.0, 1.0] * 100))
 
 
 def coverage(questions: int, draw: Callable[[np.random.Generator, int], np.ndarray], truth: float) -> float:
     """How often, of 1,000 times, the interval holds the truth."""
     rng = np.random.default_rng(1)
-    intervals = [interval(draw(rng, questions).tolist()) for _ in range(1000)]
+    intervals = [wilson_interval(draw(rng, questions).tolist()) for _ in range(1000)]
     return fmean(low <= truth <= high for low, high in intervals)
 
 
@@ -117,7 +117,7 @@ def test_pass_at_k_is_unbiased_and_its_interval_holds_the_truth() -> None:
         answers = []
         for question, p in enumerate(rng.random(60)):
             answers += [sample(str(question), i, float(right)) for i, right in enumerate(rng.random(5) < p)]
-        found = summarise(answers, (3,)).pass_at[3]
+        found = summarize(answers, (3,)).pass_at[3]
         values.append(found.value)
         hits.append(found.low <= 0.75 <= found.high)
     assert fmean(values) == pytest.approx(0.75, abs=0.015)

@@ -15,7 +15,7 @@ import pytest
 from comparisons import comparison, noisy, trial
 
 from arpo.errors import ArpoError
-from arpo.figures.style import require_figures
+from arpo.figures.style import require_matplotlib
 from arpo.studies.compare import figures as curves
 from arpo.studies.compare.figures import draw_bars, draw_curves, pictures
 from arpo.studies.compare.report import write_comparison
@@ -211,10 +211,10 @@ def test_everything_is_written(tmp_path: Path) -> None:
 
 
 def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    require_figures()
+    require_matplotlib()
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     whole = noisy(["grpo"], 1)
-    for draw in (require_figures, lambda: draw_curves(whole, tmp_path), lambda: draw_bars(whole, tmp_path)):
-        with pytest.raises(ArpoError, match=re.escape("pip install 'arpo[figures]'")):
+    for draw in (require_matplotlib, lambda: draw_curves(whole, tmp_path), lambda: draw_bars(whole, tmp_path)):
+        with pytest.raises(ArpoError, match=re.escape("pip install matplotlib")):
             draw()
     assert list(tmp_path.iterdir()) == []

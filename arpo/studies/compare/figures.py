@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from arpo.figures.style import BLACK, BLUE, GREEN, ORANGE, PINK, RED, drawing, saved
+from arpo.figures.style import BLACK, BLUE, GREEN, ORANGE, PINK, RED, figure_style, new_figure, render
 from arpo.runs.run_dir import write_atomically
 from arpo.studies.compare.stats import Comparison, Trial, cold_start, complete, on_grid, share_interval
 from arpo.text import printable
@@ -79,20 +79,20 @@ def pictures(comparison: Comparison) -> tuple[str, ...]:
 
 def draw_curves(comparison: Comparison, directory: Path) -> tuple[Path, ...]:
     """Draw accuracy against tool calls and against wall time, as means over seeds; returns what was written."""
-    with drawing(STYLE) as figure:
+    with figure_style(STYLE):
         if len(comparison.algorithms) <= TOGETHER:
-            return _save(_two_panels(figure(WIDTH, 5.2), comparison), directory / "curves")
+            return _save(_two_panels(new_figure(WIDTH, 5.2), comparison), directory / "curves")
         height = 1.5 + 2.1 * _shape(comparison)[0]
-        calls = _save(_multiples(figure(WIDTH, height), comparison, CALLS), directory / "curves")
-        return calls + _save(_multiples(figure(WIDTH, height), comparison, TIME), directory / "time")
+        calls = _save(_multiples(new_figure(WIDTH, height), comparison, CALLS), directory / "curves")
+        return calls + _save(_multiples(new_figure(WIDTH, height), comparison, TIME), directory / "time")
 
 
 def draw_bars(comparison: Comparison, directory: Path) -> tuple[Path, ...]:
     """Draw the final accuracy of each algorithm, the best first; returns what was written."""
     ends = {name: [trial.curve[-1].accuracy for trial in complete(comparison, name)] for name in comparison.algorithms}
     order = sorted(ends, key=lambda name: -fmean(ends[name]) if ends[name] else 1.0)
-    with drawing(STYLE) as figure:
-        picture = figure(WIDTH, 2.2 + 0.42 * len(order))
+    with figure_style(STYLE):
+        picture = new_figure(WIDTH, 2.2 + 0.42 * len(order))
         panel = picture.subplots()
         for place, name in enumerate(order):
             _dots(panel, place, ends[name], BASELINE if name == comparison.baseline else LOOKS[0])
@@ -273,6 +273,6 @@ def _legend(picture: Figure, panel: Axes, note: str = "") -> None:
 
 def _save(picture: Figure, stem: Path) -> tuple[Path, ...]:
     paths = {kind: stem.with_suffix(f".{kind}") for kind in ("svg", "png")}
-    for kind, content in saved(picture).items():
+    for kind, content in render(picture).items():
         write_atomically(paths[kind], content)
     return tuple(paths.values())

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from arpo.evaluation.statistics import Z
-from arpo.figures.style import BLACK, BLUE, GREEN, ORANGE, PINK, RED, SKY, drawing, saved
+from arpo.figures.style import BLACK, BLUE, GREEN, ORANGE, PINK, RED, SKY, figure_style, new_figure, render
 from arpo.studies.entropy.study import BranchStats, Curve, Place, Study
 from arpo.text import printable
 
@@ -30,10 +30,10 @@ SIZE = (10.0, 5.0)  # inches
 
 def draw(title: str, study: Study, edges: Sequence[float]) -> dict[str, bytes]:
     """The picture as `svg` and `png`; `edges` are those of the bins of dH."""
-    with drawing({"font.size": 9}) as new:
-        figure = new(*SIZE)
+    with figure_style({"font.size": 9}):
+        figure = new_figure(*SIZE)
         _compose(figure, title, study, edges)
-        return saved(figure)
+        return render(figure)
 
 
 def _compose(figure: Figure, title: str, study: Study, edges: Sequence[float]) -> None:

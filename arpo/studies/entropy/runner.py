@@ -16,7 +16,7 @@ from arpo.cli.display import console, progress_bar
 from arpo.config.loading import config_from_resolved
 from arpo.config.schema import Config
 from arpo.errors import ArpoError
-from arpo.figures.style import require_figures
+from arpo.figures.style import require_matplotlib
 from arpo.rewards import Scorer
 from arpo.runs.run_dir import RunDir, open_run
 from arpo.studies.entropy.report import Subject, show_study, write_study
@@ -30,19 +30,19 @@ Grown = list[tuple[RolloutTree, tuple[Reward, ...]]]
 
 def study_run(directory: Path, steps: str | None, tokens: int, out: Path | None) -> None:
     """Study the trees that a run has saved, of all steps or of some: `3`, or `1-10`."""
-    require_figures()
+    require_matplotlib()
     log = open_run(directory)
     chosen = chosen_steps(log, steps)
     config = config_from_resolved(log.config())
     out = the_folder(str(directory), out)
-    found = study(_saved(log, chosen), config.branching, tokens)
+    found = study(_render(log, chosen), config.branching, tokens)
     which = f"steps {chosen[0]} to {chosen[-1]}" if len(chosen) > 1 else f"step {chosen[0]}"
     _report(out, Subject(str(directory), f"trees of {which}", config.rollout.temperature), found)
 
 
 def study_model(target: str, config: Config, questions: int, tokens: int, out: Path | None, run: Runner) -> None:
     """Grow trees for held-out questions, or for training questions where there are no others, and study them."""
-    require_figures()
+    require_matplotlib()
     out = the_folder(target, out)
     with closing(open_session(config)) as session:
         tests = session.bench.test
@@ -71,7 +71,7 @@ def chosen_steps(log: RunDir, wanted: str | None) -> list[int]:
     return chosen
 
 
-def _saved(log: RunDir, steps: Sequence[int]) -> Iterator[tuple[RolloutTree, tuple[Reward, ...]]]:
+def _render(log: RunDir, steps: Sequence[int]) -> Iterator[tuple[RolloutTree, tuple[Reward, ...]]]:
     with progress_bar("reading trees", len(steps)) as bar:
         for step in steps:
             for scored in log.read_trees(step):
