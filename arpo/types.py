@@ -1,20 +1,24 @@
 """All data that flows through the system: frozen values, each with its invariants.
 
-A rollout is a tree. A node stores only what it ADDS to its parent, so a trajectory is a walk from the root to a leaf
-and branching is nothing but giving a tool node a second model child. Every step of the pipeline returns new values;
-nothing here is filled in later.
+A rollout is a tree. A node stores only what it ADDS to its parent, so a trajectory is a walk from the root to a leaf,
+and branching gives a tool node a second model child. Every step of the pipeline returns new values; nothing here is
+filled in later.
 
-    tree  = RolloutTree(task, nodes, leaves)         # what was sampled
-    paths = [tree.path(leaf.node) for leaf in tree.leaves]
+    tree = RolloutTree(task, nodes, leaves)           # what was sampled
+    for trajectory in tree.trajectories:              # a view of the tree, one per leaf
+        print(trajectory.messages, trajectory.answer)
+    scored = ScoredTree(tree, rewards)                # what travels from the sampler to the trainer
 """
 
 from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from itertools import compress, groupby
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -33,14 +37,14 @@ class Kind(StrEnum):
 
 
 class StopReason(StrEnum):
-    """Why a path ended."""
+    """Why a trajectory ended."""
 
     ANSWER = "answer"  # the model closed its final answer
     EOS = "eos"  # the model ended its turn with neither a call nor a closed answer
     MAX_TOOL_CALLS = "max_tool_calls"  # it asked for one more tool call than the limit allows
-    LENGTH = "length"  # the token limit of the path
-    MAX_SECONDS = "max_seconds"  # the wall-clock limit of the path
-    WORKER_LOST = "worker_lost"  # the same, when nothing could sample it any more
+    LENGTH = "length"  # the token limit of the trajectory
+    MAX_SECONDS = "max_seconds"  # the wall-clock limit of the trajectory
+    WORKER_LOST = "worker_lost"  # the wall-clock limit, while no engine could sample
 
 
 class Fault(StrEnum):
@@ -167,10 +171,10 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """What one actor added to a path. Model nodes carry a log-prob and an entropy per token, the others none.
+    """What the prompt, one model turn or one tool result adds. Only model nodes have log-probs and entropies.
 
-    `seconds` is how long it took to make. A tool node has its call and result; its `decision` says what was decided
-    about branching from it. `ends`, where known, says up to which character of `text` each token reaches.
+    `seconds` is the time it took to produce. A tool node has its call and result; its `decision` says whether to
+    branch there. `char_offsets`, where known, holds the end of each token in `text`.
     """
 
     parent: int | None
@@ -185,11 +189,11 @@ class Node:
     result: ToolResult | None = None
     decision: Decision | None = None
     seconds: float = 0.0
-    ends: tuple[int, ...] = ()
+    char_offsets: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.ends and len(self.ends) != len(self.tokens):
-            raise ValueError(f"{len(self.tokens)} tokens, {len(self.ends)} ends")
+        if self.char_offsets and len(self.char_offsets) != len(self.tokens):
+            raise ValueError(f"{len(self.tokens)} tokens, {len(self.char_offsets)} character offsets")
         if self.kind is Kind.MODEL:
             _same_length(self.tokens, self.logprobs, self.entropies)
         elif self.logprobs or self.entropies:
@@ -202,10 +206,10 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """The end of one path: its last node and why it ended. Two cut-off paths may end at the same node."""
+    """The end of one trajectory: its last node and why it ended. Two cut-off trajectories may share a last node."""
 
     node: int
-    end: StopReason
+    stop_reason: StopReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,18 +229,23 @@ class RolloutTree:
         if any(not 0 <= leaf.node < len(self.nodes) for leaf in self.leaves):
             raise ValueError("a leaf names a node that does not exist")
 
-    def path(self, node: int) -> tuple[int, ...]:
-        """Indices from the root to `node`."""
-        steps: list[int] = []
+    def prefix(self, node: int) -> tuple[int, ...]:
+        """Indices of the nodes from the root to `node`, both included."""
+        indices: list[int] = []
         at: int | None = node
         while at is not None:
-            steps.append(at)
+            indices.append(at)
             at = self.nodes[at].parent
-        return tuple(reversed(steps))
+        return tuple(reversed(indices))
 
     def tokens(self, node: int) -> tuple[int, ...]:
         """All token ids from the root to the end of `node`."""
-        return tuple(token for index in self.path(node) for token in self.nodes[index].tokens)
+        return tuple(token for index in self.prefix(node) for token in self.nodes[index].tokens)
+
+    @property
+    def trajectories(self) -> tuple[Trajectory, ...]:
+        """One view per leaf, in the order of the leaves."""
+        return tuple(Trajectory(self, leaf) for leaf in self.leaves)
 
     @property
     def tool_calls(self) -> int:
@@ -250,25 +259,103 @@ class RolloutTree:
 
     @property
     def total_tokens(self) -> int:
-        """Tokens of all paths written out one by one."""
-        return sum(len(self.nodes[i].tokens) for leaf in self.leaves for i in self.path(leaf.node))
+        """Tokens of all trajectories, shared ones counted once per trajectory."""
+        return sum(len(node.tokens) for trajectory in self.trajectories for node in trajectory.nodes)
 
     @property
     def branch_points(self) -> int:
-        """Tool results from which at least one extra path was opened."""
+        """Tool results from which at least one extra trajectory was started."""
         return sum(node.decision is not None and node.decision.branches > 0 for node in self.nodes)
 
-    def infra_fault(self, leaf: Leaf) -> bool:
-        """Whether a broken tool or engine (not the model) spoiled this path."""
-        if leaf.end is StopReason.WORKER_LOST:
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One walk from the prompt to a leaf: a view of the tree, cheap to make. Reward functions receive this.
+
+    What the model said is read from model nodes and what tools were asked from tool nodes, never from a result's text.
+    """
+
+    tree: RolloutTree
+    leaf: Leaf
+
+    @property
+    def task(self) -> Task:
+        """The task with all its columns."""
+        return self.tree.task
+
+    @property
+    def stop_reason(self) -> StopReason:
+        """Why the trajectory ended."""
+        return self.leaf.stop_reason
+
+    @property
+    def indices(self) -> tuple[int, ...]:
+        """Indices of its nodes in the tree, the prompt first."""
+        return self.tree.prefix(self.leaf.node)
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """Its nodes, the prompt first."""
+        return tuple(self.tree.nodes[index] for index in self.indices)
+
+    @property
+    def model_nodes(self) -> tuple[Node, ...]:
+        """The nodes that the model sampled."""
+        return tuple(node for node in self.nodes if node.kind is Kind.MODEL)
+
+    @property
+    def tool_nodes(self) -> tuple[Node, ...]:
+        """The nodes that hold a call and its result."""
+        return tuple(node for node in self.nodes if node.kind is Kind.TOOL)
+
+    @property
+    def tool_calls(self) -> tuple[tuple[ToolCall, ToolResult], ...]:
+        """Every call the model made, malformed ones included, with what came back."""
+        return tuple((n.call, n.result) for n in self.tool_nodes if n.call is not None and n.result is not None)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """All token ids, the prompt first."""
+        return self.tree.tokens(self.leaf.node)
+
+    @property
+    def completion_tokens(self) -> int:
+        """The number of tokens that the model sampled."""
+        return sum(len(node.tokens) for node in self.model_nodes)
+
+    @property
+    def turns(self) -> tuple[str, ...]:
+        """The model's text, one string per turn: consecutive model nodes are one turn."""
+        runs = groupby(self.nodes, key=lambda node: node.kind)
+        return tuple("".join(node.text for node in run) for kind, run in runs if kind is Kind.MODEL)
+
+    @property
+    def messages(self) -> tuple[dict[str, str], ...]:
+        """The conversation in the chat layout: user, then assistant and tool in turn."""
+        roles = {Kind.PROMPT: "user", Kind.MODEL: "assistant", Kind.TOOL: "tool"}
+        said = [(Kind.PROMPT, self.task.question)]
+        said += [(node.kind, node.result.text if node.result else node.text) for node in self.nodes[1:]]
+        return tuple({"role": roles[kind], "content": text} for kind, text in said)
+
+    @property
+    def answer(self) -> str | None:
+        """The boxed content of the final answer; None unless the trajectory ends in a turn that has one."""
+        if self.tree.nodes[self.leaf.node].kind is not Kind.MODEL:
+            return None
+        answer = answer_text(self.turns[-1])
+        return None if answer is None else boxed(answer)
+
+    @property
+    def infra_fault(self) -> bool:
+        """Whether a broken tool or engine (not the model) spoiled this trajectory."""
+        if self.stop_reason is StopReason.WORKER_LOST:
             return True
-        results = (self.nodes[i].result for i in self.path(leaf.node))
-        return any(result is not None and result.fault is Fault.INFRA for result in results)
+        return any(node.result is not None and node.result.fault is Fault.INFRA for node in self.nodes)
 
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """A path's reward and what it is made of. `Reward(1.1, {"format": 1.0, "accuracy": 1.0, "bonus": 0.1})`."""
+    """A trajectory's reward and its parts. `Reward(1.1, {"format": 1.0, "accuracy": 1.0, "bonus": 0.1})`."""
 
     total: float
     parts: Mapping[str, float] = field(default_factory=dict)
@@ -276,11 +363,41 @@ class Reward:
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """The advantage of one path, and the advantage each of its model nodes gets for it (hard and soft differ there)."""
+    """The advantage of one trajectory, and the advantage of each of its model nodes (attribution decides these)."""
 
     advantage: float
     by_node: Mapping[int, float]
-    kept: bool = True  # False: left out of training and of every mean
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredTree:
+    """A tree with what is known of each leaf, in the order of the leaves; this travels from sampler to trainer.
+
+    `rewards` and `credits` are empty until they have been computed. `mask` is False for leaves that are left out of
+    training and of every mean; by default all leaves count.
+
+        scored = ScoredTree(tree, rewards, mask=(True, False))
+        scored = replace(scored, credits=credits)
+    """
+
+    tree: RolloutTree
+    rewards: tuple[Reward, ...] = ()
+    credits: tuple[Credit, ...] = ()
+    mask: tuple[bool, ...] = ()
+
+    def __post_init__(self) -> None:
+        count = len(self.tree.leaves)
+        if not self.mask:
+            object.__setattr__(self, "mask", (True,) * count)
+        for name in ("rewards", "credits", "mask"):
+            values = getattr(self, name)
+            if len(values) != count and (values or name == "mask"):
+                raise ValueError(f"{count} leaves, {len(values)} {name}")
+
+    @property
+    def has_learning_signal(self) -> bool:
+        """Whether the unmasked trajectories earned unequal rewards: the group is informative."""
+        return len({reward.total for reward in compress(self.rewards, self.mask)}) > 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -288,13 +405,13 @@ class TreeBatch:
     """A forest of N tokens, depth first: token k is an ancestor of token q, or q itself, iff k <= q < end_N[k].
 
     S spans are the nodes that have tokens; `first_S` ascends. K targets are the trained tokens, in M model nodes. Each
-    of X pairs is a model node and one of the I paths through it that teach: what each of the node's tokens weighs on
-    that path, and the advantage it has there.
+    of X pairs is a model node and one of the I trained trajectories through it: the weight of each of the node's
+    tokens in that trajectory's term, and the node's advantage there.
     """
 
     tokens_N: Tensor  # long
-    depth_N: Tensor  # long: its position, the number of tokens before it on its path
-    parent_N: Tensor  # long: the token before it on its path; -1 for the first
+    depth_N: Tensor  # long: its position, the number of tokens before it
+    parent_N: Tensor  # long: the token before it; -1 for a root
     end_N: Tensor  # long
     first_S: npt.NDArray[np.int64]
     parent_S: npt.NDArray[np.int64]  # the nearest node above that has tokens; -1 for a root
@@ -304,12 +421,12 @@ class TreeBatch:
     entropy_weight_K: Tensor  # float32: how many times its policy term counts
     node_K: Tensor  # long: which of the M it belongs to
     pair_node_X: Tensor  # long
-    pair_path_X: Tensor  # long
+    pair_trajectory_X: Tensor  # long
     pair_weight_X: Tensor  # float64
     pair_advantage_X: Tensor  # float64
-    path_tokens_I: Tensor  # long: model tokens of each path
+    trajectory_tokens_I: Tensor  # long: model tokens of each trajectory
     nodes: int  # M
-    total_tokens: int  # of all paths written out one by one
+    total_tokens: int  # of all trajectories, shared tokens counted once per trajectory
 
     @property
     def unique_tokens(self) -> int:
@@ -317,7 +434,7 @@ class TreeBatch:
         return len(self.tokens_N)
 
     def to(self, device: torch.device) -> TreeBatch:
-        """The same with its tensors on that device."""
+        """The batch with its tensors on `device`."""
         moved = {item.name: getattr(self, item.name) for item in fields(self)}
         return TreeBatch(**{n: v.to(device) if hasattr(v, "to") else v for n, v in moved.items()})
 
@@ -335,3 +452,30 @@ def percentile(ordered: Sequence[float], share: float) -> float:
 def _same_length(tokens: tuple[int, ...], logprobs: tuple[float, ...], entropies: tuple[float, ...]) -> None:
     if not len(tokens) == len(logprobs) == len(entropies):
         raise ValueError(f"{len(tokens)} tokens, {len(logprobs)} log-probs, {len(entropies)} entropies")
+
+
+_BRACES = re.compile(r"\\boxed\s*\{|\\[{}]|[{}]")
+
+
+def boxed(text: str) -> str | None:
+    r"""Content of the last `\boxed{..}` whose braces balance (of nested ones the innermost), or None."""
+    open_braces: list[int | None] = []  # where the content of a box starts; None for any other brace
+    best: tuple[int, int] | None = None
+    for match in _BRACES.finditer(text):
+        token = match[0]
+        if token == "}":
+            start = open_braces.pop() if open_braces else None
+            if start is not None and (best is None or start > best[0]):
+                best = (start, match.start())
+        elif token == "{":
+            open_braces.append(None)
+        elif token.startswith("\\boxed"):
+            open_braces.append(match.end())
+    return None if best is None else text[best[0] : best[1]].strip()
+
+
+def answer_text(text: str) -> str | None:
+    """Content of the last `<answer>..</answer>`, or None."""
+    end = text.rfind("</answer>")
+    start = text.rfind("<answer>", 0, max(end, 0))
+    return None if start < 0 else text[start + len("<answer>") : end].strip()

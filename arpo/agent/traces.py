@@ -34,7 +34,7 @@ from arpo.builtin.traces import Segment, Trace
 from arpo.data.rows import read_rows, source_name
 from arpo.data.tasks import Row, as_object, complaint, question_of
 from arpo.errors import ArpoError
-from arpo.types import Credit, Kind, Leaf, Node, RolloutTree, StopReason, Task, ToolCall, ToolResult
+from arpo.types import Credit, Kind, Leaf, Node, RolloutTree, ScoredTree, StopReason, Task, ToolCall, ToolResult
 
 LAYOUTS = ("messages", "text", "segments")
 WRITERS = {"model": Kind.MODEL, "tool": Kind.TOOL}
@@ -208,8 +208,8 @@ class SFTExample:
         """All of them."""
         return sum(len(ids) for _, ids in self.pieces)
 
-    def tree(self) -> RolloutTree:
-        """The tree of one path that a rollout would have made of it; nothing in it was sampled."""
+    def scored_tree(self) -> ScoredTree:
+        """The tree of one trajectory that a rollout would have produced; every model token has advantage 1."""
         nodes = [
             Node(
                 parent=number - 1 if number else None,
@@ -222,11 +222,9 @@ class SFTExample:
             )
             for number, (kind, ids) in enumerate(self.pieces)
         ]
-        return RolloutTree(self.task, tuple(nodes), (Leaf(len(nodes) - 1, StopReason.ANSWER),))
-
-    def credit(self) -> Credit:
-        """Every token of the model's is worth the same."""
-        return Credit(1.0, {i: 1.0 for i, (kind, _) in enumerate(self.pieces) if kind is Kind.MODEL})
+        tree = RolloutTree(self.task, tuple(nodes), (Leaf(len(nodes) - 1, StopReason.ANSWER),))
+        credit = Credit(1.0, {index: 1.0 for index, (kind, _) in enumerate(self.pieces) if kind is Kind.MODEL})
+        return ScoredTree(tree, credits=(credit,))
 
 
 def encode_trace(trace: Trace, tokenizer: Any, fmt: CallFormat, result_tokens: int | None = None) -> SFTExample:

@@ -1,15 +1,16 @@
-"""Trees and credits as one forest in which every unique token stands once. Pure functions.
+"""Batches: trees with credits packed into one forest that holds every unique token once. Pure functions.
 
-    tree_batch(trees, credits, ...)    all tokens in depth-first order, and what each trained one is worth
-    cut(batch, budget)                 the same in parts that fit a budget of tokens per forward pass
+    build_batch(trees, ...)            all tokens in depth-first order, with the advantages and weights of trained ones
+    split_microbatches(batch, budget)  the forest in micro-batches of at most `budget` tokens per forward pass
 
-Promises: the loss is a plain sum over targets, however the batch is cut. A target is a token that the model sampled on
-a path that teaches; it is predicted at its parent, the token before it on its path, so a branch point predicts several.
-Leaves that are not kept are left out altogether. Kept leaves that teach nothing (no model tokens, or advantages all
-exactly 0 while neither KL nor entropy counts) are not in the forest but count in the weights.
-Does not cover: splitting trees into mini-batches, devices, the loss itself.
+Guarantees: the loss is a plain sum over targets, however the batch is split. A target is a token that the model sampled
+on a trained trajectory; it is predicted at its parent, the token before it, so a branch point predicts several targets.
+Masked leaves are left out altogether. Leaves without a gradient (no model tokens, or all advantages exactly 0 while
+neither the KL nor the entropy term is used) are not in the forest but count in the weights.
+Not covered: splitting trees into mini-batches, devices, the loss itself.
 
-Letters: N tokens, S spans (nodes with tokens), K targets, I paths, M model nodes, X pairs of a model node and a path.
+Shape suffixes: N tokens, S spans (nodes with tokens), K targets, I trajectories, M model nodes, X pairs of a model node
+and a trajectory through it.
 """
 
 from __future__ import annotations
@@ -23,103 +24,96 @@ import numpy.typing as npt
 import torch
 
 from arpo.config.schema import Loss
-from arpo.types import Credit, Kind, Node, RolloutTree, TreeBatch
+from arpo.types import Credit, Kind, Node, RolloutTree, ScoredTree, TreeBatch
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
-_SMALLEST_STD = 1e-8
+_MIN_STD = 1e-8
 
 
-@dataclass(slots=True)
-class _Path:
-    """A kept path that teaches: its nodes, what each gives, and what each of its model tokens weighs."""
+@dataclass(frozen=True, slots=True)
+class _Trained:
+    """A trajectory with a gradient: its node indices, its credit, and the weight of each of its model tokens."""
 
-    nodes: tuple[int, ...]
+    indices: tuple[int, ...]
     credit: Credit
     weight: float
     model_tokens: int
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Span:
     """A node's place in the forest."""
 
     node: Node
     parent: int  # span, -1 for a root
-    pairs: list[tuple[int, float, float]]  # of a model node: path, weight, advantage
+    pairs: Sequence[tuple[int, float, float]]  # of a trained model node: (trajectory, weight, advantage)
 
 
-def tree_batch(
-    trees: Sequence[RolloutTree],
-    credits: Sequence[Sequence[Credit]],
-    loss: Loss,
-    max_tokens: int,
-    shared: bool = True,
-    entropy: float = 0.0,
+def build_batch(
+    trees: Sequence[ScoredTree], loss: Loss, max_tokens: int, shared: bool = True, entropy_weight: float = 0.0
 ) -> TreeBatch:
-    """The forest of all paths that teach; `credits` holds, per tree, one credit per leaf.
+    """The forest of all trajectories with a gradient; the trees must have credits.
 
-    `max_tokens` is what "constant" aggregation divides by. Without `shared`, every path is a tree of its own: packed
-    rows. A target counts max(0, 1 + `entropy` z) times, z being how many standard deviations its entropy when it was
-    sampled lies above the mean over all sampled tokens of kept leaves, a shared one counted once.
+    "constant" aggregation divides by `max_tokens`. Without `shared`, every trajectory is a tree of its own (packed
+    rows). A target counts max(0, 1 + `entropy_weight` z) times; z is the number of standard deviations that its entropy
+    at sampling time lies above the mean over all sampled tokens of unmasked leaves, shared ones counted once.
     """
-    kept = [
-        (number, tree.path(leaf.node), credit)
-        for number, (tree, tree_credits) in enumerate(zip(trees, credits, strict=True))
-        for leaf, credit in zip(tree.leaves, tree_credits, strict=True)
-        if credit.kept
+    used = [
+        (number, trajectory, credit)
+        for number, scored in enumerate(trees)
+        for trajectory, credit, use in zip(scored.tree.trajectories, scored.credits, scored.mask, strict=True)
+        if use
     ]
-    counts = [sum(len(node.tokens) for node in _sampled(trees[number], path)) for number, path, _ in kept]
+    counts = [trajectory.completion_tokens for _, trajectory, _ in used]
     always = loss.kl_coef > 0 or loss.entropy_coef > 0
-    paths: list[list[_Path]] = [[] for _ in trees]
-    for (number, path, credit), count in zip(kept, counts, strict=True):
+    trained: list[list[_Trained]] = [[] for _ in trees]
+    for (number, trajectory, credit), count in zip(used, counts, strict=True):
         if count and (always or any(credit.by_node.values())):
             weight = {
                 "token-mean": 1 / sum(counts),
-                "sequence-mean": 1 / (len(kept) * count),
-                "constant": 1 / (len(kept) * max_tokens),
+                "sequence-mean": 1 / (len(used) * count),
+                "constant": 1 / (len(used) * max_tokens),
             }[loss.aggregation]
-            paths[number].append(_Path(path, credit, weight, count))
+            trained[number].append(_Trained(trajectory.indices, credit, weight, count))
     spans: list[_Span] = []
-    path_tokens: list[int] = []
+    trajectory_tokens: list[int] = []
     total = 0
-    for tree, own in zip(trees, paths, strict=True):
-        for together in [own] if shared else [[path] for path in own]:
-            if together:
-                total += _add_tree(spans, tree, together, len(path_tokens))
-                path_tokens.extend(path.model_tokens for path in together)
-    return _flatten(spans, path_tokens, total, _boost(trees, [(number, path) for number, path, _ in kept], entropy))
+    for scored, own in zip(trees, trained, strict=True):
+        for group in [own] if shared else [[one] for one in own]:
+            if group:
+                total += _add_tree(spans, scored.tree, group, len(trajectory_tokens))
+                trajectory_tokens.extend(one.model_tokens for one in group)
+    visited = sorted({(number, index) for number, trajectory, _ in used for index in trajectory.indices})
+    weights = _entropy_weights([trees[number].tree.nodes[index] for number, index in visited], entropy_weight)
+    return _flatten(spans, trajectory_tokens, total, weights)
 
 
-def _boost(
-    trees: Sequence[RolloutTree], paths: Sequence[tuple[int, tuple[int, ...]]], weight: float
-) -> Callable[[Node], Floats]:
-    """How many times each token of a model node counts."""
+def _entropy_weights(nodes: Sequence[Node], weight: float) -> Callable[[Node], Floats]:
+    """A function from a model node to the weights of its tokens, normalized over all `nodes`."""
     if not weight:
         return lambda node: np.ones(len(node.tokens))
-    nodes = [trees[number].nodes[i] for number, i in sorted({(number, i) for number, path in paths for i in path})]
     every = np.concatenate([*(np.asarray(node.entropies) for node in nodes), np.empty(0)])
-    mean, std = (every.mean(), max(every.std(), _SMALLEST_STD)) if len(every) else (0.0, 1.0)
+    mean, std = (every.mean(), max(every.std(), _MIN_STD)) if len(every) else (0.0, 1.0)
     return lambda node: np.maximum(0.0, 1 + weight * (np.asarray(node.entropies) - mean) / std)
 
 
-def _sampled(tree: RolloutTree, path: Sequence[int]) -> list[Node]:
-    return [tree.nodes[i] for i in path if tree.nodes[i].kind is Kind.MODEL]
+def _add_tree(spans: list[_Span], tree: RolloutTree, trained: Sequence[_Trained], first: int) -> int:
+    """Append the nodes of these trajectories to `spans`, depth first, the longest subtree first.
 
-
-def _add_tree(spans: list[_Span], tree: RolloutTree, paths: Sequence[_Path], first_path: int) -> int:
-    """Append the nodes that these paths need, depth first, the longest way down first; returns the paths' tokens."""
+    `first` is the number of the first trajectory. Returns the number of tokens, shared ones once per trajectory.
+    """
     total = 0
     pairs: dict[int, list[tuple[int, float, float]]] = defaultdict(list)
     needed: set[int] = set()
-    for number, path in enumerate(paths, first_path):
-        taught = [i for i in path.nodes if tree.nodes[i].kind is Kind.MODEL and tree.nodes[i].tokens]
-        used = path.nodes[: path.nodes.index(taught[-1]) + 1]
+    for number, one in enumerate(trained, first):
+        targets = [i for i in one.indices if tree.nodes[i].kind is Kind.MODEL and tree.nodes[i].tokens]
+        used = one.indices[: one.indices.index(targets[-1]) + 1]
         needed.update(used)
         total += sum(len(tree.nodes[i].tokens) for i in used)
-        for i in taught:
-            pairs[i].append((number, path.weight, path.credit.by_node[i]))
-    below = dict.fromkeys(needed, 0)  # tokens on the longest way down, without its own
+        for i in targets:
+            pairs[i].append((number, one.weight, one.credit.by_node[i]))
+    below = dict.fromkeys(needed, 0)  # tokens on the longest walk down, without the node's own
     children: dict[int, list[int]] = defaultdict(list)
     for i in sorted(needed, reverse=True):
         parent = tree.nodes[i].parent
@@ -141,7 +135,7 @@ def _add_tree(spans: list[_Span], tree: RolloutTree, paths: Sequence[_Path], fir
 
 
 def _flatten(
-    spans: Sequence[_Span], path_tokens: Sequence[int], total: int, boost: Callable[[Node], Floats]
+    spans: Sequence[_Span], trajectory_tokens: Sequence[int], total: int, entropy_weights: Callable[[Node], Floats]
 ) -> TreeBatch:
     count_S = np.array([len(span.node.tokens) for span in spans], dtype=np.int64)
     first_S = np.cumsum(count_S) - count_S
@@ -160,7 +154,9 @@ def _flatten(
     count_M = count_S[[s for s, _ in trained]]
     targets = [np.arange(first_S[s], first_S[s] + count_S[s]) for s, _ in trained]
     pairs = [(m, *pair) for m, (_, span) in enumerate(trained) for pair in span.pairs]
-    node, path, weight, advantage = (np.array(column) for column in zip(*pairs, strict=True)) if pairs else [[]] * 4
+    node, trajectory, weight, advantage = (
+        (np.array(column) for column in zip(*pairs, strict=True)) if pairs else [[]] * 4
+    )
     return TreeBatch(
         tokens_N=_joined([span.node.tokens for span in spans], torch.long),
         depth_N=torch.from_numpy(depth_S[span_N] + inside_N),
@@ -171,13 +167,13 @@ def _flatten(
         size_S=size_S,
         targets_K=_joined(targets, torch.long),
         engine_logprobs_K=_joined([span.node.logprobs for _, span in trained], torch.float32),
-        entropy_weight_K=_joined([boost(span.node) for _, span in trained], torch.float32),
+        entropy_weight_K=_joined([entropy_weights(span.node) for _, span in trained], torch.float32),
         node_K=torch.from_numpy(np.repeat(np.arange(len(trained)), count_M)),
         pair_node_X=torch.as_tensor(node, dtype=torch.long),
-        pair_path_X=torch.as_tensor(path, dtype=torch.long),
+        pair_trajectory_X=torch.as_tensor(trajectory, dtype=torch.long),
         pair_weight_X=torch.as_tensor(weight, dtype=torch.float64),
         pair_advantage_X=torch.as_tensor(advantage, dtype=torch.float64),
-        path_tokens_I=torch.tensor(path_tokens, dtype=torch.long),
+        trajectory_tokens_I=torch.tensor(trajectory_tokens, dtype=torch.long),
         nodes=len(trained),
         total_tokens=total,
     )
@@ -188,24 +184,25 @@ def _joined(values: Sequence[npt.ArrayLike], dtype: torch.dtype) -> torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """What one forward pass computes: some of the tokens, after the `context` tokens of its parent's path.
+class MicroBatch:
+    """The tokens of one forward pass, and the micro-batches that continue from them.
 
-    A part with children is one path. Its children hang somewhere along it: each sees what the part sees, and the first
-    `above` of the part's own tokens.
+    The context of a micro-batch are the tokens before it whose keys and values it attends to: its parent's context and
+    the first `prefix_length` of its parent's own tokens. A micro-batch with children is a single chain of tokens, and
+    its keys and values stay in memory while the children are computed.
     """
 
     tokens: Ints  # ascending
-    above: int
-    children: tuple[Part, ...]
+    prefix_length: int
+    children: tuple[MicroBatch, ...]
 
 
-def cut(batch: TreeBatch, budget: int) -> list[Part]:
-    """The forest in parts of at most `budget` tokens, as long as no path alone is longer.
+def split_microbatches(batch: TreeBatch, budget: int) -> list[MicroBatch]:
+    """The forest in micro-batches of at most `budget` tokens, unless a single chain of tokens is longer.
 
-    Trees are kept whole where they fit, several in one part. In a tree that does not fit, every node above more than
-    `budget` tokens (its own included) stays in memory while what hangs below it is computed, group by group: there is
-    never more in memory than a path and one part.
+    Trees that fit stay whole, several in one micro-batch. In a tree that does not fit, every node with more than
+    `budget` tokens in its subtree stays in memory while its subtrees are computed group by group: memory never holds
+    more than one chain and one micro-batch.
     """
     stop_S = batch.first_S + batch.size_S
     count_S = np.diff(batch.first_S, append=batch.unique_tokens)
@@ -213,35 +210,35 @@ def cut(batch: TreeBatch, budget: int) -> list[Part]:
     for s, parent in enumerate(batch.parent_S.tolist()):
         children[parent].append(s)
 
-    def below(spans: Sequence[int], above: int) -> Iterator[Part]:
-        """The parts of sibling subtrees, small ones together."""
+    def siblings(spans: Sequence[int], prefix_length: int) -> Iterator[MicroBatch]:
+        """The micro-batches of sibling subtrees, small ones together."""
         group: list[Ints] = []
         for s in spans:
             if batch.size_S[s] > budget:
-                yield trunk(s, above)
+                yield chain(s, prefix_length)
                 continue
             if group and sum(map(len, group)) + batch.size_S[s] > budget:
-                yield Part(np.concatenate(group), above, ())
+                yield MicroBatch(np.concatenate(group), prefix_length, ())
                 group = []
             group.append(np.arange(batch.first_S[s], stop_S[s]))
         if group:
-            yield Part(np.concatenate(group), above, ())
+            yield MicroBatch(np.concatenate(group), prefix_length, ())
 
-    def trunk(s: int, above: int) -> Part:
-        """A node that is too large with what is below it, followed down while one child alone is, or there is one."""
+    def chain(s: int, prefix_length: int) -> MicroBatch:
+        """A node whose subtree is too large, followed down as long as one child is too large or an only child."""
         own: list[Ints] = []
-        hanging: list[tuple[int, list[int]]] = []
+        subtrees: list[tuple[int, list[int]]] = []
         length = 0
         while True:
             own.append(np.arange(batch.first_S[s], batch.first_S[s] + count_S[s]))
             length += int(count_S[s])
             large = [child for child in children[s] if batch.size_S[child] > budget] or children[s]
             if len(large) != 1:
-                hanging.append((length, children[s]))
+                subtrees.append((length, children[s]))
                 break
-            hanging.append((length, [child for child in children[s] if child != large[0]]))
+            subtrees.append((length, [child for child in children[s] if child != large[0]]))
             s = large[0]
-        parts = tuple(part for length, spans in hanging for part in below(spans, length))
-        return Part(np.concatenate(own), above, parts)
+        below = tuple(micro for length, spans in subtrees for micro in siblings(spans, length))
+        return MicroBatch(np.concatenate(own), prefix_length, below)
 
-    return list(below(children[-1], 0))
+    return list(siblings(children[-1], 0))

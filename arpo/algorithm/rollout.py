@@ -35,6 +35,7 @@ from arpo.types import (
     Node,
     RolloutTree,
     SamplingParams,
+    ScoredTree,
     StopReason,
     Task,
     ToolCall,
@@ -42,11 +43,8 @@ from arpo.types import (
     derive_seed,
 )
 
-Mixed = Callable[[RolloutTree], Awaitable[bool]]  # whether the paths of a tree earned unequal rewards
-
-
-async def _not_known(tree: RolloutTree) -> bool:
-    return True
+ScoreFn = Callable[[RolloutTree], Awaitable[ScoredTree]]
+"""Adds the rewards of a tree's leaves: `Scorer.score`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,31 +77,58 @@ class Agent:
         return (*self.examples, *encode_next_question(self.tokenizer, self.examples, question))
 
 
-async def rollouts(
+async def sample_trees(
     agent: Agent,
     tasks: Sequence[Task],
     settings: Rollout,
     branching: Branching,
     seeds: Sequence[int],
-    done: Callable[[RolloutTree], None] = lambda tree: None,
-    mixed: Mixed = _not_known,
+    score: ScoreFn,
     slots: asyncio.Semaphore | None = None,
-) -> list[RolloutTree]:
-    """The trees of many tasks, `settings.concurrency` paths (or `slots`) at a time over all; `done` gets each one."""
+    on_tree: Callable[[ScoredTree], None] = lambda scored: None,
+) -> list[ScoredTree]:
+    """The scored trees of many tasks, in their order; `on_tree` is called with each one as soon as it is scored.
+
+    `settings.concurrency` trajectories (or `slots`) are sampled at a time, over all tasks. If one tree fails, the
+    others are cancelled.
+    """
     slots = slots or asyncio.Semaphore(settings.concurrency)
 
-    async def one(task: Task, seed: int) -> RolloutTree:
-        tree = await rollout(agent, task, settings, branching, seed, slots, mixed)
-        done(tree)
-        return tree
+    async def sample(task: Task, seed: int) -> ScoredTree:
+        scored = await sample_tree(agent, task, settings, branching, seed, score, slots)
+        on_tree(scored)
+        return scored
 
-    growing = [asyncio.create_task(one(task, seed)) for task, seed in zip(tasks, seeds, strict=True)]
+    running = [asyncio.create_task(sample(task, seed)) for task, seed in zip(tasks, seeds, strict=True)]
     try:
-        return await asyncio.gather(*growing)
-    finally:  # if one failed, the others must not go on behind our back
-        for other in growing:
+        return await asyncio.gather(*running)
+    finally:
+        for other in running:
             other.cancel()
-        await asyncio.gather(*growing, return_exceptions=True)
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+async def sample_tree(
+    agent: Agent,
+    task: Task,
+    settings: Rollout,
+    branching: Branching,
+    seed: int,
+    score: ScoreFn,
+    slots: asyncio.Semaphore | None = None,
+) -> ScoredTree:
+    """Sample the tree of `task` and score it.
+
+    With `branching.fill = "informative"`, a tree whose first trajectories all earned the same is not filled.
+    """
+    grower = _Grower(agent, task, settings, branching, seed, slots or asyncio.Semaphore(settings.concurrency))
+    await grower.grow()
+    if branching.fill == "informative" and grower.budget:
+        scored = await score(grower.tree())
+        if not scored.has_learning_signal:
+            return scored
+    await grower.fill()
+    return await score(grower.tree())
 
 
 async def rollout(
@@ -113,23 +138,14 @@ async def rollout(
     branching: Branching,
     seed: int,
     slots: asyncio.Semaphore | None = None,
-    mixed: Mixed = _not_known,
 ) -> RolloutTree:
     """Sample the whole tree of `task`. The seed decides everything that the engine and the tools leave open.
 
-    A path starts, and its time begins to run, when it gets one of the `slots`. Without `mixed` every tree is filled.
+    A trajectory starts, and its time limit begins, when it gets one of the `slots`.
     """
     grower = _Grower(agent, task, settings, branching, seed, slots or asyncio.Semaphore(settings.concurrency))
-    if branching.balance is None:
-        await grower.grow_from_root(settings.num_initial)
-    else:
-        await grower.grow_balanced(branching.balance)
-    if branching.fill == "informative" and grower.budget and not await mixed(tree := grower.tree()):
-        return tree  # the very one that was scored, so that it is not scored again
-    while branching.policy in WHEN_ENDED and grower.budget:
-        await grower.grow_later()
-    if grower.budget:  # every path ended and leaves are missing
-        await grower.grow_from_root(grower.budget)
+    await grower.grow()
+    await grower.fill()
     return grower.tree()
 
 
@@ -172,6 +188,20 @@ class _Grower:
         self.budget = settings.num_trajectories  # leaves that may still be started
         self.monitoring = False
         self.group: asyncio.TaskGroup
+
+    async def grow(self) -> None:
+        """Sample the first trajectories and the branches that they open."""
+        if self.branching.balance is None:
+            await self.grow_from_root(self.settings.num_initial)
+        else:
+            await self.grow_balanced(self.branching.balance)
+
+    async def fill(self) -> None:
+        """Sample the trajectories that are missing when all others have ended."""
+        while self.branching.policy in WHEN_ENDED and self.budget:
+            await self.grow_later()
+        if self.budget:
+            await self.grow_from_root(self.budget)
 
     async def grow_from_root(self, count: int) -> None:
         """Start `count` fresh paths at the prompt and wait until they and all their branches have ended."""
@@ -343,7 +373,7 @@ class _Grower:
                 completion.stop,
                 completion.policy_version,
                 seconds=seconds,
-                ends=token_char_offsets(self.agent.tokenizer, completion.tokens, text),
+                char_offsets=token_char_offsets(self.agent.tokenizer, completion.tokens, text),
             )
         )
         path.tokens += len(completion.tokens)

@@ -5,7 +5,7 @@ Model and tool text is hostile: it is shown through `printable`, never as markup
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from textwrap import shorten
 
@@ -19,7 +19,7 @@ from rich.tree import Tree
 from arpo.data.tasks import Reading
 from arpo.text import printable as printable
 from arpo.tools.stats import ToolStats
-from arpo.types import Credit, Fault, Kind, Leaf, Node, Reward, RolloutTree, ToolCall, ToolResult
+from arpo.types import Fault, Kind, Node, ScoredTree, ToolCall, ToolResult
 
 console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
 HEADER = (
@@ -106,51 +106,54 @@ def tool_lines(stats: Mapping[str, ToolStats]) -> list[str]:
     return [head, *rows] if rows else []
 
 
-def print_tree(tree: RolloutTree, rewards: Sequence[Reward], credits: Sequence[Credit] = ()) -> None:
-    """Show a rollout tree: who wrote what, what was decided at each tool result, and how each path ended. Credits are
-    those of a saved tree, of which everything is shown: what calls took, the parts of rewards, advantages."""
+def print_tree(scored: ScoredTree) -> None:
+    """Print a rollout tree: every node, the branching decision at each tool result, and how each trajectory ended.
+
+    Of a tree with credits everything is shown: time of calls, parts of rewards, advantages.
+    """
+    tree, full = scored.tree, bool(scored.credits)
     children: dict[int, list[int]] = {}
     for index, node in enumerate(tree.nodes):
         if node.parent is not None:
             children.setdefault(node.parent, []).append(index)
     ends: dict[int, list[str]] = {}
     for number, leaf in enumerate(tree.leaves):
-        credit = credits[number] if credits else None
-        ends.setdefault(leaf.node, []).append(end_line(number + 1, leaf, rewards[number], credit))
-    root = Tree(_label(tree.nodes[0], bool(credits)))
+        ends.setdefault(leaf.node, []).append(end_line(scored, number))
+    root = Tree(_label(tree.nodes[0], full))
     waiting = [(0, root)]
     while waiting:
         index, branch = waiting.pop()
         for end in ends.get(index, []):
             branch.add(Text(end, style="green"))
         for child in children.get(index, []):
-            waiting.append((child, branch.add(_label(tree.nodes[child], bool(credits)))))
+            waiting.append((child, branch.add(_label(tree.nodes[child], full))))
     console.print(root, soft_wrap=False)
     console.print(Text(f"right answer: {printable(' or '.join(tree.task.answers))}"))
 
 
-def print_path(tree: RolloutTree, number: int, reward: Reward, credit: Credit) -> None:
-    """Show one path, counted from 1, as a conversation."""
-    leaf = tree.leaves[number - 1]
-    for index in tree.path(leaf.node):
-        node, told = tree.nodes[index], f"{len(tree.nodes[index].tokens)} tokens"
+def print_trajectory(scored: ScoredTree, number: int) -> None:
+    """Print trajectory `number`, counted from 0, as a conversation."""
+    trajectory, credit = scored.tree.trajectories[number], scored.credits[number]
+    for index, node in zip(trajectory.indices, trajectory.nodes, strict=True):
+        facts = f"{len(node.tokens)} tokens"
         if node.kind is Kind.MODEL:
-            unsure = sum(node.entropies) / max(1, len(node.entropies))
-            told += f", entropy {unsure:.3f}, advantage {credit.by_node.get(index, 0.0):+.3f}"
-        console.print(Text(f"--- {node.kind}, {told}", style="bold"))
+            entropy = sum(node.entropies) / max(1, len(node.entropies))
+            facts += f", entropy {entropy:.3f}, advantage {credit.by_node.get(index, 0.0):+.3f}"
+        console.print(Text(f"--- {node.kind}, {facts}", style="bold"))
         console.print(_label(node, True))
-    console.print(Text(end_line(number, leaf, reward, credit), style="green"))
-    console.print(Text(f"right answer: {printable(' or '.join(tree.task.answers))}"))
+    console.print(Text(end_line(scored, number), style="green"))
+    console.print(Text(f"right answer: {printable(' or '.join(trajectory.task.answers))}"))
 
 
-def end_line(number: int, leaf: Leaf, reward: Reward, credit: Credit | None) -> str:
-    """How a path ended; with its credit, also what the reward is made of."""
-    line = f"path {number}: {leaf.end}, reward {reward.total:.2f}"
-    if credit is None:
+def end_line(scored: ScoredTree, number: int) -> str:
+    """How trajectory `number` ended, and its reward; of a tree with credits also the reward's parts."""
+    leaf, reward = scored.tree.leaves[number], scored.rewards[number]
+    line = f"trajectory {number + 1}: {leaf.stop_reason}, reward {reward.total:.2f}"
+    if not scored.credits:
         return line
     parts = ", ".join(f"{printable(name)} {value:g}" for name, value in reward.parts.items())
-    left_out = "" if credit.kept else ", left out of training"
-    return line + (f" ({parts})" if parts else "") + f", advantage {credit.advantage:+.3f}{left_out}"
+    masked = "" if scored.mask[number] else ", left out of training"
+    return line + (f" ({parts})" if parts else "") + f", advantage {scored.credits[number].advantage:+.3f}{masked}"
 
 
 def _label(node: Node, full: bool) -> Text:

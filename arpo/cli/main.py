@@ -25,7 +25,7 @@ from arpo.cli.view import show, view
 from arpo.config.loading import load_config
 from arpo.errors import ArpoError, Collapsed
 from arpo.trainer.dist import launch
-from arpo.types import Task, derive_seed
+from arpo.types import ScoredTree, Task, derive_seed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -208,7 +208,7 @@ def rollout(
         config = session.config
         seed = derive_seed(config.seed, "show", number)
         tree = run_async(grow(session.agent, task, config.rollout, config.branching, seed))
-        print_tree(tree, [session.reward(task, tree, leaf) for leaf in tree.leaves])
+        print_tree(ScoredTree(tree, tuple(map(session.reward, tree.trajectories))))
         shared = 1 - tree.unique_tokens / tree.total_tokens
         console.print(
             f"{len(tree.leaves)} paths, {tree.tool_calls} tool calls, {tree.branch_points} branch points, "

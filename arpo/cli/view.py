@@ -13,7 +13,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from arpo.cli.display import console, print_path, print_tree, printable
+from arpo.cli.display import console, print_trajectory, print_tree, printable
 from arpo.errors import ArpoError
 from arpo.runs.run_dir import CONFIG, RunDir, is_run, open_run
 
@@ -70,7 +70,9 @@ def show(
     run: Annotated[Path, typer.Argument(help="a run's directory")],
     step: Annotated[int | None, typer.Option(help="of which step; the last one with trees if not given")] = None,
     prompt: Annotated[int, typer.Option(help="which of the step's questions, counted from 0")] = 0,
-    path: Annotated[int | None, typer.Option(help="one path of its tree as a conversation, counted from 1")] = None,
+    trajectory: Annotated[
+        int | None, typer.Option(help="one trajectory of its tree as a conversation, counted from 1")
+    ] = None,
     list_: Annotated[bool, typer.Option("--list", help="a table of the step's questions instead")] = False,
 ) -> None:
     """Show a tree that training saved: every decision, tool call, reward and advantage."""
@@ -83,18 +85,20 @@ def show(
     if not 0 <= prompt < len(entries):
         raise ArpoError(f"--prompt {prompt}: step {step} has {len(entries)} questions, counted from 0; --list has them")
     scored = log.read_tree(step, prompt)
-    tree, paths = scored.tree, len(scored.tree.leaves)
-    if path is not None and not 1 <= path <= paths:
-        raise ArpoError(f"--path {path}: question {prompt} of step {step} has {paths} paths, counted from 1")
+    tree, count = scored.tree, len(scored.tree.leaves)
+    if trajectory is not None and not 1 <= trajectory <= count:
+        raise ArpoError(
+            f"--trajectory {trajectory}: question {prompt} of step {step} has {count} trajectories, counted from 1"
+        )
     console.print(Text(f"step {step}, question {prompt} of {len(entries)}: {printable(tree.task.id)}", style="bold"))
-    if path is not None:
-        print_path(tree, path, scored.rewards[path - 1], scored.credits[path - 1])
+    if trajectory is not None:
+        print_trajectory(scored, trajectory - 1)
         return
-    print_tree(tree, scored.rewards, scored.credits)
+    print_tree(scored)
     failed = sum(node.result is not None and node.result.fault is not None for node in tree.nodes)
     console.print(
-        f"{paths} paths, {tree.tool_calls} tool calls ({failed} failed), {tree.branch_points} branch points, "
-        f"{tree.unique_tokens:,} tokens ({tree.total_tokens:,} path by path)"
+        f"{count} trajectories, {tree.tool_calls} tool calls ({failed} failed), {tree.branch_points} branch points, "
+        f"{tree.unique_tokens:,} tokens ({tree.total_tokens:,} without sharing)"
     )
 
 
@@ -123,7 +127,7 @@ def _print_list(log: RunDir, step: int) -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=f"step {step}", title_justify="left", expand=True)
     table.add_column("prompt", justify="right")
     table.add_column("task", overflow="fold")
-    for name in ("reward", "paths", "branched"):
+    for name in ("reward", "trajectories", "branched"):
         table.add_column(name, justify="right")
     table.add_column("question", no_wrap=True, overflow="ellipsis", ratio=1)
     for number, entry in enumerate(log.tree_index(step)):

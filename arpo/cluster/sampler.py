@@ -23,13 +23,13 @@ from typing import Any, Protocol
 
 from arpo.cli.display import console
 from arpo.cluster.scheduler import LOSSES, Assign, Machine, Place, PoisonTask, Scheduler, places
-from arpo.cluster.worker import MISTAKE, Reply, encode_request, unpack_scored, weights_of
+from arpo.cluster.worker import MISTAKE, Reply, encode_request, weights_of
 from arpo.config.schema import Config
 from arpo.errors import ArpoError
-from arpo.evaluation.evaluate import Evaluation, asked
-from arpo.runs.trees import ScoredTree
-from arpo.training.sampler import Scored, Session
-from arpo.types import Task
+from arpo.evaluation.evaluate import Evaluation, select_tasks
+from arpo.runs.trees import unpack_tree
+from arpo.training.sampler import Session
+from arpo.types import ScoredTree, Task
 
 LOOK = 3.0  # seconds between looks at which machines there are
 LONELY, STARTING = 300.0, 1800.0  # seconds without an actor, when none is starting and when one is
@@ -116,17 +116,16 @@ class Pool:
             self._do(self._drive())
         self._wake.set()
 
-    async def grow(self, session: Session, tasks: Sequence[Task], seeds: Sequence[int], step: int) -> Scored:
+    async def grow(self, session: Session, tasks: Sequence[Task], seeds: Sequence[int], step: int) -> list[ScoredTree]:
         """The trees of a step's questions, in their order."""
         need = max(0, step - 1 - self._config.cluster.max_off_policy_steps)
-        found = await self._all(tasks, seeds, step, need, lambda: None)
-        return [scored.tree for scored in found], [scored.rewards for scored in found]
+        return await self._all(tasks, seeds, step, need, lambda: None)
 
     async def test(self, session: Session, done: Callable[[], None]) -> Evaluation:
         """Ask the newest weights the held-out questions."""
-        tasks, seeds = asked(session.bench.test, self._config.eval, self._config.seed)
+        tasks, seeds = select_tasks(session.bench.test, self._config.eval, self._config.seed)
         found = await self._all(tasks, seeds, None, self._board.version, done)
-        return Evaluation(tuple(scored.tree for scored in found), tuple(scored.rewards for scored in found))
+        return Evaluation(tuple(found))
 
     def step_metrics(self, session: Session, step: int) -> dict[str, float]:
         """How many actors there are, the share of their time in which they grew trees, what was done again."""
@@ -187,7 +186,7 @@ class Pool:
         frame, engine = reply
         for what, value in engine.items():
             self._engine.setdefault(what, []).append(value)
-        scored = unpack_scored(frame)
+        scored = unpack_tree(frame)
         if job is not None and job.step is not None:
             self._grown[job.step] += 1
             self._calls[job.step] += scored.tree.tool_calls

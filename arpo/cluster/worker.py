@@ -11,7 +11,7 @@ import asyncio
 import json
 import os
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,9 @@ from safetensors.torch import load, save
 from arpo.config.loading import config_from_resolved
 from arpo.errors import ArpoError
 from arpo.evaluation.evaluate import evaluate
-from arpo.runs.trees import ScoredTree, pack_trees, unpack_tree
-from arpo.training.sampler import Scored, Session, grow_here, open_session
-from arpo.types import Credit, Task
+from arpo.runs.trees import pack_trees
+from arpo.training.sampler import Session, grow_here, open_session
+from arpo.types import ScoredTree, Task
 
 DONE, MISTAKE, BUG = "done", "mistake", "bug"
 Reply = tuple[str, Any]
@@ -66,18 +66,19 @@ class Worker:
         async def work() -> tuple[bytes, dict[str, float]]:
             task, seed, testing = decode_request(order)
             session = self._session
-            given = session, task, seed, self._slots
-            grown = await (_test(*given) if testing else grow_here(session, [task], [seed], self._slots))
-            return pack_scored(grown), session.agent.engine.stats()
+            if testing:
+                [scored] = await _evaluate(session, task, seed, self._slots)
+            else:
+                [scored] = await grow_here(session, [task], [seed], self._slots)
+            return pack_trees([scored])[0], session.agent.engine.stats()
 
         return await _told(work)
 
 
-async def _test(session: Session, task: Task, seed: int, slots: asyncio.Semaphore) -> Scored:
-    config, how = session.config, session.config.eval
-    given = session.agent, [task], how, config.rollout, session.reward, seed
-    result = await evaluate(*given, workers=config.reward.workers, seeds=[seed], slots=slots)
-    return list(result.trees), list(result.rewards)
+async def _evaluate(session: Session, task: Task, seed: int, slots: asyncio.Semaphore) -> Sequence[ScoredTree]:
+    config, workers = session.config, session.config.reward.workers
+    result = await evaluate(session.agent, [task], [seed], config.eval, config.rollout, session.reward, workers, slots)
+    return result.trees
 
 
 async def _told(work: Callable[[], Awaitable[Any]]) -> Reply:
@@ -98,18 +99,6 @@ def decode_request(order: bytes) -> tuple[Task, int, bool]:
     """The inverse."""
     data = json.loads(order)
     return Task(**{**data["task"], "answers": tuple(data["task"]["answers"])}), data["seed"], data["testing"]
-
-
-def pack_scored(grown: Scored) -> bytes:
-    """One tree with its rewards; it has no credits yet."""
-    [tree], [rewards] = grown
-    none = Credit(0.0, {})
-    return pack_trees([ScoredTree(tree, rewards, (none,) * len(rewards))])[0]
-
-
-def unpack_scored(frame: bytes) -> ScoredTree:
-    """The inverse; its credits mean nothing."""
-    return unpack_tree(frame)
 
 
 def weights_of(model: Any) -> bytes:

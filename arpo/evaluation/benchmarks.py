@@ -28,7 +28,7 @@ from arpo.config.schema import Branching, Config, Eval, Rewards, Rollout
 from arpo.data.benchmarks import BENCHMARKS, load_benchmark
 from arpo.errors import ArpoError
 from arpo.evaluation.endpoint import EndpointAgent, endpoint_trajectory
-from arpo.evaluation.evaluate import whole_trajectories
+from arpo.evaluation.evaluate import evaluation_rollout
 from arpo.evaluation.report import Results, results_notes, results_table, write_results
 from arpo.evaluation.samples import Key, Sample, SampleLog, completion_tokens, open_samples, refuse_other, sample_of
 from arpo.evaluation.statistics import summarize
@@ -175,7 +175,7 @@ def _player(
     config: Config, endpoint: ChatClient | None, questions: Mapping[str, tuple[Task, ...]], opened: ExitStack
 ) -> tuple[Play, Toolset]:
     """What answers: the model that the config names, or an endpoint; and its tools."""
-    how = whole_trajectories(config.eval, config.rollout, 1)
+    how = evaluation_rollout(config.eval, config.rollout, 1)
     config = config.model_copy(update={"reward": _judged_by(config.reward, "f1")})  # it is not this one that judges
     world = build_world(config.world)
     tools = opened.enter_context(build_tools(config, world))
@@ -266,9 +266,9 @@ class _Work:
             return Sample(job.benchmark, job.task.id, job.number, job.task.kind, failed=str(failure))
         async with self.scoring:
             with Scorer(self.rewards[job.benchmark], 1) as scorer:
-                ((reward,),) = await scorer.rewards([tree])
-        sample = sample_of(job.benchmark, job.number, tree, reward, tokens)
-        self.log.append(sample, tree, reward)
+                scored = await scorer.score(tree)
+        sample = sample_of(job.benchmark, job.number, scored, tokens)
+        self.log.append(sample, scored)
         return sample
 
     def results(self) -> Results:

@@ -24,8 +24,8 @@ from arpo.errors import ArpoError
 from arpo.rewards import fault_metrics, unjudged
 from arpo.runs.locks import LOCK, take_lock
 from arpo.runs.run_dir import write_atomically
-from arpo.runs.trees import ScoredTree, tree_to_json
-from arpo.types import Credit, Kind, Reward, RolloutTree, Task
+from arpo.runs.trees import tree_to_json
+from arpo.types import Kind, RolloutTree, ScoredTree, Task
 
 SETTINGS, FOLDER = "settings.json", "samples"
 Key = tuple[str, int]
@@ -59,10 +59,10 @@ class Sample:
         return self.task, self.number
 
 
-def sample_of(benchmark: str, number: int, tree: RolloutTree, reward: Reward, tokens: int | None) -> Sample:
-    """The numbers of a tree with one path."""
-    (leaf,) = tree.leaves
-    spoiled = "a tool was unavailable" if tree.infra_fault(leaf) else None
+def sample_of(benchmark: str, number: int, scored: ScoredTree, tokens: int | None) -> Sample:
+    """The sample of a tree with one trajectory."""
+    tree, (reward,), (trajectory,) = scored.tree, scored.rewards, scored.tree.trajectories
+    spoiled = "a tool was unavailable" if trajectory.infra_fault else None
     if unjudged(reward):
         spoiled = "the judge was unavailable"
     return Sample(
@@ -76,7 +76,7 @@ def sample_of(benchmark: str, number: int, tree: RolloutTree, reward: Reward, to
         calls=tree.tool_calls,
         tokens=tokens,
         seconds=sum(node.seconds for node in tree.nodes),
-        faults=tuple(fault_metrics([[reward]])),
+        faults=tuple(fault_metrics([scored])),
         failed=spoiled,
     )
 
@@ -129,9 +129,8 @@ class SampleLog:
         os.truncate(path, whole)
         return found
 
-    def append(self, sample: Sample, tree: RolloutTree, reward: Reward) -> None:
-        """Keep an answer."""
-        scored = ScoredTree(tree, (reward,), (Credit(0.0, {}),))
+    def append(self, sample: Sample, scored: ScoredTree) -> None:
+        """Save an answer."""
         line = json.dumps({**asdict(sample), "tree": tree_to_json(scored)}, allow_nan=False) + "\n"
         if sample.benchmark not in self._files:
             self._begin(self.path(sample.benchmark))

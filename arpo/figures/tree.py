@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from html import escape
 
 from arpo.figures.style import BLACK, BLUE, ORANGE, RED, figure_style, new_figure, render
-from arpo.runs.trees import ScoredTree
 from arpo.text import printable
-from arpo.types import Kind, Node, RolloutTree
+from arpo.types import Kind, Node, RolloutTree, ScoredTree
 
 GREY = "#8A8A8A"
 WIDTH, ROW, HEAD, LEFT = 640, 34, 44, 12  # pixels: of the longest path, of a row, above the first, before it
@@ -115,14 +114,14 @@ def sketch(scored: ScoredTree) -> Sketch:
         boxes.append(Box(x, y, width_of[index], TALL, _colour(node), _told(node)))
         if node.decision is not None and node.decision.branches:
             labels.append(Label(x, y - 4, f"dH {node.decision.delta:+.3f}, +{node.decision.branches}", size=9))
-    ends = zip(tree.leaves, scored.rewards, scored.credits, strict=True)
+    ends = zip(tree.leaves, scored.rewards, scored.credits, scored.mask, strict=True)
     last = max(map(sum, zip(x_of, width_of, strict=True)))
     shown: dict[int, int] = {}  # two cut-off paths may end at one node: the second has a row below
-    for number, (leaf, reward, credit) in enumerate(ends, 1):
+    for number, (leaf, reward, credit, used) in enumerate(ends, 1):
         row = rows[leaf.node] + shown.get(leaf.node, 0)
         shown[leaf.node] = shown.get(leaf.node, 0) + 1
-        left_out = "" if credit.kept else ", left out"
-        said = f"path {number}: {leaf.end}, reward {reward.total:.2f}, advantage {credit.advantage:+.2f}{left_out}"
+        left_out = "" if used else ", left out"
+        said = f"trajectory {number}: {leaf.stop_reason}, reward {reward.total:.2f}, advantage {credit.advantage:+.2f}{left_out}"
         labels.append(Label(last + 10, HEAD + ROW * row + ROW - 3, said))
     key = [("prompt", GREY), ("model", BLUE), ("tool", ORANGE), ("failed tool", RED)]
     for place, (name, colour) in enumerate(key):

@@ -21,7 +21,7 @@ from arpo.rewards.hierarchical import ACCURACIES, Accuracy, NoVerdict, RewardFn,
 from arpo.rewards.judge import LlmJudge
 from arpo.rewards.maths import shared_judge
 from arpo.rewards.text import numbers_equal
-from arpo.types import Leaf, Reward, RolloutTree, StopReason, Task
+from arpo.types import Reward, StopReason, Task, Trajectory
 
 NEEDED_PARTS = ("correct", "format")
 
@@ -40,10 +40,11 @@ def overlong(reward: RewardFn, share: float, max_tokens: int) -> RewardFn:
     """
     buffer = share * max_tokens
 
-    def shaped(task: Task, tree: RolloutTree, leaf: Leaf) -> Reward:
-        given = reward(task, tree, leaf)
-        length = sum(len(tree.nodes[i].tokens) for i in tree.path(leaf.node)[1:])
-        lost = 1.0 if leaf.end is StopReason.LENGTH else min(1.0, max(0.0, (length - max_tokens + buffer) / buffer))
+    def shaped(trajectory: Trajectory) -> Reward:
+        given = reward(trajectory)
+        length = sum(len(node.tokens) for node in trajectory.nodes[1:])
+        excess = (length - max_tokens + buffer) / buffer
+        lost = 1.0 if trajectory.stop_reason is StopReason.LENGTH else min(1.0, max(0.0, excess))
         return Reward(given.total - lost, {**given.parts, "overlong": -lost})
 
     return shaped
@@ -96,8 +97,8 @@ def _own_accuracy(name: str) -> Accuracy:
 def _own_reward(name: str) -> RewardFn:
     function = _function("reward.function", name)
 
-    def reward(task: Task, tree: RolloutTree, leaf: Leaf) -> Reward:
-        given = function(task, tree, leaf)
+    def reward(trajectory: Trajectory) -> Reward:
+        given = function(trajectory)
         if not isinstance(given, Reward):
             raise ArpoError(
                 f"reward.function: {name} returned {given!r:.100}, expected an arpo.types.Reward(total, parts)"
@@ -106,7 +107,9 @@ def _own_reward(name: str) -> RewardFn:
         if missing:
             raise ArpoError(f"reward.function: {name} returned a Reward without the parts {', '.join(missing)}")
         if not all(map(_finite, (given.total, *given.parts.values()))):
-            raise ArpoError(f"reward.function: {name} returned {given!r:.200} for {task.id}, expected finite numbers")
+            raise ArpoError(
+                f"reward.function: {name} returned {given!r:.200} for {trajectory.task.id}, expected finite numbers"
+            )
         return given
 
     return reward

@@ -15,10 +15,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from functools import cache
-from itertools import groupby
 
-from arpo.rewards.text import answer_text, boxed
-from arpo.types import Kind, Leaf, RolloutTree, StopReason
+from arpo.types import Kind, StopReason, Trajectory, answer_text, boxed
 
 CALL_TAGS = ("search", "python", "browse", "tool_call")
 _RESULT_TAG = re.compile(r"<(/?)(result|tool_response)>")
@@ -38,25 +36,18 @@ def format_ok(text: str, call_tags: Sequence[str] = CALL_TAGS) -> tuple[bool, st
     return _verdict(reason)
 
 
-def tree_format(tree: RolloutTree, leaf: Leaf) -> tuple[bool, str]:
-    """Whether the path to `leaf` keeps to the format, judged on its nodes, and the rule broken if not."""
-    turns = model_turns(tree, leaf)
+def trajectory_format(trajectory: Trajectory) -> tuple[bool, str]:
+    """Whether a trajectory keeps to the format, judged on its nodes, and the rule broken if not."""
+    turns = trajectory.turns
     if any(_RESULT_TAG.search(turn) for turn in turns):
         return _verdict("result: written by the model")
     reason = _check_text(turns, CALL_TAGS)
-    nodes = [tree.nodes[index] for index in tree.path(leaf.node)]
-    if not reason and (leaf.end is not StopReason.ANSWER or nodes[-1].kind is not Kind.MODEL):
+    nodes = trajectory.nodes
+    if not reason and (trajectory.stop_reason is not StopReason.ANSWER or nodes[-1].kind is not Kind.MODEL):
         reason = "answer: does not end the trajectory"
     if not reason and any(n.kind is Kind.TOOL and (n.call is None or n.call.error is not None) for n in nodes):
         reason = "call: malformed"
     return _verdict(reason)
-
-
-def model_turns(tree: RolloutTree, leaf: Leaf) -> list[str]:
-    """The model's own text on the path, one string per stretch without a tool result in between."""
-    nodes = (tree.nodes[index] for index in tree.path(leaf.node))
-    runs = groupby(nodes, key=lambda node: node.kind)
-    return ["".join(node.text for node in run) for kind, run in runs if kind is Kind.MODEL]
 
 
 def _verdict(reason: str) -> tuple[bool, str]:

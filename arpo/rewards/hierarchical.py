@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from arpo.rewards.format import model_turns, tree_format
-from arpo.rewards.text import answer_text, boxed, choice_match, exact_match, numbers_equal, token_f1
-from arpo.types import Kind, Leaf, Reward, RolloutTree, Task
+from arpo.rewards.format import trajectory_format
+from arpo.rewards.text import choice_match, exact_match, numbers_equal, token_f1
+from arpo.types import Reward, Task, Trajectory
 
-RewardFn = Callable[[Task, RolloutTree, Leaf], Reward]
+RewardFn = Callable[[Trajectory], Reward]
 
 Accuracy = Callable[[str, Sequence[str], Task], float]
 """How right a prediction is, from 0 to 1, given the gold answers and the task. May raise NoVerdict."""
@@ -50,16 +50,17 @@ def build_reward(accuracy: str | Accuracy, bonus: float, bonus_tools: Sequence[s
     score = ACCURACIES[accuracy] if isinstance(accuracy, str) else accuracy
     wanted = frozenset(bonus_tools)
 
-    def reward(task: Task, tree: RolloutTree, leaf: Leaf) -> Reward:
-        right_format, _ = tree_format(tree, leaf)
-        prediction = predicted_answer(tree, leaf)
+    def reward(trajectory: Trajectory) -> Reward:
+        task = trajectory.task
+        right_format, _ = trajectory_format(trajectory)
+        prediction = trajectory.answer
         accurate, faults = 0.0, {}
         if prediction is not None:
             try:
                 accurate = score(prediction, task.answers, task)
             except NoVerdict as none:
                 faults = {f"{FAULT_PREFIX}{none.reason}": 1.0}
-        earned = bonus if right_format and accurate > 0 and wanted and wanted <= tools_used(tree, leaf) else 0.0
+        earned = bonus if right_format and accurate > 0 and wanted and wanted <= tools_used(trajectory) else 0.0
         total = accurate + earned if right_format else -1.0
         parts = {
             "format": float(right_format),
@@ -74,23 +75,10 @@ def build_reward(accuracy: str | Accuracy, bonus: float, bonus_tools: Sequence[s
 
 
 def unjudged(reward: Reward) -> bool:
-    """Whether the judge was unavailable, so that this reward says nothing of its path."""
+    """Whether the judge was unavailable, so that this reward says nothing about its trajectory."""
     return f"{FAULT_PREFIX}{UNAVAILABLE}" in reward.parts
 
 
-def predicted_answer(tree: RolloutTree, leaf: Leaf) -> str | None:
-    """The boxed content of the answer in the model's last turn; None if the path does not end in one."""
-    if tree.nodes[leaf.node].kind is not Kind.MODEL:
-        return None
-    answer = answer_text(model_turns(tree, leaf)[-1])
-    return None if answer is None else boxed(answer)
-
-
-def tools_used(tree: RolloutTree, leaf: Leaf) -> frozenset[str]:
-    """Names of the tools that were called properly on this path and gave a result without a fault."""
-    nodes = (tree.nodes[index] for index in tree.path(leaf.node))
-    return frozenset(
-        node.call.name
-        for node in nodes
-        if node.call is not None and node.call.error is None and node.result is not None and node.result.fault is None
-    )
+def tools_used(trajectory: Trajectory) -> frozenset[str]:
+    """Names of the tools that were called correctly on this trajectory and returned a result without a fault."""
+    return frozenset(call.name for call, result in trajectory.tool_calls if call.error is None and result.fault is None)

@@ -1,12 +1,11 @@
 """Scoring trees as they finish, in threads, while others are still being sampled.
 
     with Scorer(reward, workers=8) as scorer:
-        trees = await rollouts(..., done=scorer.add)
-        rewards = await scorer.rewards(trees)
+        scored = await scorer.score(tree)
 
-Promises: rewards come in the order of the trees and their leaves, whatever was finished first; the first error of a
-reward function is raised there; leaving the block forgets what is not done yet and waits for nothing.
-Does not cover: stopping a reward function that is running. Its thread keeps nobody from leaving.
+Guarantees: rewards come in the order of the leaves; the first error of a reward function is raised by `score`; leaving
+the block drops what has not been scored yet and waits for nothing.
+Not covered: stopping a reward function that is running. Its thread does not keep the process alive.
 """
 
 from __future__ import annotations
@@ -15,42 +14,41 @@ import asyncio
 import queue
 import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Self
 
-from arpo.rewards.hierarchical import FAULT_PREFIX, RewardFn
-from arpo.types import Leaf, Reward, RolloutTree
+from arpo.rewards.hierarchical import FAULT_PREFIX, RewardFn, unjudged
+from arpo.types import Reward, RolloutTree, ScoredTree, Trajectory
 
 
 class Scorer:
-    """Threads that apply one reward function; they start with the first tree."""
+    """Threads that apply one reward function; they start with the first tree.
 
-    def __init__(self, reward: RewardFn, workers: int) -> None:
-        self._reward, self._count = reward, workers
-        self._jobs: queue.SimpleQueue[tuple[Future[Reward], RolloutTree, Leaf] | None] = queue.SimpleQueue()
-        self._scores: dict[int, tuple[RolloutTree, list[Future[Reward]]]] = {}  # the tree, too: its id must stay its
+    With `mask_faults`, trajectories that a broken tool, engine or judge spoiled are masked.
+    """
+
+    def __init__(self, reward: RewardFn, workers: int, mask_faults: bool = False) -> None:
+        self._reward, self._workers, self._mask_faults = reward, workers, mask_faults
+        self._jobs: queue.SimpleQueue[tuple[Future[Reward], Trajectory] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._closed = False
 
-    def add(self, tree: RolloutTree) -> None:
-        """Begin to score a finished tree. Returns at once."""
-        if id(tree) in self._scores:
-            return
-        while len(self._threads) < self._count:
+    async def score(self, tree: RolloutTree) -> ScoredTree:
+        """The tree with the rewards of its leaves, when all of them are known."""
+        while len(self._threads) < self._workers:
             self._threads.append(threading.Thread(target=self._work, name="arpo-reward", daemon=True))
             self._threads[-1].start()
-        scores: list[Future[Reward]] = [Future() for _ in tree.leaves]
-        self._scores[id(tree)] = tree, scores
-        for score, leaf in zip(scores, tree.leaves, strict=True):
-            self._jobs.put((score, tree, leaf))
-
-    async def rewards(self, trees: Sequence[RolloutTree]) -> list[tuple[Reward, ...]]:
-        """The rewards of each tree, one per leaf, when all are there; trees that were not added are scored now."""
-        for tree in trees:
-            self.add(tree)
-        return [tuple([await asyncio.wrap_future(score) for score in self._scores[id(tree)][1]]) for tree in trees]
+        futures: list[Future[Reward]] = [Future() for _ in tree.leaves]
+        for future, trajectory in zip(futures, tree.trajectories, strict=True):
+            self._jobs.put((future, trajectory))
+        rewards = tuple([await asyncio.wrap_future(future) for future in futures])
+        mask = tuple(
+            not (self._mask_faults and (trajectory.infra_fault or unjudged(reward)))
+            for trajectory, reward in zip(tree.trajectories, rewards, strict=True)
+        )
+        return ScoredTree(tree, rewards, mask=mask)
 
     def __enter__(self) -> Self:
         return self
@@ -62,20 +60,19 @@ class Scorer:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            score, tree, leaf = job
-            if self._closed or not score.set_running_or_notify_cancel():
+            future, trajectory = job
+            if self._closed or not future.set_running_or_notify_cancel():
                 continue
             try:
-                score.set_result(self._reward(tree.task, tree, leaf))
-            except (StopIteration, SystemExit) as error:  # asyncio carries neither as it is
-                score.set_exception(RuntimeError(f"the reward function raised {type(error).__name__}"))
-            except BaseException as error:  # told where the reward is asked for
-                score.set_exception(error)
+                future.set_result(self._reward(trajectory))
+            except (StopIteration, SystemExit) as error:  # asyncio cannot carry these
+                future.set_exception(RuntimeError(f"the reward function raised {type(error).__name__}"))
+            except BaseException as error:  # raised again by `score`
+                future.set_exception(error)
 
 
-def fault_metrics(rewards: Iterable[Iterable[Reward]]) -> dict[str, float]:
+def fault_metrics(trees: Iterable[ScoredTree]) -> dict[str, float]:
     """How many answers could not be judged, by reason: `{"judge.timeout": 2}`."""
-    found = Counter(
-        part for group in rewards for reward in group for part in reward.parts if part.startswith(FAULT_PREFIX)
-    )
+    parts = (part for scored in trees for reward in scored.rewards for part in reward.parts)
+    found = Counter(part for part in parts if part.startswith(FAULT_PREFIX))
     return {name: float(count) for name, count in sorted(found.items())}

@@ -25,7 +25,6 @@ _OPTION = re.compile(
     re.IGNORECASE,
 )
 
-_BRACES = re.compile(r"\\boxed\s*\{|\\[{}]|[{}]")
 
 _LONGEST_NUMBER = 64  # characters; also bounds the size of what is parsed
 _NUMBER = re.compile(
@@ -100,30 +99,6 @@ def choice_match(prediction: str, golds: Sequence[str]) -> float:
         if (said == letter) if letter else exact_match(prediction, (gold,)):
             return 1.0
     return 0.0
-
-
-def boxed(text: str) -> str | None:
-    r"""Content of the last `\boxed{..}` whose braces balance (of nested ones the innermost), or None."""
-    open_braces: list[int | None] = []  # where the content of a box starts; None for any other brace
-    best: tuple[int, int] | None = None
-    for match in _BRACES.finditer(text):
-        token = match[0]
-        if token == "}":
-            start = open_braces.pop() if open_braces else None
-            if start is not None and (best is None or start > best[0]):
-                best = (start, match.start())
-        elif token == "{":
-            open_braces.append(None)
-        elif token.startswith("\\boxed"):
-            open_braces.append(match.end())
-    return None if best is None else text[best[0] : best[1]].strip()
-
-
-def answer_text(text: str) -> str | None:
-    """Content of the last `<answer>..</answer>`, or None."""
-    end = text.rfind("</answer>")
-    start = text.rfind("<answer>", 0, max(end, 0))
-    return None if start < 0 else text[start + len("<answer>") : end].strip()
 
 
 def _letter(text: str) -> str | None:

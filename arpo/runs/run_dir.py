@@ -29,9 +29,9 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from arpo.runs.locks import LOCK, take_lock
-from arpo.runs.trees import ScoredTree, TreeEntry, pack_trees, unpack_tree
+from arpo.runs.trees import TreeEntry, pack_trees, unpack_tree
+from arpo.types import ScoredTree
 from arpo.errors import ArpoError
-from arpo.types import Credit, Reward, RolloutTree
 
 CONFIG, METRICS = "config.json", "metrics.jsonl"
 
@@ -115,17 +115,10 @@ class RunDir:
 
     # --- trees
 
-    def write_trees(
-        self,
-        step: int,
-        trees: Sequence[RolloutTree],
-        rewards: Sequence[Sequence[Reward]],
-        credits: Sequence[Sequence[Credit]],
-    ) -> None:
-        """Write a step's trees with one reward and one credit per leaf; replaces older ones."""
+    def write_trees(self, step: int, trees: Sequence[ScoredTree]) -> None:
+        """Write a step's scored trees; replaces older ones."""
         self._must_hold_lock()
-        scored = [ScoredTree(t, tuple(r), tuple(c)) for t, r, c in zip(trees, rewards, credits, strict=True)]
-        content, entries = pack_trees(scored)
+        content, entries = pack_trees(trees)
         data, index = self.tree_files(step)
         data.parent.mkdir(exist_ok=True)
         index.unlink(missing_ok=True)  # an index never stands beside data it does not describe

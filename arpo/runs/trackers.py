@@ -28,7 +28,7 @@ from arpo.config.loading import shareable
 from arpo.cli.display import console, printable
 from arpo.runs.run_dir import RunDir
 from arpo.config.schema import Config
-from arpo.runs.trees import ScoredTree
+from arpo.types import ScoredTree
 from arpo.figures.tree import tree_png, tree_svg
 from arpo.errors import ArpoError
 

@@ -1,9 +1,9 @@
-"""A rollout tree with its rewards and credits, to JSON and back; many of them as concatenated zstd frames.
+"""Scored trees as JSON and back; many of them as concatenated zstd frames.
 
-Promises: `tree_from_json(json.loads(json.dumps(tree_to_json(x)))) == x`: token ids, floats to the last bit, any text
-that a tokenizer can decode, lone surrogates too.
-Does not cover: what JSON has no words for. NaN and infinity are refused when dumped with `allow_nan=False`; tuples
-inside `Task.meta` or a call's arguments come back as lists; a surrogate pair held as two characters comes back as one.
+Guarantees: `tree_from_json(json.loads(json.dumps(tree_to_json(x)))) == x`: token ids, floats to the last bit, any text
+that a tokenizer can decode, lone surrogates included.
+Not covered: values without a JSON form. NaN and infinity are refused when dumped with `allow_nan=False`; tuples inside
+`Task.meta` or a call's arguments come back as lists; a surrogate pair held as two characters comes back as one.
 """
 
 from __future__ import annotations
@@ -15,25 +15,10 @@ from typing import Any
 
 import zstandard
 
-from arpo.types import Credit, Decision, StopReason, Fault, Kind, Leaf, Node, Reward, RolloutTree, Task, ToolCall, ToolResult
+from arpo.types import Credit, Decision, StopReason, Fault, Kind, Leaf, Node, Reward, RolloutTree, ScoredTree, Task, ToolCall, ToolResult
 
-MOST_BYTES = 1 << 29  # of one tree as JSON: a small file must not fill the memory
+MAX_TREE_BYTES = 1 << 29  # of one tree as JSON: a small file must not fill the memory
 QUESTION_CHARS = 300  # of a question in an index
-
-
-@dataclass(frozen=True, slots=True)
-class ScoredTree:
-    """A tree with one reward and one credit per leaf, in the order of its leaves."""
-
-    tree: RolloutTree
-    rewards: tuple[Reward, ...]
-    credits: tuple[Credit, ...]
-
-    def __post_init__(self) -> None:
-        if not len(self.tree.leaves) == len(self.rewards) == len(self.credits):
-            raise ValueError(
-                f"{len(self.tree.leaves)} leaves, {len(self.rewards)} rewards, {len(self.credits)} credits"
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +85,8 @@ def describe(scored: ScoredTree, offset: int, length: int) -> TreeEntry:
 def unpack_tree(frame: bytes) -> ScoredTree:
     """The tree in one frame; ValueError if it is damaged."""
     try:
-        if not 0 <= zstandard.frame_content_size(frame) <= MOST_BYTES:
-            raise ValueError(f"the frame does not say its size, or holds more than {MOST_BYTES:,} bytes")
+        if not 0 <= zstandard.frame_content_size(frame) <= MAX_TREE_BYTES:
+            raise ValueError(f"the frame does not say its size, or holds more than {MAX_TREE_BYTES:,} bytes")
         return tree_from_json(json.loads(zstandard.decompress(frame)))
     except zstandard.ZstdError as error:
         raise ValueError(str(error)) from error
@@ -116,6 +101,7 @@ def tree_to_json(scored: ScoredTree) -> dict[str, Any]:
         "leaves": [_shallow(leaf) for leaf in tree.leaves],
         "rewards": [{"total": reward.total, "parts": dict(reward.parts)} for reward in scored.rewards],
         "credits": [_credit_to_json(credit) for credit in scored.credits],
+        "mask": list(scored.mask),
     }
 
 
@@ -123,11 +109,12 @@ def tree_from_json(data: Mapping[str, Any]) -> ScoredTree:
     """The inverse of `tree_to_json`."""
     task = Task(**{**data["task"], "answers": tuple(data["task"]["answers"])})
     nodes = tuple(_node_from_json(node) for node in data["nodes"])
-    leaves = tuple(Leaf(leaf["node"], StopReason(leaf["end"])) for leaf in data["leaves"])
+    leaves = tuple(Leaf(leaf["node"], StopReason(leaf["stop_reason"])) for leaf in data["leaves"])
     return ScoredTree(
         RolloutTree(task, nodes, leaves),
         tuple(Reward(**reward) for reward in data["rewards"]),
         tuple(_credit_from_json(credit) for credit in data["credits"]),
+        tuple(data["mask"]),
     )
 
 
@@ -154,16 +141,16 @@ def _node_from_json(data: Mapping[str, Any]) -> Node:
         "call": call and ToolCall(**call),
         "result": result and ToolResult(**{**result, "fault": result["fault"] and Fault(result["fault"])}),
         "decision": decision and Decision(**decision),
-        "ends": tuple(data.get("ends", ())),
+        "char_offsets": tuple(data["char_offsets"]),
     }
     return Node(**{**data, **exact})
 
 
 def _credit_to_json(credit: Credit) -> dict[str, Any]:
     by_node = {str(node): advantage for node, advantage in credit.by_node.items()}
-    return {"advantage": credit.advantage, "by_node": by_node, "kept": credit.kept}
+    return {"advantage": credit.advantage, "by_node": by_node}
 
 
 def _credit_from_json(data: Mapping[str, Any]) -> Credit:
     by_node = {int(node): advantage for node, advantage in data["by_node"].items()}
-    return Credit(data["advantage"], by_node, data["kept"])
+    return Credit(data["advantage"], by_node)

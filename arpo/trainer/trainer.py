@@ -17,16 +17,16 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from arpo.algorithm.batch import Part, tree_batch
+from arpo.algorithm.batch import MicroBatch, build_batch
 from arpo.config.schema import Config
 from arpo.models.load import recomputing
 from arpo.models.lora import adapters_off, has_adapter
 from arpo.trainer.dist.shards import read_shards
-from arpo.trainer.forward_backward import accumulate, evaluate
+from arpo.trainer.forward_backward import compute_logprobs, forward_backward
 from arpo.trainer.optimizer import Optimizer
-from arpo.types import Credit, RolloutTree, TreeBatch
+from arpo.types import ScoredTree, TreeBatch
 
-Work = tuple[TreeBatch, Sequence[Part] | None]
+Work = tuple[TreeBatch, Sequence[MicroBatch] | None]
 """What this process computes of a minibatch, and in which parts if others do the same passes."""
 OPTIMIZER = "optimizer.safetensors"
 SHARING_PAYS = 0.95  # unique over total tokens; above, a tree takes no less time than its paths one by one
@@ -42,9 +42,9 @@ class Trainer:
             raise ValueError("a KL term needs the model before training")
         self.optimizer = Optimizer(model, config.train.lr, config.train.weight_decay)
 
-    def update(self, trees: Sequence[RolloutTree], credits: Sequence[Sequence[Credit]]) -> dict[str, float]:
-        """Train on one batch of trees; returns the step's metrics."""
-        every = [self._batch(trees[part], credits[part]) for part in _parts(len(trees), self._config.train.minibatches)]
+    def update(self, trees: Sequence[ScoredTree]) -> dict[str, float]:
+        """Train on one batch of trees with credits; returns the step's metrics."""
+        every = [self._batch(trees[part]) for part in _parts(len(trees), self._config.train.minibatches)]
         batches = [batch for batch in every if len(batch.targets_K)]
         # With one optimizer step the policy that is trained IS the one that sampled: old = new, at no cost.
         works = [self._work(batch) for batch in batches]
@@ -87,16 +87,17 @@ class Trainer:
         """Over all that share the work."""
         return sums
 
-    def _batch(self, trees: Sequence[RolloutTree], credits: Sequence[Sequence[Credit]]) -> TreeBatch:
+    def _batch(self, trees: Sequence[ScoredTree]) -> TreeBatch:
         config = self._config
-        given = trees, credits, config.loss, config.rollout.max_tokens
-        batch = tree_batch(*given, entropy=config.advantage.entropy_weight)
-        pays = batch.unique_tokens <= SHARING_PAYS * batch.total_tokens
-        return batch if pays else tree_batch(*given, shared=False, entropy=config.advantage.entropy_weight)
+        loss, max_tokens, entropy_weight = config.loss, config.rollout.max_tokens, config.advantage.entropy_weight
+        batch = build_batch(trees, loss, max_tokens, entropy_weight=entropy_weight)
+        if batch.unique_tokens <= SHARING_PAYS * batch.total_tokens:
+            return batch
+        return build_batch(trees, loss, max_tokens, shared=False, entropy_weight=entropy_weight)
 
     def _logprobs(self, model: Any, work: Work) -> Tensor:
         batch, matched = work
-        return evaluate(
+        return compute_logprobs(
             model, batch, self._config.rollout.temperature, self._config.train.max_microbatch_tokens, matched
         )[0]
 
@@ -111,7 +112,7 @@ class Trainer:
     def _accumulate(self, work: Work, old_K: Tensor | None, reference_K: Tensor | None) -> dict[str, float]:
         config, (batch, matched) = self._config, work
         with recomputing(self._policy) if config.train.gradient_checkpointing else nullcontext():
-            return accumulate(
+            return forward_backward(
                 self._policy,
                 batch,
                 config.loss,

@@ -12,13 +12,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from arpo.agent.traces import check_segments, encode_trace, write_row
-from arpo.algorithm.rollout import Agent, rollouts
+from arpo.algorithm.rollout import Agent, sample_trees
 from arpo.builtin.traces import Trace
 from arpo.cli.display import console, progress_bar
 from arpo.data.gsm8k import Program, make_program
@@ -30,7 +30,7 @@ from arpo.tools.executor import Toolset, call_tool
 from arpo.tools.python.tool import build_python
 from arpo.training.sampler import Session
 from arpo.training.setup import open_sandbox
-from arpo.types import Leaf, Reward, RolloutTree, StopReason, ToolCall, derive_seed
+from arpo.types import ScoredTree, StopReason, ToolCall, Trajectory, derive_seed
 
 AT_A_TIME = 256  # questions or programs under way
 THINK, ANSWER = "<think>{}</think>", "<think>The answer is {}.</think><answer>\\boxed{{{}}}</answer>"
@@ -95,17 +95,17 @@ async def sample_traces(session: Session, out: Path, questions: int | None = Non
         for first in range(0, len(tasks), AT_A_TIME):
             part = tasks[first : first + AT_A_TIME]
             seeds = [derive_seed(config.seed, "collect", number) for number in range(first, first + len(part))]
+            agent, rollout = session.agent, config.rollout
+            branching = config.branching.model_copy(update={"fill": "all"})
+
+            def on_tree(scored: ScoredTree) -> None:
+                bar.advance(bar.task_ids[0])
+
             with Scorer(session.reward, config.reward.workers) as scorer:
-
-                def done(tree: RolloutTree, scorer: Scorer = scorer) -> None:
-                    scorer.add(tree)
-                    bar.advance(bar.task_ids[0])
-
-                trees = await rollouts(session.agent, part, config.rollout, config.branching, seeds, done)
-                rewards = await scorer.rewards(trees)
-            for tree, group in zip(trees, rewards, strict=True):
-                traces = right_traces(session.agent, tree, group, per_question, left_out)
-                paths += len(tree.leaves)
+                trees = await sample_trees(agent, part, rollout, branching, seeds, scorer.score, on_tree=on_tree)
+            for scored in trees:
+                traces = right_traces(session.agent, scored, per_question, left_out)
+                paths += len(scored.tree.leaves)
                 answered += bool(traces)
                 for trace in traces:
                     write(write_row(trace))
@@ -114,41 +114,42 @@ async def sample_traces(session: Session, out: Path, questions: int | None = Non
         _report(said, kept, left_out, out)
 
 
-def right_traces(
-    agent: Agent, tree: RolloutTree, rewards: Sequence[Reward], most: int, left_out: Counter[str]
-) -> list[Trace]:
-    """The traces of a tree's paths that are to be kept; why others are not is counted in `left_out`."""
+def right_traces(agent: Agent, scored: ScoredTree, limit: int, left_out: Counter[str]) -> list[Trace]:
+    """The traces of a tree's right trajectories, at most `limit`; why others are left out is counted in `left_out`."""
     traces: list[Trace] = []
-    for leaf, reward in zip(tree.leaves, rewards, strict=True):
-        trace = _trace(tree, leaf)
-        if tree.infra_fault(leaf):
+    for trajectory, reward in zip(scored.tree.trajectories, scored.rewards, strict=True):
+        trace = _trace(trajectory)
+        if trajectory.infra_fault:
             left_out["a tool was broken"] += 1
-        elif leaf.end is not StopReason.ANSWER or reward.parts["format"] != 1 or reward.parts["correct"] != 1:
+        elif (
+            trajectory.stop_reason is not StopReason.ANSWER
+            or reward.parts["format"] != 1
+            or reward.parts["correct"] != 1
+        ):
             left_out["not right, or not in the right format"] += 1
         elif trace in traces:
             left_out["the same as another path"] += 1
-        elif not _same_tokens(agent, tree, leaf, trace):
+        elif not _same_tokens(agent, trajectory, trace):
             left_out["would be tokenised otherwise than it was sampled"] += 1
-        elif len(traces) == most:
+        elif len(traces) == limit:
             left_out["more than enough paths for one question"] += 1
         else:
             traces.append(trace)
     return traces
 
 
-def _trace(tree: RolloutTree, leaf: Leaf) -> Trace:
-    nodes = [tree.nodes[index] for index in tree.path(leaf.node)[1:]]
-    said = ((node.kind, node.text if node.result is None else node.result.text) for node in nodes)
-    return Trace(tree.task, tuple(said))
+def _trace(trajectory: Trajectory) -> Trace:
+    segments = ((node.kind, node.text if node.result is None else node.result.text) for node in trajectory.nodes[1:])
+    return Trace(trajectory.task, tuple(segments))
 
 
-def _same_tokens(agent: Agent, tree: RolloutTree, leaf: Leaf, trace: Trace) -> bool:
+def _same_tokens(agent: Agent, trajectory: Trajectory, trace: Trace) -> bool:
     try:
         check_segments(trace.segments, agent.format)
     except ValueError:
         return False
     lesson = encode_trace(trace, agent.tokenizer, agent.format, agent.result_tokens)
-    sampled = [tree.nodes[index].tokens for index in tree.path(leaf.node)[1:]]  # its prompt may begin with examples
+    sampled = [node.tokens for node in trajectory.nodes[1:]]  # the prompt may begin with examples
     return [tuple(ids) for _, ids in lesson.pieces[1:]] == sampled
 
 

@@ -13,11 +13,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from itertools import repeat
 from typing import TypeVar
 
-from arpo.algorithm.advantage import credit
-from arpo.algorithm.metrics import rollout_metrics, staleness, tool_metrics
+from arpo.algorithm.advantage import compute_credits
+from arpo.algorithm.metrics import rollout_metrics, staleness_metrics, tool_metrics
 from arpo.cli.display import HEADER, console, progress_bar, step_line
 from arpo.config.schema import Config
 from arpo.data.order import batch_of, outcome
@@ -31,18 +30,9 @@ from arpo.trainer.dist.worker import order
 from arpo.trainer.trainer import Trainer
 from arpo.training.checkpoints import CheckpointManager, open_directory
 from arpo.training.monitor import CollapseMonitor
-from arpo.training.sampler import (
-    Grower,
-    Here,
-    Scored,
-    Session,
-    has_learning_signal,
-    kept,
-    minimal_engine_config,
-    open_session,
-)
+from arpo.training.sampler import Grower, Here, Session, minimal_engine_config, open_session
 from arpo.training.setup import Bench, build_bench, build_model, find_model
-from arpo.types import Reward, RolloutTree, derive_seed
+from arpo.types import ScoredTree, derive_seed
 
 # What may change when a run is resumed.
 RESUMABLE_KEYS = (
@@ -160,14 +150,14 @@ async def train(run: Run) -> int:
                 bar.update(bar.task_ids[0], completed=step)
                 started = time.monotonic()
                 with run.keeper.saving(step):
-                    trees, rewards = await sampling.of(step + 1)
+                    trees = await sampling.of(step + 1)
                 seconds = {"rollout_seconds": time.monotonic() - started}
                 told = grower.step_metrics(session, step + 1)
                 try:
                     if config.cluster.max_off_policy_steps:
-                        metrics = await in_thread(lambda: learn_step(run, step + 1, trees, rewards))  # noqa: B023
+                        metrics = await in_thread(lambda: learn_step(run, step + 1, trees))  # noqa: B023
                     else:
-                        metrics = learn_step(run, step + 1, trees, rewards)
+                        metrics = learn_step(run, step + 1, trees)
                 except Diverged:
                     guard.diverged(step + 1)
                     raise
@@ -199,9 +189,9 @@ class Sampling:
     """The steps that are being sampled: the one that is asked for, and `cluster.max_off_policy_steps` more behind it."""
 
     def __init__(self, session: Session) -> None:
-        self._session, self._tasks = session, dict[int, asyncio.Task[Scored]]()
+        self._session, self._tasks = session, dict[int, asyncio.Task[list[ScoredTree]]]()
 
-    async def of(self, step: int) -> Scored:
+    async def of(self, step: int) -> list[ScoredTree]:
         """The trees of a step; the next ones are begun, too."""
         config = self._session.config
         if not config.cluster.max_off_policy_steps:
@@ -245,62 +235,59 @@ async def _make_up_test(run: Run, step: int) -> None:
         run.keeper.amend(step, await _tested(run, step))
 
 
-async def sample_step(session: Session, step: int) -> Scored:
+async def sample_step(session: Session, step: int) -> list[ScoredTree]:
     """The trees of one step's questions, with their rewards: a tree is scored while others grow. Changes nothing.
 
     With `train.dynamic_sampling_rounds`, the trees of questions that replace such as teach nothing come after these.
     """
     config, parts = session.config, session.bench.parts
     count, again = config.train.batch_size, config.train.dynamic_sampling_rounds
-    trees: list[RolloutTree] = []
-    rewards: list[tuple[Reward, ...]] = []
+    trees: list[ScoredTree] = []
     for turn in range(again + 1):
-        missing = count - sum(map(has_learning_signal, repeat(config), trees, rewards))
+        missing = count - sum(scored.has_learning_signal for scored in trees)
         if not missing:
             break
         if turn:
-            asked = {tree.task.id for tree in trees}
+            asked = {scored.tree.task.id for scored in trees}
             more = batch_of(parts, count, (step - 1) * again + turn, derive_seed(config.seed, "resample"))
             tasks = [task for task in more if task.id not in asked][:missing]
         else:
             tasks = batch_of(parts, count, step, config.seed, config.data.curriculum, session.outcomes)
         seeds = [derive_seed(config.seed, "rollout", step, len(trees) + number) for number in range(len(tasks))]
-        grown, earned = await session.grower.grow(session, tasks, seeds, step)
-        trees += grown
-        rewards += earned
-    return trees, rewards
+        trees += await session.grower.grow(session, tasks, seeds, step)
+    return trees
 
 
-def learn_step(
-    run: Run, step: int, trees: Sequence[RolloutTree], rewards: Sequence[Sequence[Reward]]
-) -> dict[str, float]:
+def learn_step(run: Run, step: int, scored: Sequence[ScoredTree]) -> dict[str, float]:
     """Credit and train on one step's trees; returns the step's metrics."""
     config, started = run.session.config, time.monotonic()
-    aged = staleness(trees, step, config.cluster.max_off_policy_steps) if config.cluster.address else {}
-    keep = [kept(config, tree, group) for tree, group in zip(trees, rewards, strict=True)]
-    credits = credit(trees, rewards, config.advantage, keep)
+    trees = [one.tree for one in scored]
+    stale = staleness_metrics(trees, step, config.cluster.max_off_policy_steps) if config.cluster.address else {}
+    credited = compute_credits(scored, config.advantage)
     if config.data.curriculum:
-        run.session.outcomes.append("".join(map(_outcome, trees, rewards)))
+        run.session.outcomes.append("".join(map(_outcome, scored)))
     if config.run.save_trees:
-        run.log.write_trees(step, trees, rewards, credits)
-    taught = list(range(len(trees)))
+        run.log.write_trees(step, credited)
     if config.train.dynamic_sampling_rounds:
-        taught = [number for number in taught if has_learning_signal(config, trees[number], rewards[number])]
-    learnt = run.trainer.update([trees[number] for number in taught], [credits[number] for number in taught])
+        credited = [one for one in credited if one.has_learning_signal]
+    update = run.trainer.update(credited)
     sampled = {
-        **rollout_metrics(trees, rewards, config.branching.probe_tokens),
-        **fault_metrics(rewards),
+        **rollout_metrics(scored, config.branching.probe_tokens),
+        **fault_metrics(scored),
         **tool_metrics(trees),
-        **aged,
+        **stale,
     }
-    return {**sampled, **learnt, "train_seconds": time.monotonic() - started}
+    return {**sampled, **update, "train_seconds": time.monotonic() - started}
 
 
-def _outcome(tree: RolloutTree, rewards: Sequence[Reward]) -> str:
-    """What a curriculum remembers of a question; paths that something broken spoilt say nothing about it."""
-    tried = zip(tree.leaves, rewards, strict=True)
-    said = [reward for leaf, reward in tried if not tree.infra_fault(leaf) and not unjudged(reward)]
-    return outcome([reward.parts["correct"] for reward in said])
+def _outcome(scored: ScoredTree) -> str:
+    """The outcome of a task for the curriculum, from the trajectories that no broken tool or judge spoiled."""
+    valid = [
+        reward.parts["correct"]
+        for trajectory, reward in zip(scored.tree.trajectories, scored.rewards, strict=True)
+        if not trajectory.infra_fault and not unjudged(reward)
+    ]
+    return outcome(valid)
 
 
 async def test(session: Session) -> Evaluation:

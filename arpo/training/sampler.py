@@ -9,20 +9,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import compress
 from typing import Any, Protocol
 
-from arpo.algorithm.rollout import Agent, rollouts
+from arpo.algorithm.rollout import Agent, sample_trees
 from arpo.cli.display import console, progress_bar
 from arpo.config.schema import Config
 from arpo.engine.local.kv_cache import BLOCK
-from arpo.evaluation.evaluate import Evaluation, evaluate
-from arpo.rewards import RewardFn, Scorer, overlong, reward_from, unjudged
+from arpo.evaluation.evaluate import Evaluation, evaluate, select_tasks
+from arpo.rewards import RewardFn, Scorer, overlong, reward_from
 from arpo.training.setup import Bench, build_agent, build_bench, build_model, fit_prompts
-from arpo.types import Reward, RolloutTree, Task
-
-Scored = tuple[list[RolloutTree], list[tuple[Reward, ...]]]
-"""Trees, and the rewards of each one's leaves."""
+from arpo.types import ScoredTree, Task
 
 
 class Grower(Protocol):
@@ -32,8 +28,8 @@ class Grower(Protocol):
         """The session's model now has the weights of this step: sample from these."""
         ...
 
-    async def grow(self, session: Session, tasks: Sequence[Task], seeds: Sequence[int], step: int) -> Scored:
-        """The trees of a step's questions, in their order."""
+    async def grow(self, session: Session, tasks: Sequence[Task], seeds: Sequence[int], step: int) -> list[ScoredTree]:
+        """The scored trees of a step's tasks, in their order."""
         ...
 
     async def test(self, session: Session, done: Callable[[], None]) -> Evaluation:
@@ -56,15 +52,24 @@ class Here:
         """The engine shares the session's model: it only has to forget what it computed."""
         await session.agent.engine.sync_weights(step)
 
-    async def grow(self, session: Session, tasks: Sequence[Task], seeds: Sequence[int], step: int) -> Scored:
-        """All at the same time, `rollout.concurrency` paths of them."""
+    async def grow(self, session: Session, tasks: Sequence[Task], seeds: Sequence[int], step: int) -> list[ScoredTree]:
+        """All at the same time, `rollout.concurrency` trajectories of them."""
         return await grow_here(session, tasks, seeds)
 
     async def test(self, session: Session, done: Callable[[], None]) -> Evaluation:
         """With the session's own agent."""
         config = session.config
-        given = session.agent, session.bench.test, config.eval, config.rollout, session.reward, config.seed
-        return await evaluate(*given, done, config.reward.workers)
+        tasks, seeds = select_tasks(session.bench.test, config.eval, config.seed)
+        return await evaluate(
+            session.agent,
+            tasks,
+            seeds,
+            config.eval,
+            config.rollout,
+            session.reward,
+            config.reward.workers,
+            on_tree=lambda scored: done(),
+        )
 
     def step_metrics(self, session: Session, step: int) -> dict[str, float]:
         """What the engine did."""
@@ -121,28 +126,11 @@ def load_shown(config: Config, bench: Bench) -> tuple[Any, Any]:
 
 async def grow_here(
     session: Session, tasks: Sequence[Task], seeds: Sequence[int], slots: asyncio.Semaphore | None = None
-) -> Scored:
-    """Grow trees with the session's own agent and score them, each while others grow."""
+) -> list[ScoredTree]:
+    """Sample trees with the session's own agent and score them, each while others are still being sampled."""
     config = session.config
-    with Scorer(session.reward, config.reward.workers) as scorer:
-
-        async def mixed(tree: RolloutTree) -> bool:
-            return has_learning_signal(config, tree, (await scorer.rewards([tree]))[0])
-
-        given = session.agent, tasks, config.rollout, config.branching, seeds, scorer.add, mixed, slots
-        trees = await rollouts(*given)
-        return trees, await scorer.rewards(trees)
-
-
-def kept(config: Config, tree: RolloutTree, rewards: Sequence[Reward]) -> list[bool]:
-    """Which paths count: not those that something broken spoilt, unless the settings say so."""
-    spoiled = [tree.infra_fault(leaf) or unjudged(reward) for leaf, reward in zip(tree.leaves, rewards, strict=True)]
-    return [not (config.train.mask_infra_faults and bad) for bad in spoiled]
-
-
-def has_learning_signal(config: Config, tree: RolloutTree, rewards: Sequence[Reward]) -> bool:
-    """Whether the paths of a question that count earned different rewards."""
-    return len({reward.total for reward in compress(rewards, kept(config, tree, rewards))}) > 1
+    with Scorer(session.reward, config.reward.workers, config.train.mask_infra_faults) as scorer:
+        return await sample_trees(session.agent, tasks, config.rollout, config.branching, seeds, scorer.score, slots)
 
 
 def minimal_engine_config(config: Config) -> Config:

@@ -136,8 +136,6 @@ def _step(course: SFTRun, step: int) -> dict[str, float]:
     started = time.monotonic()
     epoch, numbers = course.batches[step]
     lessons = [course.lessons[number] for number in numbers]
-    learnt = course.keeper.trainer.update(
-        [lesson.tree() for lesson in lessons], [[lesson.credit()] for lesson in lessons]
-    )
+    learnt = course.keeper.trainer.update([lesson.scored_tree() for lesson in lessons])
     numbers_of = {name: learnt[name] for name in KEPT}
     return {"epoch": epoch, "traces": len(lessons), **numbers_of, "train_seconds": time.monotonic() - started}

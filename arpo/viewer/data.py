@@ -21,8 +21,8 @@ from arpo.config.schema import Branching
 from arpo.errors import ArpoError
 from arpo.runs.locks import is_live
 from arpo.runs.run_dir import CONFIG, RunDir
-from arpo.runs.trees import ScoredTree, TreeEntry, describe, tree_to_json
-from arpo.types import Reward, RolloutTree
+from arpo.runs.trees import TreeEntry, describe, tree_to_json
+from arpo.types import Reward, RolloutTree, ScoredTree
 from arpo.viewer.folder import Folder, NotThere
 
 HITS = 200  # of a search

@@ -13,8 +13,7 @@ from trees import branched, model, nested_branches, prompt, tool, tree
 
 from arpo.figures.style import BLUE, ORANGE, RED
 from arpo.figures.tree import GREY, LEAST, PROMPT, WIDTH, sketch, tree_png, tree_svg
-from arpo.runs.trees import ScoredTree
-from arpo.types import Credit, Fault, Reward, RolloutTree, Task
+from arpo.types import Credit, Fault, Reward, RolloutTree, ScoredTree, Task
 
 HOSTILE = "</title></svg><script>alert(1)</script>\x00\x1b[31m\u202e\ud800&amp;\"'"
 

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 from arpo.runs import run_dir as runlog
 from arpo.runs.run_dir import RunDir, create, open_run
-from arpo.runs.trees import ScoredTree, pack_trees, tree_from_json, tree_to_json, unpack_tree
+from arpo.runs.trees import pack_trees, tree_from_json, tree_to_json, unpack_tree
+from arpo.types import ScoredTree
 from arpo.errors import ArpoError
 from arpo.types import Credit, Decision, StopReason, Fault, Kind, Leaf, Node, Reward, RolloutTree, Task, ToolCall, ToolResult
 
@@ -96,7 +97,7 @@ def test_floats_survive_to_the_last_bit(values: list[float]) -> None:
 
 
 def test_a_frame_that_would_fill_the_memory_or_hides_its_size_is_damaged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("arpo.runs.trees.MOST_BYTES", 1999)
+    monkeypatch.setattr("arpo.runs.trees.MAX_TREE_BYTES", 1999)
     text = json.dumps({"task": "x" * 2000}).encode()
     hidden = zstandard.ZstdCompressor(write_content_size=False).compress(b"{}")
     for frame in (zstandard.compress(text), hidden):

@@ -30,7 +30,8 @@ from arpo.errors import ArpoError
 from arpo.runs import locks
 from arpo.runs.locks import is_live, take_lock
 from arpo.runs.run_dir import create, open_run
-from arpo.runs.trees import ScoredTree, tree_from_json, tree_to_json
+from arpo.runs.trees import tree_from_json, tree_to_json
+from arpo.types import ScoredTree
 from arpo.viewer import data, export
 from arpo.viewer.export import bundle, collect, escaped, make_page, spread, write_page
 from arpo.viewer.folder import Folder

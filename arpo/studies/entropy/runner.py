@@ -11,7 +11,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from arpo.algorithm.rollout import rollouts
+from arpo.algorithm.rollout import sample_trees
 from arpo.cli.display import console, progress_bar
 from arpo.config.loading import config_from_resolved
 from arpo.config.schema import Config
@@ -22,10 +22,10 @@ from arpo.runs.run_dir import RunDir, open_run
 from arpo.studies.entropy.report import Subject, show_study, write_study
 from arpo.studies.entropy.study import Study, study
 from arpo.training.sampler import Session, open_session
-from arpo.types import Reward, RolloutTree, Task, derive_seed
+from arpo.types import ScoredTree, Task, derive_seed
 
 Runner = Callable[[Coroutine[Any, Any, Any]], Any]
-Grown = list[tuple[RolloutTree, tuple[Reward, ...]]]
+Grown = list[ScoredTree]
 
 
 def study_run(directory: Path, steps: str | None, tokens: int, out: Path | None) -> None:
@@ -35,7 +35,7 @@ def study_run(directory: Path, steps: str | None, tokens: int, out: Path | None)
     chosen = chosen_steps(log, steps)
     config = config_from_resolved(log.config())
     out = the_folder(str(directory), out)
-    found = study(_render(log, chosen), config.branching, tokens)
+    found = study(((one.tree, one.rewards) for one in _saved(log, chosen)), config.branching, tokens)
     which = f"steps {chosen[0]} to {chosen[-1]}" if len(chosen) > 1 else f"step {chosen[0]}"
     _report(out, Subject(str(directory), f"trees of {which}", config.rollout.temperature), found)
 
@@ -48,7 +48,7 @@ def study_model(target: str, config: Config, questions: int, tokens: int, out: P
         tests = session.bench.test
         tasks = (tests or session.bench.train)[:questions]
         grown = run(_grow(session, tasks))
-    found = study(grown, config.branching, tokens)
+    found = study(((one.tree, one.rewards) for one in grown), config.branching, tokens)
     kind = "held-out" if tests else "training"
     which = f"{len(tasks):,} {kind} questions, seed {config.seed}"
     _report(out, Subject(target, which, config.rollout.temperature), found)
@@ -71,11 +71,10 @@ def chosen_steps(log: RunDir, wanted: str | None) -> list[int]:
     return chosen
 
 
-def _render(log: RunDir, steps: Sequence[int]) -> Iterator[tuple[RolloutTree, tuple[Reward, ...]]]:
+def _saved(log: RunDir, steps: Sequence[int]) -> Iterator[ScoredTree]:
     with progress_bar("reading trees", len(steps)) as bar:
         for step in steps:
-            for scored in log.read_trees(step):
-                yield scored.tree, scored.rewards
+            yield from log.read_trees(step)
             bar.advance(bar.task_ids[0])
 
 
@@ -85,12 +84,11 @@ async def _grow(session: Session, tasks: Sequence[Task]) -> Grown:
     seeds = [derive_seed(config.seed, "entropy", number) for number in range(len(tasks))]
     with progress_bar("growing trees", len(tasks)) as bar, Scorer(session.reward, config.reward.workers) as scorer:
 
-        def done(tree: RolloutTree) -> None:
-            scorer.add(tree)
+        def on_tree(scored: ScoredTree) -> None:
             bar.advance(bar.task_ids[0])
 
-        trees = await rollouts(session.agent, tasks, config.rollout, config.branching, seeds, done)
-        return list(zip(trees, await scorer.rewards(trees), strict=True))
+        branching = config.branching.model_copy(update={"fill": "all"})
+        return await sample_trees(session.agent, tasks, config.rollout, branching, seeds, scorer.score, on_tree=on_tree)
 
 
 def _report(out: Path, subject: Subject, found: Study) -> None:

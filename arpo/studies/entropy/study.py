@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from arpo.config.schema import Branching
 from arpo.rewards import unjudged
-from arpo.types import Decision, Kind, Node, Reward, RolloutTree
+from arpo.types import Decision, Kind, Node, Reward, RolloutTree, Trajectory
 
 Floats = npt.NDArray[np.float64]
 SAME = 1e-9  # rewards that differ by less are the same
@@ -118,7 +118,7 @@ def study(grown: Iterable[tuple[RolloutTree, Sequence[Reward]]], settings: Branc
         told = _told(tree, rewards)
         for index, node in enumerate(tree.nodes):
             if node.decision is not None:
-                number = sum(tree.nodes[i].kind is Kind.TOOL for i in tree.path(index))
+                number = sum(tree.nodes[i].kind is Kind.TOOL for i in tree.prefix(index))
                 for seen in (looks.setdefault(_place(node), _Looks()), by_call.setdefault(number, _Looks())):
                     seen.add(question, node.decision, told.get(index))
     return Study(
@@ -252,9 +252,9 @@ def _told(tree: RolloutTree, rewards: Sequence[Reward]) -> dict[int, bool]:
     """For branch points with rewards on two continuations or more: whether these have different means."""
     earned: dict[int, dict[int, list[float]]] = {}
     for number, (leaf, reward) in enumerate(zip(tree.leaves, rewards, strict=True)):
-        if tree.infra_fault(leaf) or unjudged(reward):
+        if Trajectory(tree, leaf).infra_fault or unjudged(reward):
             continue
-        path = tree.path(leaf.node)
+        path = tree.prefix(leaf.node)
         for index, following in zip(path, [*path[1:], -1 - number], strict=True):  # cut off there: all by itself
             decision = tree.nodes[index].decision
             if decision is not None and decision.branches:

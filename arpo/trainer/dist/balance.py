@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from arpo.algorithm.batch import Part
+from arpo.algorithm.batch import MicroBatch
 from arpo.types import TreeBatch
 
 Ints = npt.NDArray[np.int64]
@@ -91,12 +91,12 @@ def take(batch: TreeBatch, trees: Sequence[int]) -> TreeBatch:
     node_M = _places(batch.nodes, keep_M)
     pair_X = node_M[batch.pair_node_X.numpy()]
     keep_X = np.flatnonzero(pair_X >= 0)
-    keep_I, path_X = np.unique(batch.pair_path_X.numpy()[keep_X], return_inverse=True)
+    keep_I, trajectory_X = np.unique(batch.pair_trajectory_X.numpy()[keep_X], return_inverse=True)
     depth_N = batch.depth_N[keep_N]
     last_M = np.zeros(len(keep_M), dtype=np.int64)  # tokens on the way to the end of a model node
     np.maximum.at(last_M, node_K, depth_N.numpy()[at_K[keep_K]] + 1)
     last_I = np.zeros(len(keep_I), dtype=np.int64)
-    np.maximum.at(last_I, path_X, last_M[pair_X[keep_X]])
+    np.maximum.at(last_I, trajectory_X, last_M[pair_X[keep_X]])
     return TreeBatch(
         tokens_N=batch.tokens_N[keep_N],
         depth_N=depth_N,
@@ -110,16 +110,16 @@ def take(batch: TreeBatch, trees: Sequence[int]) -> TreeBatch:
         entropy_weight_K=batch.entropy_weight_K[keep_K],
         node_K=torch.from_numpy(node_K),
         pair_node_X=torch.from_numpy(pair_X[keep_X]),
-        pair_path_X=torch.from_numpy(path_X),
+        pair_trajectory_X=torch.from_numpy(trajectory_X),
         pair_weight_X=batch.pair_weight_X[keep_X],
         pair_advantage_X=batch.pair_advantage_X[keep_X],
-        path_tokens_I=batch.path_tokens_I[keep_I],
+        trajectory_tokens_I=batch.trajectory_tokens_I[keep_I],
         nodes=len(keep_M),
         total_tokens=int(last_I.sum()),
     )
 
 
-def matched(parts: Sequence[Sequence[Part]]) -> list[list[Part]]:
+def matched(parts: Sequence[Sequence[MicroBatch]]) -> list[list[MicroBatch]]:
     """The parts of every rank, such that all have the same shape: the first with the first, each with its children.
 
     The largest come first, so that they meet. A part that only others have is empty: no tokens, and none of its
@@ -129,21 +129,21 @@ def matched(parts: Sequence[Sequence[Part]]) -> list[list[Part]]:
     return [[*own] for own in _filled(ordered)]
 
 
-def _ordered(parts: Sequence[Part]) -> list[Part]:
-    sorted_inside = [Part(part.tokens, part.above, tuple(_ordered(part.children))) for part in parts]
+def _ordered(parts: Sequence[MicroBatch]) -> list[MicroBatch]:
+    sorted_inside = [MicroBatch(part.tokens, part.prefix_length, tuple(_ordered(part.children))) for part in parts]
     return sorted(sorted_inside, key=lambda part: (_count(part), len(part.tokens)), reverse=True)
 
 
-def _count(part: Part) -> int:
+def _count(part: MicroBatch) -> int:
     return 1 + sum(map(_count, part.children))
 
 
-def _filled(parts: Sequence[Sequence[Part]]) -> list[tuple[Part, ...]]:
-    empty = Part(np.empty(0, dtype=np.int64), 0, ())
+def _filled(parts: Sequence[Sequence[MicroBatch]]) -> list[tuple[MicroBatch, ...]]:
+    empty = MicroBatch(np.empty(0, dtype=np.int64), 0, ())
     columns = []
     for together in zip_longest(*parts, fillvalue=empty):
         children = _filled([part.children for part in together])
-        columns.append([Part(p.tokens, p.above, below) for p, below in zip(together, children, strict=True)])
+        columns.append([MicroBatch(p.tokens, p.prefix_length, below) for p, below in zip(together, children, strict=True)])
     return list(zip(*columns, strict=True)) if columns else [() for _ in parts]
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-from arpo.algorithm.batch import cut
+from arpo.algorithm.batch import split_microbatches
 from arpo.config.schema import Config
 from arpo.trainer.dist.balance import balance, costs, matched, per_seen, take
 from arpo.models.lora import has_adapter
@@ -35,8 +35,8 @@ from arpo.trainer.optimizer import Optimizer
 from arpo.trainer.dist.process_group import ProcessGroup
 from arpo.trainer.dist.shards import SHARDS, read_into, shard_sizes, write_shards
 from arpo.trainer.trainer import OPTIMIZER, Trainer, Work
-from arpo.runs.trees import ScoredTree, pack_trees, unpack_tree
-from arpo.types import Credit, Reward, RolloutTree, TreeBatch
+from arpo.runs.trees import pack_trees, unpack_tree
+from arpo.types import ScoredTree, TreeBatch
 
 
 class ShardedTrainer(Trainer):
@@ -56,10 +56,10 @@ class ShardedTrainer(Trainer):
         self._reference = None if reference is None else shard(reference.requires_grad_(False), mesh)
         self.optimizer = Optimizer(policy, config.train.lr, config.train.weight_decay)
 
-    def update(self, trees: Sequence[RolloutTree], credits: Sequence[Sequence[Credit]]) -> dict[str, float]:
+    def update(self, trees: Sequence[ScoredTree]) -> dict[str, float]:
         """Train on one batch of trees, together with the other ranks; returns the step's metrics."""
-        with self._ranks.collective("learn", trees_to_bytes(trees, credits) if self._ranks.leads else b""):
-            metrics = super().update(trees, credits)
+        with self._ranks.collective("learn", trees_to_bytes(trees) if self._ranks.leads else b""):
+            metrics = super().update(trees)
             self._publish()
         return metrics
 
@@ -87,7 +87,7 @@ class ShardedTrainer(Trainer):
     def _work(self, batch: TreeBatch) -> Work:
         shares = balance(costs(batch, self._per_seen), self._ranks.count)
         batches = [take(batch, share) for share in shares]
-        parts = matched([cut(part, self._config.train.max_microbatch_tokens) for part in batches])
+        parts = matched([split_microbatches(own, self._config.train.max_microbatch_tokens) for own in batches])
         return batches[self._ranks.rank], parts[self._ranks.rank]
 
     def _step(self) -> float:
@@ -140,21 +140,18 @@ def _to_float32(module: Any) -> None:
             parameter.data = parameter.data.float()
 
 
-def trees_to_bytes(trees: Sequence[RolloutTree], credits: Sequence[Sequence[Credit]]) -> bytes:
-    """Trees and credits as JSON, packed; what each earned is not needed any more."""
-    nothing = Reward(0.0)
-    scored = [ScoredTree(t, (nothing,) * len(t.leaves), tuple(c)) for t, c in zip(trees, credits, strict=True)]
-    content, entries = pack_trees(scored)
+def trees_to_bytes(trees: Sequence[ScoredTree]) -> bytes:
+    """Scored trees as packed JSON."""
+    content, entries = pack_trees(trees)
     lengths = json.dumps([entry.length for entry in entries]).encode("ascii")
     return lengths + b"\n" + content
 
 
-def trees_from_bytes(data: bytes) -> tuple[list[RolloutTree], list[tuple[Credit, ...]]]:
-    """The inverse."""
+def trees_from_bytes(data: bytes) -> list[ScoredTree]:
+    """The inverse of `trees_to_bytes`."""
     head, _, content = data.partition(b"\n")
-    ends = list(accumulate(json.loads(head), initial=0))
-    scored = [unpack_tree(content[a:b]) for a, b in pairwise(ends)]
-    return [one.tree for one in scored], [one.credits for one in scored]
+    edges = accumulate(json.loads(head), initial=0)
+    return [unpack_tree(content[start:end]) for start, end in pairwise(edges)]
 
 
 def _place_for(key: str, parameters: Any, size: torch.Size) -> Tensor:

@@ -35,7 +35,7 @@ def worker_loop(ranks: ProcessGroup) -> None:
             raise ValueError(f"rank 0 says {kind!r} before it opened a model")
         elif kind == "learn":
             try:
-                trainer.update(*trees_from_bytes(payload))
+                trainer.update(trees_from_bytes(payload))
             except Diverged:
                 continue  # rank 0 saw the same and decides
         elif kind == "save":

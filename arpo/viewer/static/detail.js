@@ -23,7 +23,7 @@ export function detailPanel(tree, state, chosen, path) {
     choice("shade tokens by", SHADES, mode, (shade) => go({ shade: shade === "entropy" ? null : shade }, { replace: true })),
     shadeLegend(mode, top),
   );
-  const unknown = tree.nodes.some((node) => node.kind === "model" && node.tokens.length && !node.ends?.length);
+  const unknown = tree.nodes.some((node) => node.kind === "model" && node.tokens.length && !node.char_offsets?.length);
   const note = unknown && mode !== "none" ? "This run does not say where tokens end, so its text is not shaded." : null;
   const reading = path !== null && chosen === `l${path}`;
   const body = reading ? conversation(tree, path, mode, top) : nodePanel(tree, Number(chosen.slice(1)), mode, top, path);
@@ -32,7 +32,7 @@ export function detailPanel(tree, state, chosen, path) {
 
 // What a node's tokens are credited with: on the chosen path, or on average over the paths that are trained on.
 function creditOf(tree, index, path) {
-  const through = tree.credits.filter((credit, number_) => credit.kept && (path === null || number_ === path));
+  const through = tree.credits.filter((credit, number_) => tree.mask[number_] && (path === null || number_ === path));
   const values = through.map((credit) => credit.by_node[index]).filter((value) => typeof value === "number");
   return values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null;
 }
@@ -132,11 +132,11 @@ function pathList(tree, index) {
       `${rightness(tree.rewards[number_])} ${number(tree.rewards[number_]?.total)}`,
       signed(tree.credits[number_]?.advantage),
       rewardParts(tree.rewards[number_]),
-      tree.leaves[number_].end + (tree.credits[number_]?.kept === false ? ", left out of training" : ""),
+      tree.leaves[number_].stop_reason + (tree.mask[number_] === false ? ", left out of training" : ""),
     ];
   });
   if (!rows.length) return [];
-  return [el("h4", {}, "Paths through it"), table(["path", "reward", "advantage", "parts", "end"], rows, { class: "paths" })];
+  return [el("h4", {}, "Trajectories through it"), table(["trajectory", "reward", "advantage", "parts", "end"], rows, { class: "paths" })];
 }
 
 function rewardParts(reward) {

@@ -148,19 +148,19 @@ function nodeWords(node, index) {
 export function endWords(tree, number_) {
   const [leaf, reward, credit] = [tree.leaves[number_], tree.rewards[number_], tree.credits[number_]];
   const parts = Object.entries(reward?.parts ?? {}).map(([name, value]) => `${printable(shorten(name, 40))} ${number(value)}`);
-  const kept = credit?.kept === false ? ", left out of training" : "";
+  const masked = tree.mask[number_] === false ? ", left out of training" : "";
   const made = parts.length ? ` (${parts.join(", ")})` : "";
-  return `path ${number_ + 1}: ended by ${leaf.end}, reward ${number(reward?.total)}${made}, advantage ${signed(credit?.advantage)}${kept}`;
+  return `trajectory ${number_ + 1}: ended by ${leaf.stop_reason}, reward ${number(reward?.total)}${made}, advantage ${signed(credit?.advantage)}${masked}`;
 }
 
 function drawEnd(tree, laid, end, on) {
   const [reward, credit] = [tree.rewards[end.number], tree.credits[end.number]];
   const words = endWords(tree, end.number);
   const siblings = laid.places[end.node].leaves;
-  const kept = credit?.kept === false ? "out" : "";
+  const masked = tree.mask[end.number] === false;
   const props = {
     role: "treeitem",
-    class: `end${on ? " on" : ""}${kept ? " dropped" : ""}`,
+    class: `end${on ? " on" : ""}${masked ? " dropped" : ""}`,
     transform: `translate(${end.x} ${end.y})`,
     "aria-label": words,
     "aria-level": laid.places[end.node].depth + 2,
@@ -177,7 +177,7 @@ function drawEnd(tree, laid, end, on) {
     column(2, glyph, glyph === "✓" ? "right" : "wrong"),
     column(18, number(reward?.total), "reward"),
     column(54, `A ${signed(credit?.advantage, 2)}`, "advantage"),
-    column(108, tree.leaves[end.number].end + (kept ? ", out" : ""), "why"),
+    column(108, tree.leaves[end.number].stop_reason + (masked ? ", out" : ""), "why"),
   );
 }
 

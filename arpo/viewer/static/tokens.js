@@ -60,7 +60,7 @@ function pieces(text, ends) {
 export function shadedText(node, mode, top, credit) {
   const box = el("pre", { class: "text tokens" });
   const values = shadeValues(node, mode, credit);
-  if (!node.ends?.length || values.length !== node.ends.length) return plainText(box, node.text);
+  if (!node.char_offsets?.length || values.length !== node.char_offsets.length) return plainText(box, node.text);
   fillTokens(box, node, values, top, CUT);
   const readout = el("output", { class: "readout" });
   box.addEventListener("pointerover", (event) => {
@@ -77,7 +77,7 @@ function plainText(box, text) {
 }
 
 function fillTokens(box, node, values, top, limit) {
-  const { found, rest } = pieces(node.text, node.ends);
+  const { found, rest } = pieces(node.text, node.char_offsets);
   let length = 0;
   let cut = false;
   found.forEach((piece, place) => {
@@ -113,7 +113,7 @@ export function tokenTable(node) {
 }
 
 function tokenRows(node) {
-  const { found } = pieces(node.text, node.ends ?? []);
+  const { found } = pieces(node.text, node.char_offsets ?? []);
   const cell = (text) => el("td", {}, text);
   const rows = node.tokens.slice(0, 2000).map((id, place) =>
     el(
