@@ -17,7 +17,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from arpo.data.tasks import Reading
-from arpo.text import printable as printable
+from arpo.figures.text import printable as printable
 from arpo.tools.stats import ToolStats
 from arpo.types import Fault, Kind, Node, ScoredTree, ToolCall, ToolResult
 

@@ -21,7 +21,7 @@ from arpo.evaluation.samples import Sample
 from arpo.evaluation.statistics import LEVEL, Estimate, Summary
 from arpo.figures.style import INSTALL, figure_style, has_matplotlib, new_figure, render
 from arpo.runs.run_dir import write_atomically
-from arpo.text import markdown_cell, markdown_table, one_line, printable
+from arpo.figures.text import markdown_cell, markdown_table, one_line, printable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

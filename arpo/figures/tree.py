@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from html import escape
 
 from arpo.figures.style import BLACK, BLUE, ORANGE, RED, figure_style, new_figure, render
-from arpo.text import printable
+from arpo.figures.text import printable
 from arpo.types import Kind, Node, RolloutTree, ScoredTree
 
 GREY = "#8A8A8A"

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from arpo.figures.style import BLACK, BLUE, GREEN, ORANGE, PINK, RED, figure_style, new_figure, render
 from arpo.runs.run_dir import write_atomically
 from arpo.studies.compare.stats import Comparison, Trial, cold_start, complete, on_grid, share_interval
-from arpo.text import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

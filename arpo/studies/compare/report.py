@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from arpo.cli.display import console
+from arpo.figures.text import markdown_cell, markdown_table, printable
 from arpo.runs.run_dir import write_atomically
 from arpo.studies.compare.figures import draw_bars, draw_curves, pictures
 from arpo.studies.compare.stats import (
@@ -35,7 +36,6 @@ from arpo.studies.compare.stats import (
     missing_runs,
     rows,
 )
-from arpo.text import markdown_cell, markdown_table, printable
 
 NONE = "-"
 WORDS = {"tool_calls": "tool calls", "trajectories": "trajectories", "tokens": "tokens"}

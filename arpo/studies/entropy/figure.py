@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from arpo.evaluation.statistics import Z
 from arpo.figures.style import BLACK, BLUE, GREEN, ORANGE, PINK, RED, SKY, figure_style, new_figure, render
 from arpo.studies.entropy.study import BranchStats, Curve, Place, Study
-from arpo.text import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -22,10 +22,10 @@ from rich.table import Table
 
 from arpo.cli.display import console
 from arpo.evaluation.statistics import Z
+from arpo.figures.text import markdown_cell, markdown_table, printable
 from arpo.runs.run_dir import write_atomically
 from arpo.studies.entropy.figure import draw
 from arpo.studies.entropy.study import BranchStats, Mean, Place, Study
-from arpo.text import markdown_cell, markdown_table, printable
 from arpo.types import percentile
 
 BINS = 40

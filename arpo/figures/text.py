@@ -1,7 +1,4 @@
-"""Text from models, tools and users, made safe to show on a terminal, in a figure or in Markdown.
-
-May import: nothing of this package.
-"""
+"""Text from models, tools and users, made safe to show on a terminal, in a figure or in Markdown."""
 
 from __future__ import annotations
 
