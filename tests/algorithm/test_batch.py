@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from trees import model, nested_branches, prompt, tree, two_branches
 
 from arpo.algorithm.advantage import attribute
-from arpo.algorithm.batch import Part, cut, tree_batch
+from arpo.algorithm.batch import Part, cut
 from arpo.config.schema import Loss
 from arpo.types import Credit, TreeBatch
 
 
 def test_two_branches_by_hand() -> None:
     rollout = two_branches()
-    batch = tree_batch([rollout], [attribute(rollout, [2.0, -1.0, -1.0], "hard")], Loss(aggregation="token-mean"), 1)
+    batch = build_batch([rollout], [attribute(rollout, [2.0, -1.0, -1.0], "hard")], Loss(aggregation="token-mean"), 1)
     assert batch.tokens_N.tolist() == [1, 2, 3, 4, 9, 5, 6, 7, 8, 3, 3, 3, 3]
     assert batch.depth_N.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 5, 2, 3, 4, 5]
     assert batch.parent_N.tolist() == [-1, 0, 1, 2, 3, 4, 5, 6, 4, 1, 9, 10, 11]
@@ -29,11 +29,11 @@ def test_two_branches_by_hand() -> None:
     logprobs = [-0.1, -0.2, -0.3, -0.4, -0.5, -0.6, -0.7, -0.8, -0.9, -1.0]
     torch.testing.assert_close(batch.engine_logprobs_K, torch.tensor(logprobs))
     assert batch.node_K.tolist() == [0, 0, 1, 1, 1, 2, 3, 3, 3, 3]
-    pairs = list(zip(batch.pair_node_X.tolist(), batch.pair_path_X.tolist(), strict=True))
+    pairs = list(zip(batch.pair_node_X.tolist(), batch.pair_trajectory_X.tolist(), strict=True))
     assert pairs == [(0, 0), (0, 1), (1, 0), (2, 1), (3, 2)]
     assert batch.pair_advantage_X.tolist() == [0.5, 0.5, 2.0, -1.0, -1.0]
     assert batch.pair_weight_X.tolist() == pytest.approx([1 / 12] * 5)
-    assert batch.path_tokens_I.tolist() == [5, 3, 4]
+    assert batch.trajectory_tokens_I.tolist() == [5, 3, 4]
     assert (batch.unique_tokens, batch.total_tokens, batch.nodes) == (13, 8 + 6 + 6, 4)
 
 
@@ -43,8 +43,8 @@ def test_two_branches_by_hand() -> None:
 def test_what_the_tokens_of_each_path_weigh(aggregation: str, weights: list[float]) -> None:
     rollout = two_branches()
     options = Loss(aggregation=aggregation)  # type: ignore[arg-type]
-    batch = tree_batch([rollout], [attribute(rollout, [2.0, -1.0, -1.0], "soft")], options, 20)
-    assert batch.pair_weight_X.tolist() == pytest.approx([weights[path] for path in batch.pair_path_X.tolist()])
+    batch = build_batch([rollout], [attribute(rollout, [2.0, -1.0, -1.0], "soft")], options, 20)
+    assert batch.pair_weight_X.tolist() == pytest.approx([weights[path] for path in batch.pair_trajectory_X.tolist()])
 
 
 def test_paths_without_gradient_are_not_there_but_count_and_paths_left_out_do_not_count() -> None:
@@ -53,21 +53,21 @@ def test_paths_without_gradient_are_not_there_but_count_and_paths_left_out_do_no
         attribute(first, [2.0, 0.0, -1.0], "soft"),  # path B adds nothing
         attribute(second, [1.0, 1.0, 1.0], "soft", [False, True, True]),
     ]
-    by_token = tree_batch([first, second], credits, Loss(aggregation="token-mean"), 1)
+    by_token = build_batch([first, second], credits, Loss(aggregation="token-mean"), 1)
     assert by_token.unique_tokens == 12 + 10
-    assert by_token.path_tokens_I.tolist() == [5, 4, 3, 4]
+    assert by_token.trajectory_tokens_I.tolist() == [5, 4, 3, 4]
     assert set(by_token.pair_weight_X.tolist()) == {1 / (12 + 7)}
-    by_path = tree_batch([first, second], credits, Loss(), 1)
+    by_path = build_batch([first, second], credits, Loss(), 1)
     assert by_path.pair_weight_X.tolist() == pytest.approx(
-        [1 / 5 / int(by_path.path_tokens_I[path]) for path in by_path.pair_path_X]
+        [1 / 5 / int(by_path.trajectory_tokens_I[path]) for path in by_path.pair_trajectory_X]
     )
-    with_kl = tree_batch([first, second], credits, Loss(kl_coef=0.1), 1)
-    assert with_kl.path_tokens_I.tolist() == [5, 3, 4, 3, 4]
+    with_kl = build_batch([first, second], credits, Loss(kl_coef=0.1), 1)
+    assert with_kl.trajectory_tokens_I.tolist() == [5, 3, 4, 3, 4]
 
 
 def test_a_path_without_model_tokens_counts_as_a_path() -> None:
     rollout = tree([prompt(), model(0, []), model(0, [3, 4])], [1, 2])
-    batch = tree_batch([rollout], [attribute(rollout, [-1.0, 1.0], "soft")], Loss(), 1)
+    batch = build_batch([rollout], [attribute(rollout, [-1.0, 1.0], "soft")], Loss(), 1)
     assert batch.tokens_N.tolist() == [1, 2, 3, 4]
     assert batch.pair_weight_X.tolist() == [0.25]
 
@@ -75,7 +75,7 @@ def test_a_path_without_model_tokens_counts_as_a_path() -> None:
 def test_empty_batch() -> None:
     rollout = two_branches()
     for trees in ([rollout], []):
-        batch = tree_batch(trees, [attribute(r, [0.0] * 3, "soft") for r in trees], Loss(), 1)
+        batch = build_batch(trees, [attribute(r, [0.0] * 3, "soft") for r in trees], Loss(), 1)
         assert (batch.unique_tokens, batch.total_tokens, len(batch.targets_K)) == (0, 0, 0)
         assert cut(batch, 100) == []
 
@@ -84,10 +84,10 @@ def test_mistakes_are_named() -> None:
     rollout = two_branches()
     credits = attribute(rollout, [1.0, 0.0, -1.0], "soft")
     with pytest.raises(ValueError, match="shorter"):
-        tree_batch([rollout], [credits[:2]], Loss(), 1)
+        build_batch([rollout], [credits[:2]], Loss(), 1)
     bare = tree([prompt([]), model(0, [3])], [1])
     with pytest.raises(ValueError, match="the prompt is empty"):
-        tree_batch([bare], [(Credit(1.0, {1: 1.0}),)], Loss(), 1)
+        build_batch([bare], [(Credit(1.0, {1: 1.0}),)], Loss(), 1)
 
 
 # --- parts ---
@@ -96,7 +96,7 @@ def test_mistakes_are_named() -> None:
 def nested() -> TreeBatch:
     """Nodes of 3, 2, 2, 1, 1, then 3, 2, 1 below the last; 2 more below the third, 1 more below the first."""
     rollout = nested_branches()
-    return tree_batch([rollout], [attribute(rollout, [1.3, 0.2, -0.4, -1.7, 0.6], "soft")], Loss(), 1)
+    return build_batch([rollout], [attribute(rollout, [1.3, 0.2, -0.4, -1.7, 0.6], "soft")], Loss(), 1)
 
 
 def shape(part: Part) -> tuple[int, int, list]:  # type: ignore[type-arg]
@@ -125,7 +125,7 @@ def parts_below(part: Part) -> list[Part]:
 @given(st.randoms(use_true_random=False), st.integers(1, 40), st.booleans())
 def test_parts_hold_every_token_once_and_fit(rng: random.Random, budget: int, shared: bool) -> None:
     forest = random_forest(rng, "soft")
-    batch = tree_batch(forest.trees, forest.credits, Loss(entropy_coef=0.1), 1, shared)
+    batch = build_batch(forest.trees, Loss(entropy_coef=0.1), 1, shared)
     parent_N = batch.parent_N.numpy()
 
     def check(part: Part, path: list[int]) -> int:

@@ -8,7 +8,7 @@ order a batch keeps its tokens.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -21,13 +21,12 @@ from models import VOCAB, WINDOW, make_model
 from plain import Old, path_numbers, paths_of, plain_loss
 from torch import Tensor
 from trees import model as model_node
-from trees import prompt, tool, tree
+from trees import prompt, tool, tree, with_rewards
 
-from arpo.algorithm.advantage import credit
-from arpo.algorithm.batch import tree_batch
+from arpo.algorithm.batch import build_batch
 from arpo.config.schema import Advantage, Loss
-from arpo.trainer.forward_backward import accumulate, evaluate
-from arpo.types import Credit, Node, Reward, RolloutTree
+from arpo.trainer.forward_backward import compute_logprobs, forward_backward
+from arpo.types import Node, RolloutTree, ScoredTree
 
 TEMPERATURE, MAX_TOKENS, ENDLESS = 0.8, 50, 10**9
 
@@ -59,8 +58,7 @@ def reference_model(family: str) -> Any:
 class Forest:
     """What a step trains on."""
 
-    trees: tuple[RolloutTree, ...]
-    credits: tuple[tuple[Credit, ...], ...]
+    trees: tuple[ScoredTree, ...]
 
     def teaching(self, all_tokens: bool = False) -> list[tuple[int, ...]]:
         """The tokens of every kept path that adds something, up to its last model token.
@@ -68,10 +66,11 @@ class Forest:
         With `all_tokens` paths without advantages add something too.
         """
         found = []
-        for rollout, credits in zip(self.trees, self.credits, strict=True):
-            for leaf, its in zip(rollout.leaves, credits, strict=True):
-                sampled = [i for i in rollout.path(leaf.node) if rollout.nodes[i].logprobs]
-                if its.kept and sampled and (all_tokens or any(its.by_node.values())):
+        for scored in self.trees:
+            rollout = scored.tree
+            for leaf, its, used in zip(rollout.leaves, scored.credits, scored.mask, strict=True):
+                sampled = [i for i in rollout.prefix(leaf.node) if rollout.nodes[i].logprobs]
+                if used and sampled and (all_tokens or any(its.by_node.values())):
                     found.append(rollout.tokens(sampled[-1]))
         return found
 
@@ -92,12 +91,12 @@ def random_tree(rng: random.Random, token: Callable[[], int], times: int = 1) ->
     return tree(made, ends)
 
 
-def random_credit(rng: random.Random, rollout: RolloutTree, attribution: str) -> tuple[Credit, ...]:
-    """Rewards with ties, now and then all the same; some leaves not kept."""
+def random_credit(rng: random.Random, rollout: RolloutTree, attribution: str) -> ScoredTree:
+    """Rewards with ties, now and then all the same; some leaves masked."""
     few = REWARDS if rng.random() < 0.9 else REWARDS[:1]
-    rewards = [Reward(rng.choice(few)) for _ in rollout.leaves]
-    keep = [rng.random() < 0.85 for _ in rollout.leaves]
-    return credit([rollout], [rewards], Advantage(attribution=attribution), [keep])[0]
+    rewards = [rng.choice(few) for _ in rollout.leaves]
+    mask = [rng.random() < 0.85 for _ in rollout.leaves]
+    return with_rewards(rollout, rewards, Advantage(attribution=attribution), mask)
 
 
 def random_forest(
@@ -106,7 +105,7 @@ def random_forest(
     """One to three trees and their credits."""
     draw = token or (lambda: rng.randrange(VOCAB))
     trees = tuple(random_tree(rng, draw, times) for _ in range(rng.randint(1, 3)))
-    return Forest(trees, tuple(random_credit(rng, rollout, attribution) for rollout in trees))
+    return Forest(tuple(random_credit(rng, rollout, attribution) for rollout in trees))
 
 
 def rich_forest(seed: int, attribution: str = "soft", times: int = 1) -> Forest:
@@ -115,14 +114,15 @@ def rich_forest(seed: int, attribution: str = "soft", times: int = 1) -> Forest:
         forest = random_forest(random.Random(f"{seed} {attempt}"), attribution, times=times)
         chains = set(forest.teaching())
         enough = len(forest.trees) > 1 and len(chains) > 2 and max(map(len, chains)) >= 2 * WINDOW * times
-        if enough and any(map(disputed, forest.trees, forest.credits)):
+        if enough and any(map(disputed, forest.trees)):
             return forest
     raise AssertionError
 
 
-def disputed(rollout: RolloutTree, credits: Sequence[Credit]) -> bool:
+def disputed(scored: ScoredTree) -> bool:
     """Whether some model node is shared by a good path and a bad one."""
-    paths = [{i for i in rollout.path(leaf.node) if rollout.nodes[i].logprobs} for leaf in rollout.leaves]
+    rollout, credits = scored.tree, scored.credits
+    paths = [{i for i in rollout.prefix(leaf.node) if rollout.nodes[i].logprobs} for leaf in rollout.leaves]
     good, bad = (
         set().union(*(path for path, its in zip(paths, credits, strict=True) if sign * its.advantage > 0))
         for sign in (1, -1)
@@ -134,7 +134,7 @@ def sampled_by(model: Any, forest: Forest, seed: int, spread: float = 0.5) -> Fo
     """The forest with engine log-probs within `spread` of the model's own, each of them another number."""
     rng, found = random.Random(seed), {}
     with torch.no_grad():
-        for path in paths_of(forest.trees, forest.credits):
+        for path in paths_of(forest.trees):
             if path.positions:
                 true_T, _ = path_numbers(model, path, TEMPERATURE)
                 found.update(dict(zip(path.sources, true_T.tolist(), strict=True)))
@@ -145,11 +145,11 @@ def sampled_by(model: Any, forest: Forest, seed: int, spread: float = 0.5) -> Fo
         ]
         return replace(node, logprobs=tuple(torch.tensor(values).tolist()))  # numbers that float32 can hold
 
-    trees = tuple(
-        replace(rollout, nodes=tuple(near(number, index, node) for index, node in enumerate(rollout.nodes)))
-        for number, rollout in enumerate(forest.trees)
-    )
-    return replace(forest, trees=trees)
+    trees = []
+    for number, scored in enumerate(forest.trees):
+        nodes = tuple(near(number, index, node) for index, node in enumerate(scored.tree.nodes))
+        trees.append(replace(scored, tree=replace(scored.tree, nodes=nodes)))
+    return Forest(tuple(trees))
 
 
 def old_logprob(engine: Tensor) -> Tensor:
@@ -161,8 +161,8 @@ def engine_of(forest: Forest) -> Old:
     """The engine's log-probs by tree and node."""
     return {
         (number, index): node.logprobs
-        for number, rollout in enumerate(forest.trees)
-        for index, node in enumerate(rollout.nodes)
+        for number, scored in enumerate(forest.trees)
+        for index, node in enumerate(scored.tree.nodes)
     }
 
 
@@ -183,7 +183,7 @@ def expected_of(
 ) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients of the oracle."""
     old = None if on_policy else old_of(forest)
-    total = plain_loss(model, forest.trees, forest.credits, loss, TEMPERATURE, MAX_TOKENS, old, reference)
+    total = plain_loss(model, forest.trees, loss, TEMPERATURE, MAX_TOKENS, old, reference)
     if total.requires_grad:
         total.backward()  # type: ignore[no-untyped-call]
     return total.item(), gradients(model)
@@ -199,10 +199,10 @@ def learnt(
     on_policy: bool = False,
 ) -> tuple[dict[str, float], dict[str, Tensor]]:
     """Sums and gradients of the tree."""
-    batch = tree_batch(forest.trees, forest.credits, loss, MAX_TOKENS, shared=shared)
+    batch = build_batch(forest.trees, loss, MAX_TOKENS, shared=shared)
     old_K = None if on_policy else old_logprob(batch.engine_logprobs_K)
-    reference_K = evaluate(reference, batch, TEMPERATURE, budget)[0] if loss.kl_coef else None
-    sums = accumulate(model, batch, loss, TEMPERATURE, budget, old_K, reference_K)
+    reference_K = compute_logprobs(reference, batch, TEMPERATURE, budget)[0] if loss.kl_coef else None
+    sums = forward_backward(model, batch, loss, TEMPERATURE, budget, old_K, reference_K)
     return sums, gradients(model)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from arpo.config.schema import Loss
-from arpo.types import Credit, Kind, RolloutTree
+from arpo.types import Kind, ScoredTree
 
 LOGITS_CHUNK = 2048  # tokens whose logits exist at the same time
 Old = Mapping[tuple[int, int], Sequence[float]]  # (tree, node) -> log-probs of its tokens
@@ -37,16 +37,17 @@ class Path:
     engine: tuple[float, ...]
 
 
-def paths_of(trees: Sequence[RolloutTree], credits: Sequence[Sequence[Credit]]) -> list[Path]:
-    """One path per kept leaf, in order."""
+def paths_of(trees: Sequence[ScoredTree]) -> list[Path]:
+    """One path per unmasked leaf, in order."""
     found = []
-    for number, (tree, tree_credits) in enumerate(zip(trees, credits, strict=True)):
-        for leaf, credit in zip(tree.leaves, tree_credits, strict=True):
-            if not credit.kept:
+    for number, scored in enumerate(trees):
+        tree = scored.tree
+        for leaf, credit, used in zip(tree.leaves, scored.credits, scored.mask, strict=True):
+            if not used:
                 continue
             tokens: list[int] = []
             model: list[tuple[int, tuple[int, int, int], float, float]] = []
-            for index in tree.path(leaf.node):
+            for index in tree.prefix(leaf.node):
                 node = tree.nodes[index]
                 if node.kind is Kind.MODEL:
                     for offset, logprob in enumerate(node.logprobs):
@@ -81,8 +82,7 @@ def path_numbers(model: Any, path: Path, temperature: float) -> tuple[Tensor, Te
 
 def plain_loss(
     model: Any,
-    trees: Sequence[RolloutTree],
-    credits: Sequence[Sequence[Credit]],
+    trees: Sequence[ScoredTree],
     loss: Loss,
     temperature: float,
     max_tokens: int,
@@ -90,7 +90,7 @@ def plain_loss(
     reference_model: Any = None,
 ) -> Tensor:
     """The loss with its graph, one path at a time; without `old` the old policy is the one that is trained."""
-    paths = paths_of(trees, credits)
+    paths = paths_of(trees)
     total = torch.zeros((), dtype=torch.float64, device=model.device)
     for path in paths:
         if not path.positions:
@@ -146,20 +146,18 @@ class Rows:
 
 def padded_learn(
     model: Any,
-    trees: Sequence[RolloutTree],
-    credits: Sequence[Sequence[Credit]],
+    trees: Sequence[ScoredTree],
     loss: Loss,
     temperature: float,
     max_tokens: int,
     max_microbatch_tokens: int,
 ) -> float:
     """Add the gradient of the ppo loss at ratio 1, over padded rows; returns the loss."""
-    return learn_rows(model, padded_rows(trees, credits, loss, max_tokens, max_microbatch_tokens), loss, temperature)
+    return learn_rows(model, padded_rows(trees, loss, max_tokens, max_microbatch_tokens), loss, temperature)
 
 
 def padded_rows(
-    trees: Sequence[RolloutTree],
-    credits: Sequence[Sequence[Credit]],
+    trees: Sequence[ScoredTree],
     loss: Loss,
     max_tokens: int,
     max_microbatch_tokens: int,
@@ -167,7 +165,7 @@ def padded_rows(
     """The paths that teach, in micro-batches of at most `micro_tokens` padded tokens (but at least one path)."""
     if loss.kind != "ppo" or loss.kl_coef or loss.entropy_coef or loss.importance_cap is not None:
         raise ValueError("padded rows know the plain ppo loss only")
-    paths = paths_of(trees, credits)
+    paths = paths_of(trees)
     found = []
     for rows in micro_batches([path for path in paths if any(path.advantages)], max_microbatch_tokens):
         longest = len(rows[0].tokens)

@@ -8,13 +8,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from arpo.algorithm.advantage import attribute, compute_credits
+from arpo.config.schema import Advantage
 from arpo.types import (
     Decision,
     Fault,
     Kind,
     Leaf,
     Node,
+    Reward,
     RolloutTree,
+    ScoredTree,
     StopReason,
     Task,
     ToolCall,
@@ -53,6 +57,19 @@ def tree(
 ) -> RolloutTree:
     """A tree whose paths all ended in the same way."""
     return RolloutTree(task, tuple(nodes), tuple(Leaf(node, end) for node in leaves))
+
+
+def with_credits(tree: RolloutTree, advantages: Sequence[float], attribution: str = "soft") -> ScoredTree:
+    """The tree with these advantages of its leaves."""
+    return ScoredTree(tree, credits=attribute(tree, advantages, attribution))
+
+
+def with_rewards(
+    tree: RolloutTree, totals: Sequence[float], settings: Advantage | None = None, mask: Sequence[bool] = ()
+) -> ScoredTree:
+    """The tree with these rewards, and the credits that follow from them alone."""
+    scored = ScoredTree(tree, tuple(map(Reward, totals)), mask=tuple(mask))
+    return compute_credits([scored], settings or Advantage())[0]
 
 
 def two_branches() -> RolloutTree:

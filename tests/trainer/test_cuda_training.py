@@ -121,7 +121,7 @@ def learnt_once(model: Any, forest: Any) -> None:
     """Gradients stay where they are."""
     from forests import MAX_TOKENS, TEMPERATURE
 
-    from arpo.algorithm.batch import tree_batch
-    from arpo.trainer.forward_backward import accumulate
+    from arpo.algorithm.batch import build_batch
+    from arpo.trainer.forward_backward import forward_backward
 
-    accumulate(model, tree_batch(forest.trees, forest.credits, Loss(), MAX_TOKENS), Loss(), TEMPERATURE, 20)
+    forward_backward(model, build_batch(forest.trees, Loss(), MAX_TOKENS), Loss(), TEMPERATURE, 20)

@@ -31,7 +31,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoModelForCausalLM
 
-from arpo.algorithm.batch import Part, cut, tree_batch
+from arpo.algorithm.batch import Part, cut
 from arpo.builtin.model import build_model
 from arpo.cli import main as cli
 from arpo.config.loading import load_config
@@ -46,7 +46,7 @@ from arpo.trainer.dist.balance import balance, costs, matched, take
 from arpo.trainer.dist.process_group import is_loss, join_process_group
 from arpo.trainer.dist.sharded import trees_from_bytes, trees_to_bytes
 from arpo.trainer.dist.shards import read_shards
-from arpo.trainer.forward_backward import accumulate
+from arpo.trainer.forward_backward import forward_backward
 from arpo.training.loop import open_run, train
 from arpo.types import TreeBatch
 
@@ -87,7 +87,7 @@ def test_a_tree_costs_its_tokens_and_what_they_look_at() -> None:
 
 
 def batch_of(forest: Forest, shared: bool = True, loss: Loss | None = None) -> TreeBatch:
-    return tree_batch(forest.trees, forest.credits, loss or Loss(), 50, shared=shared, entropy=0.3)
+    return build_batch(forest.trees, loss or Loss(), 50, shared=shared, entropy_weight=0.3)
 
 
 def same_batch(a: TreeBatch, b: TreeBatch) -> bool:
@@ -111,7 +111,7 @@ def test_a_tree_that_is_taken_keeps_what_it_weighs_in_the_batch() -> None:
     forest = rich_forest(5)
     whole, alone = (
         batch_of(forest),
-        [batch_of(Forest((t,), (c,))) for t, c in zip(forest.trees, forest.credits, strict=True)],
+        [batch_of(Forest((t,), (c,))) for t, c in zip(forest.trees, strict=True)],
     )
     roots = [part for part in alone if part.unique_tokens]
     for number, other in enumerate(roots):
@@ -140,7 +140,7 @@ def once(model: Any, works: list[Any], loss: Loss) -> tuple[dict[str, float], di
     model.zero_grad()
     told: dict[str, float] = {}
     for batch, parts in works:
-        for name, value in accumulate(model, batch, loss, 0.8, 10**9, matched=parts).items():
+        for name, value in forward_backward(model, batch, loss, 0.8, 10**9, matched=parts).items():
             told[name] = told.get(name, 0.0) + value
     found = gradients(model)
     model.zero_grad()
@@ -188,8 +188,8 @@ def test_the_largest_parts_meet() -> None:
 
 def test_trees_go_to_other_ranks_and_back_to_the_last_bit() -> None:
     forest = rich_forest(2)
-    trees, credits = trees_from_bytes(trees_to_bytes(forest.trees, forest.credits))
-    assert (tuple(trees), tuple(credits)) == (forest.trees, forest.credits)
+    trees, credits = trees_from_bytes(trees_to_bytes(forest.trees))
+    assert (tuple(trees), tuple(credits)) == (forest.trees)
     assert trees_from_bytes(trees_to_bytes([], [])) == ([], [])
 
 

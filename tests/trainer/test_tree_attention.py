@@ -14,11 +14,11 @@ from forests import MAX_TOKENS, TEMPERATURE, gradients, rich_forest, trained_wit
 from models import make_model
 from torch import Tensor
 
-from arpo.algorithm.batch import cut, tree_batch
+from arpo.algorithm.batch import cut
 from arpo.config.schema import Loss
 from arpo.trainer import attention
 from arpo.trainer.attention import TreePlan
-from arpo.trainer.forward_backward import accumulate
+from arpo.trainer.forward_backward import forward_backward
 
 
 def random_places(rng: random.Random, tokens: int, context: int) -> tuple[np.ndarray, np.ndarray]:
@@ -107,10 +107,10 @@ def test_nothing_stays_in_memory_when_a_tree_was_cut(checkpointing: bool, monkey
 
     monkeypatch.setattr(TreePlan, "__init__", remember)
     model, forest = make_model("llama"), rich_forest(5)
-    batch = tree_batch(forest.trees, forest.credits, Loss(), MAX_TOKENS)
+    batch = build_batch(forest.trees, Loss(), MAX_TOKENS)
     assert any(part.children for part in cut(batch, 10))
     with trained_with(model, checkpointing):
-        accumulate(model, batch, Loss(), TEMPERATURE, 10)
+        forward_backward(model, batch, Loss(), TEMPERATURE, 10)
     gradients(model)
     gc.collect()
     assert len(plans) > 2 and not any(plan() for plan in plans)

@@ -44,14 +44,13 @@ from models import FAMILIES, VOCAB, WINDOW, make_model
 from plain import padded_learn, path_numbers, paths_of, plain_loss
 from torch import Tensor
 from trees import model as model_node
-from trees import prompt, tool, tree, two_branches
+from trees import prompt, tool, tree, two_branches, with_credits, with_rewards
 
-from arpo.algorithm.advantage import attribute, credit
-from arpo.algorithm.batch import Part, cut, tree_batch
+from arpo.algorithm.batch import MicroBatch, build_batch, split_microbatches
 from arpo.config.schema import Advantage, Loss
 from arpo.trainer.attention import _answer, _ask
-from arpo.trainer.forward_backward import accumulate, evaluate
-from arpo.types import Reward, RolloutTree
+from arpo.trainer.forward_backward import compute_logprobs, forward_backward
+from arpo.types import RolloutTree
 
 # --- random forests ---
 
@@ -84,9 +83,7 @@ def test_the_structure_equals_brute_force(rng: random.Random, shared: bool, all_
     """Every token has an id of its own, so each place in the batch says which token it is."""
     ids = count(1)
     forest = random_forest(rng, rng.choice(["soft", "hard"]), lambda: next(ids))
-    batch = tree_batch(
-        forest.trees, forest.credits, Loss(entropy_coef=0.1 if all_tokens else 0.0), MAX_TOKENS, shared=shared
-    )
+    batch = build_batch(forest.trees, Loss(entropy_coef=0.1 if all_tokens else 0.0), MAX_TOKENS, shared=shared)
     chains = forest.teaching(all_tokens)
     tokens = batch.tokens_N.tolist()
     walks = []
@@ -108,8 +105,8 @@ def test_the_structure_equals_brute_force(rng: random.Random, shared: bool, all_
     assert all(n < end <= len(tokens) for n, end in enumerate(ends))
     engine = {
         token: logprob
-        for rollout in forest.trees
-        for node in rollout.nodes
+        for scored in forest.trees
+        for node in scored.tree.nodes
         for token, logprob in zip(node.tokens, node.logprobs, strict=bool(node.logprobs))
     }
     targets = batch.targets_K.tolist()
@@ -121,10 +118,10 @@ def test_the_structure_equals_brute_force(rng: random.Random, shared: bool, all_
 @given(st.randoms(use_true_random=False), st.integers(1, 25), st.booleans())
 def test_parts_hold_every_token_once_below_its_own_path(rng: random.Random, budget: int, shared: bool) -> None:
     forest = random_forest(rng, "soft")
-    batch = tree_batch(forest.trees, forest.credits, Loss(entropy_coef=0.1), MAX_TOKENS, shared=shared)
+    batch = build_batch(forest.trees, Loss(entropy_coef=0.1), MAX_TOKENS, shared=shared)
     parents, found = batch.parent_N.tolist(), []
 
-    def check(part: Part, context: list[int]) -> None:
+    def check(part: MicroBatch, context: list[int]) -> None:
         tokens = part.tokens.tolist()
         found.extend(tokens)
         assert tokens == sorted(tokens)
@@ -133,22 +130,22 @@ def test_parts_hold_every_token_once_below_its_own_path(rng: random.Random, budg
         for n in tokens:
             assert parents[n] in tokens or parents[n] == (context[-1] if context else -1)
         for child in part.children:
-            check(child, context + tokens[: child.above])
+            check(child, context + tokens[: child.prefix_length])
 
-    for part in cut(batch, budget):
-        assert part.above == 0
+    for part in split_microbatches(batch, budget):
+        assert part.prefix_length == 0
         check(part, [])
     assert sorted(found) == list(range(batch.unique_tokens))
 
 
 def test_a_branch_begins_after_the_tokens_that_it_shares() -> None:
     rollout = two_branches()
-    forest = Forest((rollout,), (attribute(rollout, [2.0, -1.0, -1.0], "soft"),))
-    batch = tree_batch(forest.trees, forest.credits, Loss(), MAX_TOKENS)
+    forest = Forest((with_credits(rollout, [2.0, -1.0, -1.0]),))
+    batch = build_batch(forest.trees, Loss(), MAX_TOKENS)
     assert batch.unique_tokens == 13
     places = {tokens: [n for n, token in enumerate(batch.tokens_N.tolist()) if token == tokens] for tokens in (5, 8, 9)}
     assert batch.parent_N[places[5] + places[8]].tolist() == places[9] * 2
-    packed = tree_batch(forest.trees, forest.credits, Loss(), MAX_TOKENS, shared=False)
+    packed = build_batch(forest.trees, Loss(), MAX_TOKENS, shared=False)
     assert packed.unique_tokens == 8 + 6 + 6
     assert packed.parent_N.tolist().count(-1) == 3
     assert sorted(packed.end_N[packed.parent_N == -1].diff(prepend=torch.zeros(1, dtype=torch.long)).tolist()) == [
@@ -161,7 +158,7 @@ def test_a_branch_begins_after_the_tokens_that_it_shares() -> None:
 def test_a_prompt_without_tokens_predicts_nothing() -> None:
     rollout = tree([prompt([]), model_node(0, [3, 4]), model_node(0, [5])], [1, 2])
     with pytest.raises(ValueError, match="prompt is empty"):
-        tree_batch([rollout], [attribute(rollout, [1.0, -1.0], "soft")], Loss(), MAX_TOKENS)
+        build_batch([with_credits(rollout, [1.0, -1.0])], Loss(), MAX_TOKENS)
 
 
 # --- losses and gradients ---
@@ -235,8 +232,8 @@ def test_a_sliding_window_ends_where_it_should(between: int) -> None:
 
     over = made((0, 0, 2, 2), (40, between, 20, 3), (1, 3, 4))
     short = made((0, 0), (between - 2, between - 2), (1, 2))
-    credits = attribute(over, [-0.4, -1.0, 1.4], "soft"), attribute(short, [1.0, -1.0], "soft")
-    forest = sampled_by(model, Forest((over, short), credits), between)
+    trees = with_credits(over, [-0.4, -1.0, 1.4]), with_credits(short, [1.0, -1.0])
+    forest = sampled_by(model, Forest(trees), between)
     expected = expected_of(model, forest, loss)
     for budget in (1, 25, ENDLESS):
         assert_same(learnt(model, forest, loss, budget), expected)
@@ -251,7 +248,7 @@ def test_many_small_branches_beside_large_ones_equal_the_oracle(kind: str) -> No
     nodes = [prompt([5, 6, 7]), *(model_node(parent, own) for parent, own in zip(parents, grown, strict=True))]
     rollout = tree(nodes, [2, 3, 4, 6, 7, 8, 9, 10])
     advantages = [1.2, -0.3, 0.8, -1.5, 0.4, 0.9, -1.1, -0.4]
-    forest = sampled_by(model, Forest((rollout,), (attribute(rollout, advantages, "soft"),)), 1)
+    forest = sampled_by(model, Forest((with_credits(rollout, advantages),)), 1)
     expected = expected_of(model, forest, loss)
     for budget in (1, 3, 4, 5, 7, 12, 20):
         assert_same(learnt(model, forest, loss, budget), expected)
@@ -259,12 +256,13 @@ def test_many_small_branches_beside_large_ones_equal_the_oracle(kind: str) -> No
 
 def uncancelled(model: Any, forest: Forest, loss: Loss) -> float:
     """The gradient's largest entry if all paths were good and nothing clipped: what was rounded before it cancelled."""
-    credits = tuple(
-        tuple(replace(its, by_node={node: abs(value) for node, value in its.by_node.items()}) for its in of_tree)
-        for of_tree in forest.credits
-    )
+    trees = []
+    for scored in forest.trees:
+        by_node = [{node: abs(value) for node, value in its.by_node.items()} for its in scored.credits]
+        credits = tuple(replace(its, by_node=own) for its, own in zip(scored.credits, by_node, strict=True))
+        trees.append(replace(scored, credits=credits))
     wide = Loss(kind=loss.kind, entropy_coef=loss.entropy_coef, clip_low=1.0, clip_high=99.0, dual_clip=None)
-    _, found = expected_of(model, replace(forest, credits=credits), wide)
+    _, found = expected_of(model, Forest(tuple(trees)), wide)
     return max(value.abs().max().item() for value in found.values())
 
 
@@ -294,17 +292,17 @@ def test_log_ratios_are_cut_at_20(kind: str) -> None:
     """Old log-probs that are off by 40 leave a loss that is finite, and no gradient through the ratio."""
     model, loss = shared_model("llama"), Loss(kind=kind, dual_clip=None)  # type: ignore[arg-type]
     forest = sampled_by(model, rich_forest(8), 8)
-    batch = tree_batch(forest.trees, forest.credits, loss, MAX_TOKENS)
+    batch = build_batch(forest.trees, loss, MAX_TOKENS)
     off = {
         key: [value - 40 * math.copysign(1, math.cos(100 * value)) for value in node]
         for key, node in engine_of(forest).items()
     }
-    total = plain_loss(model, forest.trees, forest.credits, loss, TEMPERATURE, MAX_TOKENS, off)
+    total = plain_loss(model, forest.trees, loss, TEMPERATURE, MAX_TOKENS, off)
     total.backward()  # type: ignore[no-untyped-call]
     expected = gradients(model)
     engine_K = batch.engine_logprobs_K.double()
     old_K = (engine_K - 40 * torch.cos(100 * engine_K).sign()).float()
-    sums = accumulate(model, batch, loss, TEMPERATURE, 20, old_K)
+    sums = forward_backward(model, batch, loss, TEMPERATURE, 20, old_K)
     assert sums["loss"] == pytest.approx(total.item(), rel=1e-5)
     assert math.isfinite(sums["loss"]) and any(value.any() for value in expected.values()) == (kind == "cispo")
     assert_same(({"loss": 0.0}, gradients(model)), (0.0, expected))
@@ -315,28 +313,28 @@ def test_log_ratios_are_cut_at_20(kind: str) -> None:
     "loss", [Loss(), Loss(entropy_coef=0.1), Loss(kl_coef=0.1, kind="gspo")], ids=["ppo", "entropy", "kl"]
 )
 def test_nothing_to_teach_is_no_gradient(loss: Loss, budget: int) -> None:
-    """All rewards the same, no path kept, no model token anywhere: only entropy and KL are left, if they count."""
+    """All rewards the same, no path left, no model token anywhere: only entropy and KL are left, if they count."""
     model, reference = shared_model("llama-gqa"), reference_model("llama-gqa")
     same = two_branches()
     trees = (same, same, tree([prompt([1, 2]), tool(0, [3])], [0, 1, 1]))
     keep = ([True] * 3, [False] * 3, [True] * 3)
     rewards = ([1.0] * 3, [0.0, 1.0, 2.0], [1.0, 0.0, 0.0])
-    credits = credit(trees, [[Reward(r) for r in rs] for rs in rewards], Advantage(), keep)
-    forest = sampled_by(model, Forest(trees, tuple(credits)), 3)
+    scored = tuple(map(with_rewards, trees, rewards, [Advantage()] * 3, keep))
+    forest = sampled_by(model, Forest(scored), 3)
     sums, found = learnt(model, forest, loss, budget, reference=reference)
     assert_same((sums, found), expected_of(model, forest, loss, reference))
     assert any(value.any() for value in found.values()) == bool(loss.entropy_coef or loss.kl_coef)
-    nothing = Forest(trees[1:], tuple(credits[1:]))
+    nothing = Forest(scored[1:])
     sums, found = learnt(model, nothing, loss, budget, reference=reference)
     assert not any(sums.values()) and not any(value.any() for value in found.values())
 
 
 def test_gradients_are_added_to_those_that_are_there() -> None:
     model, forest = shared_model("llama"), rich_forest(5)
-    batch = tree_batch(forest.trees, forest.credits, Loss(), MAX_TOKENS)
-    accumulate(model, batch, Loss(), TEMPERATURE, ENDLESS)
+    batch = build_batch(forest.trees, Loss(), MAX_TOKENS)
+    forward_backward(model, batch, Loss(), TEMPERATURE, ENDLESS)
     once = {name: p.grad.clone() for name, p in model.named_parameters()}
-    accumulate(model, batch, Loss(), TEMPERATURE, 10)
+    forward_backward(model, batch, Loss(), TEMPERATURE, 10)
     for name, twice in gradients(model).items():
         torch.testing.assert_close(twice, 2 * once[name], rtol=1e-4, atol=1e-6)
 
@@ -357,7 +355,7 @@ def test_frozen_weights_change_nothing_for_the_others(family: str, trained: str)
 def metrics_by_hand(model: Any, forest: Forest, loss: Loss) -> dict[str, float]:
     """Each shared token once; it is clipped if it is on any of its paths."""
     old, clipped, numbers = old_of(forest), set(), {}
-    for path in paths_of(forest.trees, forest.credits):
+    for path in paths_of(forest.trees):
         if not any(path.advantages):
             continue
         new_T, entropy_T = (values.tolist() for values in path_numbers(model, path, TEMPERATURE))
@@ -403,16 +401,16 @@ def test_evaluate_equals_a_plain_pass(family: str, temperature: float) -> None:
     forest = sampled_by(model, rich_forest(11), 11)
     expected = {}
     with torch.no_grad():
-        for path in paths_of(forest.trees, forest.credits):
+        for path in paths_of(forest.trees):
             if path.positions:
                 numbers = torch.stack(path_numbers(model, path, temperature), 1)
                 expected.update(dict(zip(path.engine, numbers.float(), strict=True)))
     for shared in (True, False):
-        batch = tree_batch(forest.trees, forest.credits, Loss(entropy_coef=1.0), MAX_TOKENS, shared=shared)
+        batch = build_batch(forest.trees, Loss(entropy_coef=1.0), MAX_TOKENS, shared=shared)
         wanted_K2 = torch.stack([expected[value] for value in batch.engine_logprobs_K.tolist()])
         assert shared == (len(set(batch.engine_logprobs_K.tolist())) == len(batch.engine_logprobs_K))
         for budget in (1, 13, ENDLESS):
-            logprobs_K, entropies_K = evaluate(model, batch, temperature, budget)
+            logprobs_K, entropies_K = compute_logprobs(model, batch, temperature, budget)
             assert not logprobs_K.requires_grad and not entropies_K.requires_grad
             got_K2 = torch.stack([logprobs_K, entropies_K], 1)
             torch.testing.assert_close(got_K2, wanted_K2, rtol=1e-5, atol=1e-5)
@@ -507,16 +505,16 @@ def test_every_token_is_read_once_within_the_budget(kind: str, seed: int) -> Non
     """No pass is larger than the budget or a path; what predicts nothing may be left out. A cut gspo reads twice."""
     model, forest = shared_model("llama"), rich_forest(20 + seed)
     loss = Loss(kind=kind)  # type: ignore[arg-type]
-    batch = tree_batch(forest.trees, forest.credits, loss, MAX_TOKENS)
+    batch = build_batch(forest.trees, loss, MAX_TOKENS)
     all_tokens, longest = batch.unique_tokens, longest_path(forest)
     needed = len(set(batch.parent_N.tolist()) - {-1})
     most = 0
     for budget in (1, 8, longest, all_tokens - 1, all_tokens):
         with passes_of(model) as sizes:
-            evaluate(model, batch, TEMPERATURE, budget)
+            compute_logprobs(model, batch, TEMPERATURE, budget)
         assert needed <= sum(sizes) <= all_tokens and max(sizes) <= max(budget, longest)
         with passes_of(model) as sizes:
-            accumulate(model, batch, loss, TEMPERATURE, budget, old_logprob(batch.engine_logprobs_K))
+            forward_backward(model, batch, loss, TEMPERATURE, budget, old_logprob(batch.engine_logprobs_K))
         times = 2 if kind == "gspo" and sum(sizes) > all_tokens else 1
         assert times * needed <= sum(sizes) <= times * all_tokens and max(sizes) <= max(budget, longest)
         most = max(most, len(sizes) // times)
@@ -555,7 +553,7 @@ def test_padded_rows_equal_the_oracle(family: str, aggregation: str) -> None:
     forest = sampled_by(model, rich_forest(60), 0)
     expected = expected_of(model, forest, loss, on_policy=True)
     for max_microbatch_tokens in (1, 60, ENDLESS):
-        total = padded_learn(model, forest.trees, forest.credits, loss, TEMPERATURE, MAX_TOKENS, max_microbatch_tokens)
+        total = padded_learn(model, forest.trees, loss, TEMPERATURE, MAX_TOKENS, max_microbatch_tokens)
         assert_same(({"loss": total}, gradients(model)), expected)
 
 
