@@ -10,37 +10,46 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trees import model, nested_branches, prompt, tree, two_branches
 
-from arpo.algorithm.advantage import attribute, centred, credit
+from arpo.algorithm.advantage import attribute, compute_credits, normalize
 from arpo.config.schema import Advantage
-from arpo.types import Credit, Kind, Reward
+from arpo.types import Credit, Kind, Reward, RolloutTree, ScoredTree
 
 SCORES = st.lists(st.sampled_from([-1.0, 0.0, 0.3, 1.0, 1.1]), min_size=5, max_size=5)
 
 
-def test_centred_by_hand() -> None:
-    assert centred([1.0, 0.0, -1.0, 0.0]) == pytest.approx((math.sqrt(2), 0.0, -math.sqrt(2), 0.0))
-    assert centred([3.0, 1.0]) == (1.0, -1.0)
+def credit(
+    trees: list[RolloutTree], rewards: list[list[Reward]], how: Advantage, masks: list[list[bool]] | None = None
+) -> list[tuple[Credit, ...]]:
+    """The credits of trees with these rewards."""
+    masks = masks or [[True] * len(tree.leaves) for tree in trees]
+    scored = [ScoredTree(t, tuple(r), mask=tuple(m)) for t, r, m in zip(trees, rewards, masks, strict=True)]
+    return [one.credits for one in compute_credits(scored, how)]
+
+
+def test_normalize_by_hand() -> None:
+    assert normalize([1.0, 0.0, -1.0, 0.0]) == pytest.approx((math.sqrt(2), 0.0, -math.sqrt(2), 0.0))
+    assert normalize([3.0, 1.0]) == (1.0, -1.0)
 
 
 def test_no_difference_no_advantage() -> None:
-    assert centred([0.1] * 3) == (0.0, 0.0, 0.0)
-    assert centred([0.5, 0.5 + 1e-9]) == (0.0, 0.0)
-    assert centred([2.0]) == (0.0,)
-    assert centred([]) == ()
+    assert normalize([0.1] * 3) == (0.0, 0.0, 0.0)
+    assert normalize([0.5, 0.5 + 1e-9]) == (0.0, 0.0)
+    assert normalize([2.0]) == (0.0,)
+    assert normalize([]) == ()
 
 
 @given(st.lists(st.floats(-10, 10), min_size=2, max_size=20), st.floats(-5, 5), st.floats(0.1, 5))
-def test_centred_rewards_have_mean_0_and_std_1_and_ignore_shift_and_scale(
+def test_normalized_rewards_have_mean_0_and_std_1_and_ignore_shift_and_scale(
     rewards: list[float], shift: float, scale: float
 ) -> None:
     rewards = [round(reward, 3) for reward in rewards]
-    values = centred(rewards)
+    values = normalize(rewards)
     if len(set(rewards)) == 1:
         assert values == (0.0,) * len(rewards)
         return
     assert sum(values) == pytest.approx(0, abs=1e-6)
     assert sum(value**2 for value in values) / len(values) == pytest.approx(1)
-    assert centred([shift + scale * reward for reward in rewards]) == pytest.approx(values, abs=1e-6)
+    assert normalize([shift + scale * reward for reward in rewards]) == pytest.approx(values, abs=1e-6)
 
 
 def test_soft_and_hard_on_two_branches() -> None:
@@ -76,11 +85,11 @@ def test_leaves_left_out_take_no_part() -> None:
     rewards = [Reward(1.0), Reward(-100.0), Reward(0.0)]
     assert credit([rollout], [rewards], HARD, [keep])[0] == (
         Credit(1.0, {1: 1.0, 3: 1.0}),
-        Credit(0.0, {}, kept=False),
+        Credit(0.0, {}),
         Credit(-1.0, {5: -1.0}),
     )
     assert attribute(rollout, [1.0, math.nan, -1.0], "hard", keep) == credit([rollout], [rewards], HARD, [keep])[0]
-    assert credit([rollout], [rewards], SOFT, [[False] * 3])[0] == (Credit(0.0, {}, kept=False),) * 3
+    assert credit([rollout], [rewards], SOFT, [[False] * 3])[0] == (Credit(0.0, {}),) * 3
 
 
 def test_two_leaves_at_one_node_both_count() -> None:
@@ -92,11 +101,11 @@ def test_mistakes_are_named() -> None:
     rollout = two_branches()
     with pytest.raises(ValueError, match="unknown attribution"):
         attribute(rollout, [0.0] * 3, "medium")
-    with pytest.raises(ValueError, match="2 values for 3 leaves"):
+    with pytest.raises(ValueError, match="3 leaves, 2 advantages"):
         attribute(rollout, [0.0] * 2, "soft")
-    with pytest.raises(ValueError, match="4 values for 3 leaves"):
+    with pytest.raises(ValueError, match="3 leaves, 4 mask"):
         credit([rollout], [[Reward(0.0)] * 3], SOFT, [[True] * 4])
-    with pytest.raises(ValueError, match="1 values for 3 leaves"):
+    with pytest.raises(ValueError, match="3 leaves, 1 rewards"):
         credit([rollout], [[Reward(0.0)]], SOFT)
 
 
@@ -105,7 +114,7 @@ def test_hard_is_the_mean_of_soft_over_the_paths_through_a_node(scores: list[flo
     rollout, rewards = nested_branches(), [Reward(score) for score in scores]
     soft, hard = (credit([rollout], [rewards], how, [keep])[0] for how in (SOFT, HARD))
     for index, node in enumerate(rollout.nodes):
-        through = [i for i, leaf in enumerate(rollout.leaves) if keep[i] and index in rollout.path(leaf.node)]
+        through = [i for i, leaf in enumerate(rollout.leaves) if keep[i] and index in rollout.prefix(leaf.node)]
         if node.kind is not Kind.MODEL:
             assert all(index not in one.by_node for one in (*soft, *hard))
             continue
@@ -152,12 +161,12 @@ def test_every_baseline_is_what_its_definition_says(
     how = Advantage.model_validate({"baseline": baseline, "scale": scale})
     totals, keep = [list(scores) for scores, _ in groups], [list(kept) for _, kept in groups]
     rollout = nested_branches()
-    firsts = [[rollout.path(leaf.node)[1] for leaf in rollout.leaves]] * len(groups)
+    firsts = [[rollout.prefix(leaf.node)[1] for leaf in rollout.leaves]] * len(groups)
     credits = credit([rollout] * len(groups), [[Reward(r) for r in group] for group in totals], how, keep)
     for number, group in enumerate(credits):
         for leaf, one in enumerate(group):
-            assert one.kept == keep[number][leaf]
-            if one.kept:
+            assert bool(one.by_node) == keep[number][leaf]
+            if keep[number][leaf]:
                 expected = slow_advantage(how, number, leaf, totals, keep, firsts)
                 assert one.advantage == pytest.approx(expected, abs=1e-9)
                 assert set(one.by_node.values()) == {one.advantage}

@@ -10,17 +10,17 @@ import torch
 from forests import random_forest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trees import model, nested_branches, prompt, tree, two_branches
+from trees import model, nested_branches, prompt, tree, two_branches, with_credits
 
 from arpo.algorithm.advantage import attribute
-from arpo.algorithm.batch import Part, cut
+from arpo.algorithm.batch import MicroBatch, build_batch, split_microbatches
 from arpo.config.schema import Loss
-from arpo.types import Credit, TreeBatch
+from arpo.types import Credit, ScoredTree, TreeBatch
 
 
 def test_two_branches_by_hand() -> None:
     rollout = two_branches()
-    batch = build_batch([rollout], [attribute(rollout, [2.0, -1.0, -1.0], "hard")], Loss(aggregation="token-mean"), 1)
+    batch = build_batch([with_credits(rollout, [2.0, -1.0, -1.0], "hard")], Loss(aggregation="token-mean"), 1)
     assert batch.tokens_N.tolist() == [1, 2, 3, 4, 9, 5, 6, 7, 8, 3, 3, 3, 3]
     assert batch.depth_N.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 5, 2, 3, 4, 5]
     assert batch.parent_N.tolist() == [-1, 0, 1, 2, 3, 4, 5, 6, 4, 1, 9, 10, 11]
@@ -43,31 +43,32 @@ def test_two_branches_by_hand() -> None:
 def test_what_the_tokens_of_each_path_weigh(aggregation: str, weights: list[float]) -> None:
     rollout = two_branches()
     options = Loss(aggregation=aggregation)  # type: ignore[arg-type]
-    batch = build_batch([rollout], [attribute(rollout, [2.0, -1.0, -1.0], "soft")], options, 20)
+    batch = build_batch([with_credits(rollout, [2.0, -1.0, -1.0])], options, 20)
     assert batch.pair_weight_X.tolist() == pytest.approx([weights[path] for path in batch.pair_trajectory_X.tolist()])
 
 
 def test_paths_without_gradient_are_not_there_but_count_and_paths_left_out_do_not_count() -> None:
     first, second = two_branches(), two_branches()
-    credits = [
-        attribute(first, [2.0, 0.0, -1.0], "soft"),  # path B adds nothing
-        attribute(second, [1.0, 1.0, 1.0], "soft", [False, True, True]),
+    mask = (False, True, True)
+    trees = [
+        with_credits(first, [2.0, 0.0, -1.0]),  # trajectory B adds nothing
+        ScoredTree(second, credits=attribute(second, [1.0, 1.0, 1.0], "soft", mask), mask=mask),
     ]
-    by_token = build_batch([first, second], credits, Loss(aggregation="token-mean"), 1)
+    by_token = build_batch(trees, Loss(aggregation="token-mean"), 1)
     assert by_token.unique_tokens == 12 + 10
     assert by_token.trajectory_tokens_I.tolist() == [5, 4, 3, 4]
     assert set(by_token.pair_weight_X.tolist()) == {1 / (12 + 7)}
-    by_path = build_batch([first, second], credits, Loss(), 1)
+    by_path = build_batch(trees, Loss(), 1)
     assert by_path.pair_weight_X.tolist() == pytest.approx(
         [1 / 5 / int(by_path.trajectory_tokens_I[path]) for path in by_path.pair_trajectory_X]
     )
-    with_kl = build_batch([first, second], credits, Loss(kl_coef=0.1), 1)
+    with_kl = build_batch(trees, Loss(kl_coef=0.1), 1)
     assert with_kl.trajectory_tokens_I.tolist() == [5, 3, 4, 3, 4]
 
 
 def test_a_path_without_model_tokens_counts_as_a_path() -> None:
     rollout = tree([prompt(), model(0, []), model(0, [3, 4])], [1, 2])
-    batch = build_batch([rollout], [attribute(rollout, [-1.0, 1.0], "soft")], Loss(), 1)
+    batch = build_batch([with_credits(rollout, [-1.0, 1.0])], Loss(), 1)
     assert batch.tokens_N.tolist() == [1, 2, 3, 4]
     assert batch.pair_weight_X.tolist() == [0.25]
 
@@ -75,19 +76,20 @@ def test_a_path_without_model_tokens_counts_as_a_path() -> None:
 def test_empty_batch() -> None:
     rollout = two_branches()
     for trees in ([rollout], []):
-        batch = build_batch(trees, [attribute(r, [0.0] * 3, "soft") for r in trees], Loss(), 1)
+        batch = build_batch([with_credits(tree, [0.0] * 3) for tree in trees], Loss(), 1)
         assert (batch.unique_tokens, batch.total_tokens, len(batch.targets_K)) == (0, 0, 0)
-        assert cut(batch, 100) == []
+        assert split_microbatches(batch, 100) == []
 
 
 def test_mistakes_are_named() -> None:
     rollout = two_branches()
-    credits = attribute(rollout, [1.0, 0.0, -1.0], "soft")
     with pytest.raises(ValueError, match="shorter"):
-        build_batch([rollout], [credits[:2]], Loss(), 1)
+        build_batch([ScoredTree(rollout)], Loss(), 1)  # no credits
+    with pytest.raises(ValueError, match="3 leaves, 2 credits"):
+        ScoredTree(rollout, credits=attribute(rollout, [1.0, 0.0, -1.0], "soft")[:2])
     bare = tree([prompt([]), model(0, [3])], [1])
     with pytest.raises(ValueError, match="the prompt is empty"):
-        build_batch([bare], [(Credit(1.0, {1: 1.0}),)], Loss(), 1)
+        build_batch([ScoredTree(bare, credits=(Credit(1.0, {1: 1.0}),))], Loss(), 1)
 
 
 # --- parts ---
@@ -96,28 +98,28 @@ def test_mistakes_are_named() -> None:
 def nested() -> TreeBatch:
     """Nodes of 3, 2, 2, 1, 1, then 3, 2, 1 below the last; 2 more below the third, 1 more below the first."""
     rollout = nested_branches()
-    return build_batch([rollout], [attribute(rollout, [1.3, 0.2, -0.4, -1.7, 0.6], "soft")], Loss(), 1)
+    return build_batch([with_credits(rollout, [1.3, 0.2, -0.4, -1.7, 0.6])], Loss(), 1)
 
 
-def shape(part: Part) -> tuple[int, int, list]:  # type: ignore[type-arg]
+def shape(part: MicroBatch) -> tuple[int, int, list]:  # type: ignore[type-arg]
     """Its tokens, where it hangs, and the same of what hangs below it."""
-    return len(part.tokens), part.above, [shape(child) for child in part.children]
+    return len(part.tokens), part.prefix_length, [shape(child) for child in part.children]
 
 
 def test_cutting_by_hand() -> None:
     batch = nested()
     assert batch.unique_tokens == 18
-    assert [shape(part) for part in cut(batch, 18)] == [(18, 0, [])]
+    assert [shape(part) for part in split_microbatches(batch, 18)] == [(18, 0, [])]
     # 3 and 2+2 are above more than 8 tokens: one trunk of 7, below which the rest hangs in two places.
-    assert [shape(part) for part in cut(batch, 8)] == [(7, 0, [(1, 3, []), (8, 7, []), (2, 7, [])])]
-    assert [shape(part) for part in cut(batch, 9)] == [(7, 0, [(1, 3, []), (8, 7, []), (2, 7, [])])]
-    assert [shape(part) for part in cut(batch, 10)] == [(7, 0, [(1, 3, []), (10, 7, [])])]
-    assert [shape(part) for part in cut(batch, 5)] == [
+    assert [shape(part) for part in split_microbatches(batch, 8)] == [(7, 0, [(1, 3, []), (8, 7, []), (2, 7, [])])]
+    assert [shape(part) for part in split_microbatches(batch, 9)] == [(7, 0, [(1, 3, []), (8, 7, []), (2, 7, [])])]
+    assert [shape(part) for part in split_microbatches(batch, 10)] == [(7, 0, [(1, 3, []), (10, 7, [])])]
+    assert [shape(part) for part in split_microbatches(batch, 5)] == [
         (9, 0, [(1, 3, []), (2, 7, []), (5, 9, []), (1, 9, [])]),
     ]
 
 
-def parts_below(part: Part) -> list[Part]:
+def parts_below(part: MicroBatch) -> list[MicroBatch]:
     return [part, *(below for child in part.children for below in parts_below(child))]
 
 
@@ -128,7 +130,7 @@ def test_parts_hold_every_token_once_and_fit(rng: random.Random, budget: int, sh
     batch = build_batch(forest.trees, Loss(entropy_coef=0.1), 1, shared)
     parent_N = batch.parent_N.numpy()
 
-    def check(part: Part, path: list[int]) -> int:
+    def check(part: MicroBatch, path: list[int]) -> int:
         """The context is the path to the parent of every first token; returns the most tokens held at a time."""
         inside = set(part.tokens.tolist())
         assert all(np.diff(part.tokens) > 0)
@@ -139,11 +141,11 @@ def test_parts_hold_every_token_once_and_fit(rng: random.Random, budget: int, sh
         one_path = (parent_N[part.tokens[1:]] == part.tokens[:-1]).all()
         assert one_path or (len(inside) <= budget and not part.children)
         for child in part.children:
-            below = [*path, *part.tokens[: child.above].tolist()]
+            below = [*path, *part.tokens[: child.prefix_length].tolist()]
             most = max(most, len(inside) + check(child, below))
         return most
 
-    parts = cut(batch, budget)
+    parts = split_microbatches(batch, budget)
     every = [token for top in parts for part in parts_below(top) for token in part.tokens.tolist()]
     assert sorted(every) == list(range(batch.unique_tokens))
     longest = int(batch.depth_N.max()) + 1 if batch.unique_tokens else 0

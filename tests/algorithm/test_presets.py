@@ -14,18 +14,18 @@ from typing import Any
 
 import pytest
 import torch
-from forests import TEMPERATURE, gradients, old_logprob, old_of, reference_model, rich_forest, sampled_by
+from forests import TEMPERATURE, Forest, gradients, old_logprob, old_of, reference_model, rich_forest, sampled_by
 from models import make_model
 from plain import Path, path_numbers, paths_of
 from torch import Tensor
 from trees import nested_branches, two_branches
 
-from arpo.algorithm.advantage import credit
-from arpo.algorithm.batch import tree_batch
+from arpo.algorithm.advantage import compute_credits
+from arpo.algorithm.batch import build_batch
 from arpo.config.loading import load_config, presets
 from arpo.config.schema import Config
-from arpo.trainer.forward_backward import accumulate, evaluate
-from arpo.types import Kind, Node, Reward, RolloutTree
+from arpo.trainer.forward_backward import compute_logprobs, forward_backward
+from arpo.types import Kind, Node, Reward, RolloutTree, ScoredTree
 
 MAX_TOKENS = 50
 Groups = Sequence[Sequence[float]]
@@ -218,19 +218,19 @@ def test_a_preset_has_the_gradient_of_its_algorithm(name: str) -> None:
     for seed in range(3):
         rng = random.Random(seed)
         forest = sampled_by(model, rich_forest(seed), seed)
-        trees = [with_entropies(tree, rng) for tree in (*forest.trees, two_branches(), nested_branches())]
+        every = (*(scored.tree for scored in forest.trees), two_branches(), nested_branches())
+        trees = [with_entropies(tree, rng) for tree in every]
         rewards = [[rng.choice([-1.0, 0.0, 1.0, 1.1]) for _ in tree.leaves] for tree in trees]
-        credits = credit(trees, [[Reward(r) for r in own] for own in rewards], config.advantage)
-        whole = replace(forest, trees=tuple(trees), credits=tuple(credits))
-        slow_loss(model, trees, rewards, REFERENCES[name], paths_of(trees, credits), old_of(whole), before).backward()
+        scored = [ScoredTree(tree, tuple(map(Reward, own))) for tree, own in zip(trees, rewards, strict=True)]
+        whole = Forest(tuple(compute_credits(scored, config.advantage)))
+        slow_loss(model, trees, rewards, REFERENCES[name], paths_of(whole.trees), old_of(whole), before).backward()
         expected = gradients(model)
         for shared in (True, False):
-            made = tree_batch(
-                trees, credits, config.loss, MAX_TOKENS, shared=shared, entropy=config.advantage.entropy_weight
-            )
+            weight = config.advantage.entropy_weight
+            made = build_batch(whole.trees, config.loss, MAX_TOKENS, shared=shared, entropy_weight=weight)
             old_K = old_logprob(made.engine_logprobs_K)
-            reference_K = evaluate(before, made, TEMPERATURE, 10**9)[0] if config.loss.kl_coef else None
-            accumulate(model, made, config.loss, TEMPERATURE, 10**9, old_K, reference_K)
+            reference_K = compute_logprobs(before, made, TEMPERATURE, 10**9)[0] if config.loss.kl_coef else None
+            forward_backward(model, made, config.loss, TEMPERATURE, 10**9, old_K, reference_K)
             for key, value in gradients(model).items():
                 assert (value - expected[key]).abs().max() <= 1e-5 * expected[key].abs().max(), (key, shared)
 

@@ -31,7 +31,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoModelForCausalLM
 
-from arpo.algorithm.batch import Part, cut
+from arpo.algorithm.batch import MicroBatch, build_batch, split_microbatches
 from arpo.builtin.model import build_model
 from arpo.cli import main as cli
 from arpo.config.loading import load_config
@@ -111,7 +111,7 @@ def test_a_tree_that_is_taken_keeps_what_it_weighs_in_the_batch() -> None:
     forest = rich_forest(5)
     whole, alone = (
         batch_of(forest),
-        [batch_of(Forest((t,), (c,))) for t, c in zip(forest.trees, strict=True)],
+        [batch_of(Forest((one,))) for one in forest.trees],
     )
     roots = [part for part in alone if part.unique_tokens]
     for number, other in enumerate(roots):
@@ -128,7 +128,7 @@ def test_gradients_of_the_shares_add_up_to_that_of_the_whole(kind: str) -> None:
     batch = batch_of(forest, loss=loss)
     told, expected = once(model, [(batch, None)], loss)
     shares = [take(batch, share) for share in balance(costs(batch, 0.1), 3)]
-    parts = matched([cut(share, 9) for share in shares])
+    parts = matched([split_microbatches(share, 9) for share in shares])
     got_told, got = once(model, list(zip(shares, parts, strict=True)), loss)
     assert got_told == pytest.approx(told, rel=1e-4, abs=1e-6)
     for name in expected:
@@ -155,7 +155,7 @@ def tokens_of(parts: Any) -> list[int]:
     return sorted(int(t) for part in parts for t in [*part.tokens, *tokens_of(part.children)])
 
 
-def holds_nothing(part: Part) -> bool:
+def holds_nothing(part: MicroBatch) -> bool:
     return not len(part.tokens) and all(map(holds_nothing, part.children))
 
 
@@ -164,13 +164,13 @@ def holds_nothing(part: Part) -> bool:
 def test_matched_parts_have_one_outline_and_lose_nothing(rng: random.Random, budget: int) -> None:
     batch = batch_of(random_forest(rng, "soft"))
     shares = [take(batch, share) for share in balance(costs(batch, 0.1), 3)]
-    before = [cut(share, budget) for share in shares]
+    before = [split_microbatches(share, budget) for share in shares]
     after = matched(before)
     assert outline(after[0]) == outline(after[1]) == outline(after[2])
     assert [tokens_of(parts) for parts in after] == [tokens_of(parts) for parts in before]
     assert len(after[0]) == max(map(len, before))  # no more passes than the rank with most has
 
-    def check(part: Part) -> None:
+    def check(part: MicroBatch) -> None:
         assert len(part.tokens) or holds_nothing(part)
         for child in part.children:
             check(child)
@@ -181,15 +181,14 @@ def test_matched_parts_have_one_outline_and_lose_nothing(rng: random.Random, bud
 
 
 def test_the_largest_parts_meet() -> None:
-    leaf = Part(np.arange(3), 0, ())
-    nested = Part(np.arange(5), 0, (leaf, leaf))
+    leaf = MicroBatch(np.arange(3), 0, ())
+    nested = MicroBatch(np.arange(5), 0, (leaf, leaf))
     assert outline(matched([[leaf, nested], [nested, leaf]])[0]) == [[[], []], []]
 
 
 def test_trees_go_to_other_ranks_and_back_to_the_last_bit() -> None:
     forest = rich_forest(2)
-    trees, credits = trees_from_bytes(trees_to_bytes(forest.trees))
-    assert (tuple(trees), tuple(credits)) == (forest.trees)
+    assert tuple(trees_from_bytes(trees_to_bytes(forest.trees))) == forest.trees
     assert trees_from_bytes(trees_to_bytes([], [])) == ([], [])
 
 
@@ -199,12 +198,12 @@ def test_trees_go_to_other_ranks_and_back_to_the_last_bit() -> None:
 def step_of(seed: int, forests: int = 2) -> Forest:
     """The trees of several forests as one step."""
     several = [rich_forest(10 * seed + number) for number in range(forests)]
-    return Forest(tuple(t for f in several for t in f.trees), tuple(c for f in several for c in f.credits))
+    return Forest(tuple(one for forest in several for one in forest.trees))
 
 
 def steps(*seeds: int, trees: int | None = None) -> tuple[bytes, ...]:
     forests = [step_of(seed) for seed in seeds]
-    return tuple(trees_to_bytes(f.trees[:trees], f.credits[:trees]) for f in forests)
+    return tuple(trees_to_bytes(f.trees[:trees]) for f in forests)
 
 
 TRAIN = ("train.lr=1e-4", "train.warmup_steps=3", "train.weight_decay=0.1", "train.max_grad_norm=0.5")
@@ -237,7 +236,7 @@ def test_the_cases_are_hard_enough() -> None:
         batch = batch_of(step_of(seed))
         shares = [take(batch, share) for share in balance(costs(batch, 0.1), 2)]
         assert all(len(share.targets_K) for share in shares)
-        before = [cut(share, 16) for share in shares]
+        before = [split_microbatches(share, 16) for share in shares]
         uneven += outline(before[0]) != outline(before[1])
         nested += any(part.children for parts in before for part in parts)
     assert uneven >= 5 and nested == 6
@@ -353,10 +352,10 @@ def test_damaged_shards_are_named(tmp_path: Path) -> None:
 
 REWARD = """
 from statistics import fmean
-from arpo.types import Kind, Reward
+from arpo.types import Reward
 
-def even(task, tree, leaf):
-    tokens = [t for i in tree.path(leaf.node) if tree.nodes[i].kind is Kind.MODEL for t in tree.nodes[i].tokens]
+def even(trajectory):
+    tokens = [token for node in trajectory.model_nodes for token in node.tokens]
     share = fmean(token % 2 == 0 for token in tokens)
     return Reward(share, {"correct": share, "format": 1.0})
 """

@@ -14,7 +14,7 @@ from forests import MAX_TOKENS, TEMPERATURE, gradients, rich_forest, trained_wit
 from models import make_model
 from torch import Tensor
 
-from arpo.algorithm.batch import cut
+from arpo.algorithm.batch import build_batch, split_microbatches
 from arpo.config.schema import Loss
 from arpo.trainer import attention
 from arpo.trainer.attention import TreePlan
@@ -108,7 +108,7 @@ def test_nothing_stays_in_memory_when_a_tree_was_cut(checkpointing: bool, monkey
     monkeypatch.setattr(TreePlan, "__init__", remember)
     model, forest = make_model("llama"), rich_forest(5)
     batch = build_batch(forest.trees, Loss(), MAX_TOKENS)
-    assert any(part.children for part in cut(batch, 10))
+    assert any(part.children for part in split_microbatches(batch, 10))
     with trained_with(model, checkpointing):
         forward_backward(model, batch, Loss(), TEMPERATURE, 10)
     gradients(model)
