@@ -5,7 +5,7 @@ Model and tool text is hostile: it is shown through `printable`, never as markup
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from textwrap import shorten
 

@@ -20,8 +20,8 @@ from arpo.data.published import published_for
 from arpo.evaluation.samples import Sample
 from arpo.evaluation.statistics import LEVEL, Estimate, Summary
 from arpo.figures.style import INSTALL, figure_style, has_matplotlib, new_figure, render
-from arpo.runs.run_dir import write_atomically
 from arpo.figures.text import markdown_cell, markdown_table, one_line, printable
+from arpo.runs.run_dir import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -18,6 +18,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from arpo.figures.style import BLACK, BLUE, GREEN, ORANGE, PINK, RED, figure_style, new_figure, render
+from arpo.figures.text import printable
 from arpo.runs.run_dir import write_atomically
 from arpo.studies.compare.stats import Comparison, Trial, cold_start, complete, on_grid, share_interval
 

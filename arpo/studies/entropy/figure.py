@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from arpo.evaluation.statistics import Z
 from arpo.figures.style import BLACK, BLUE, GREEN, ORANGE, PINK, RED, SKY, figure_style, new_figure, render
+from arpo.figures.text import printable
 from arpo.studies.entropy.study import BranchStats, Curve, Place, Study
 
 if TYPE_CHECKING:
