@@ -1,15 +1,14 @@
-"""Tools: what the model may call. A plain function becomes one by `@tool`; calls are made by `arpo.tools.executor`.
+"""Tools that the model may call. `@tool` turns a function into one; `arpo.tools.executor` makes the calls.
 
     @tool(timeout=5, cacheable=True)
     def weather(city: str, days: int = 1) -> str:
         '''The weather forecast for a city.'''
         return ...
 
-A tool tells whose fault a failure is by what it raises: ToolError and the rest of BAD_INPUT mean the model's, and so
-does ToolTimeout; anything else is the tool's own.
-
-Does not cover: isolation (a tool runs with all rights of this process) and stopping a plain function that hangs: its
-thread goes on after the timeout, so what may hang should be an async function. A quick tool cannot time out at all.
+The exception that a tool raises says whose fault a failure is: ToolError and the rest of BAD_INPUT the model's, as well
+as ToolTimeout; anything else the tool's own.
+Not covered: isolation (a tool runs with all rights of this process), and stopping a plain function that hangs: its
+thread continues after the timeout, so what may hang should be an async function. A quick tool cannot time out.
 """
 
 from __future__ import annotations
@@ -23,35 +22,35 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, TypedDict, Unpack, overload
 
-from arpo.tools.schema import Checker, spec_of
+from arpo.tools.schema import Checker, build_spec
 from arpo.types import ToolSpec
 
 
 class ToolError(Exception):
-    """The model asked for something that cannot be done; the message is shown to it and the call is not retried."""
+    """The model asked for something impossible; it is shown the message, and the call is not retried."""
 
 
 class ToolTimeout(Exception):
-    """The call ran into a time limit of the tool's own; the message is shown to the model, the call is not retried."""
+    """The call exceeded a time limit of the tool's own; the model is shown the message, the call is not retried."""
 
 
 class ToolUnavailable(Exception):
-    """The tool itself is broken or unreachable: not the model's fault, worth another attempt."""
+    """The tool is broken or unreachable: not the model's fault, and the call is retried."""
 
 
-CHARS_PER_TOKEN = 4  # an estimate for tools, which know no tokenizer; the exact cut is made when a result is encoded
+CHARS_PER_TOKEN = 4  # an estimate, as tools have no tokenizer; the exact cut is made when a result is encoded
 BAD_INPUT = (ToolError, ValueError, TypeError, ArithmeticError, LookupError)
-"""What a tool raises when the model's arguments are at fault. Anything else means that the tool itself is broken."""
+"""Exceptions that blame the model's arguments. Any other one means that the tool is broken."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """Something the model can call: what it is told of it, the coroutine function that does it, and its limits.
+    """Something the model can call: its spec, the coroutine function `run`, and its limits.
 
-    `timeout` is seconds per attempt, `retries` further attempts after a failure of the infrastructure, `max_chars` the
-    longest output that is passed on, `concurrency` how many calls may run at the same time (0: any number).
-    `cacheable` says that the same arguments always deserve the same answer, and `version` names what that answer
-    depends on besides the arguments: an index, a snapshot, the code itself. `close` releases what the tool holds.
+    `timeout` is seconds per attempt, `retries` the further attempts after an infrastructure failure, `max_chars` the
+    length at which output is cut, `concurrency` the number of concurrent calls (0: any). `cacheable` means that the
+    same arguments always give the same answer, as long as `version` (an index, a snapshot, the code) is the same.
+    `close` releases the tool's resources.
     """
 
     spec: ToolSpec
@@ -73,7 +72,7 @@ class Tool:
 
 
 class Limits(TypedDict, total=False):
-    """What `@tool` can be given: fields of Tool."""
+    """The fields of Tool that `@tool` takes."""
 
     timeout: float
     retries: int
@@ -94,12 +93,12 @@ def tool(
 ) -> Tool | Callable[[Callable[..., Any]], Tool]:
     """Make a Tool of a function with type hints and a docstring, whose first paragraph is the description.
 
-    A plain function runs in a thread; with `quick` it is called on the event loop itself, which is right for what takes
-    microseconds and keeps the order of events exactly the same from run to run.
+    A plain function runs in a thread. With `quick` it is called on the event loop, which suits functions that take
+    microseconds and keeps the order of events the same in every run.
     """
 
     def make(function: Callable[..., Any]) -> Tool:
-        return Tool(spec_of(function), _coroutine(function, limits.get("quick", False)), **limits)
+        return Tool(build_spec(function), _coroutine(function, limits.get("quick", False)), **limits)
 
     return make if function is None else make(function)
 
@@ -108,23 +107,23 @@ def _coroutine(function: Callable[..., Any], quick: bool) -> Callable[..., Await
     if inspect.iscoroutinefunction(function):
         return function
 
-    async def on_the_loop(**args: Any) -> Any:
+    async def on_loop(**args: Any) -> Any:
         return function(**args)
 
-    async def in_a_thread(**args: Any) -> Any:
-        return await _thread(lambda: function(**args), function.__name__)
+    async def in_thread(**args: Any) -> Any:
+        return await _run_in_thread(lambda: function(**args), function.__name__)
 
-    return on_the_loop if quick else in_a_thread
+    return on_loop if quick else in_thread
 
 
-async def _thread(function: Callable[[], Any], name: str) -> Any:
-    """The function's result, from a thread of its own: in a pool, calls that hang would hold up the others."""
+async def _run_in_thread(function: Callable[[], Any], name: str) -> Any:
+    """Return the function's result from a new thread; in a pool, calls that hang would block others."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
     context = contextvars.copy_context()
 
     def deliver(value: Any, error: Exception | None) -> None:
-        if done.cancelled():  # nobody waits any more
+        if done.cancelled():  # the caller timed out
             return
         if error is None:
             done.set_result(value)
@@ -136,13 +135,13 @@ async def _thread(function: Callable[[], Any], name: str) -> Any:
         failure: Exception | None = None
         try:
             value = context.run(function)
-        except StopIteration as error:  # a future cannot carry one
+        except StopIteration as error:  # a future cannot hold one
             failure = RuntimeError(type(error).__name__)
         except Exception as error:
             failure = error
-        except BaseException as error:  # a tool that calls exit() does not end the run
+        except BaseException as error:  # exit() in a tool must not end the run
             failure = RuntimeError(type(error).__name__)
-        with contextlib.suppress(RuntimeError):  # the loop may be closed by now
+        with contextlib.suppress(RuntimeError):  # the loop may be closed
             loop.call_soon_threadsafe(deliver, value, failure)
 
     threading.Thread(target=work, name=f"arpo-tool-{name}", daemon=True).start()

@@ -1,21 +1,18 @@
-"""Answers of tools, kept on disk: to save calls, and to repeat a run without making any.
+"""Results of tool calls, cached in an SQLite file: to save calls, and to repeat a run without making any.
 
     cache = ToolCache("answers.sqlite", "record")
 
-- `on`: a cacheable tool is not called again for what is stored, and what it answers is stored.
-- `record`: every call of every tool is made, and its answer stored in place of an older one.
-- `replay`: no tool is ever called; a call that is not stored fails.
+- `on`: a cacheable tool is not called again for a stored call, and new results are stored.
+- `record`: every call of every tool is made, and its result replaces an older one.
+- `replay`: no tool is called; a call that is not stored fails.
 
-Promises: an answer belongs to the tool's name, version and longest output, and to the arguments; of several answers to
-the same call the last is kept. What was put is found at once by this process, and soon by others: any number may use
-the file at the same time, each with a ToolCache of its own. Writing is done by a thread, so the event loop waits for
-one look-up at most. Once the file is open, a failing disk costs answers and is counted in `errors`; nothing raises but
-`get` in a replay, where there is no other way to an answer.
-
-Does not cover: timeouts and failures of the infrastructure, which are never stored, so that a replay lacks these calls;
-a tool that answers the same call differently each time (a clock, a session): a replay repeats its last answer, always
-the same, but not what the recorded run saw; power cuts (the file stays whole, its last answers may be gone); network
-file systems; deleting what is old (delete the file).
+Guarantees: a result is stored under the tool's name, version, `max_chars` and arguments; the last one wins. `get` sees
+what this process has `put` at once, and what other processes have put soon after: any number may use the file, each
+with its own ToolCache. A thread does the writing, so the event loop waits for at most one look-up. Once the file is
+open, disk errors lose results and are counted in `errors`; only `get` raises, in a replay.
+Not covered: timeouts and infrastructure failures, which are never stored, so a replay lacks these calls; tools that
+answer the same call differently each time (a clock, a session): a replay repeats the last answer; power cuts (the file
+stays intact, its last results may be lost); network file systems; expiry (delete the file).
 """
 
 from __future__ import annotations
@@ -38,14 +35,14 @@ from arpo.tools.base import Tool, ToolUnavailable
 from arpo.types import Fault
 
 Mode = Literal["on", "record", "replay"]
-WRITE_WAIT_SECONDS = 10.0  # for other processes that write
-READ_WAIT_SECONDS = 0.5  # a reader practically never waits, and the event loop must not
-APPLICATION_ID = 0x6172706F  # "arpo": marks a file as ours
-LAYOUT = 1
+WRITE_TIMEOUT_SECONDS = 10.0  # waiting for other writers
+READ_TIMEOUT_SECONDS = 0.5  # a reader practically never waits, and must not block the event loop
+APPLICATION_ID = 0x6172706F  # "arpo": identifies our files
+SCHEMA_VERSION = 1
 
 _CREATE = (
     f"PRAGMA application_id = {APPLICATION_ID}",
-    f"PRAGMA user_version = {LAYOUT}",
+    f"PRAGMA user_version = {SCHEMA_VERSION}",
     "CREATE TABLE answers (key BLOB PRIMARY KEY, tool TEXT NOT NULL, version TEXT NOT NULL, args TEXT NOT NULL,"
     " text TEXT NOT NULL, fault TEXT, seconds REAL NOT NULL)",
 )
@@ -54,84 +51,84 @@ _STORE = "INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?, ?, ?, ?)"
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """One call as the cache knows it; `key` stands for everything that the answer depends on."""
+class CacheKey:
+    """One call; `digest` covers everything that its result depends on."""
 
-    key: bytes
+    digest: bytes
     tool: str
     version: str
     args: str
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What a tool answered to one call, and how long that took."""
+class CachedResult:
+    """What a tool answered to one call, and how long it took."""
 
     text: str
     fault: Fault | None
     seconds: float
 
 
-def question_of(tool: Tool, args: Mapping[str, Any]) -> Question:
-    """What these arguments, which must be plain JSON, ask of this tool."""
+def build_key(tool: Tool, args: Mapping[str, Any]) -> CacheKey:
+    """Return the key of a call; the arguments must be plain JSON."""
     plain = json.dumps(dict(args), sort_keys=True, separators=(",", ":"), allow_nan=False)
     whole = json.dumps([tool.spec.name, tool.version, tool.max_chars, plain])
-    return Question(hashlib.sha256(whole.encode()).digest(), tool.spec.name, tool.version, plain)
+    return CacheKey(hashlib.sha256(whole.encode()).digest(), tool.spec.name, tool.version, plain)
 
 
 class ToolCache:
-    """Stored answers in one SQLite file."""
+    """Cached results in one SQLite file."""
 
     def __init__(self, path: str | Path, mode: Mode) -> None:
         self.path, self.mode, self.errors = Path(path).expanduser(), mode, 0
         if mode not in get_args(Mode):
-            raise ArpoError(f"answers of tools are kept in mode on, record or replay, not {mode!r}")
+            raise ArpoError(f"the mode of a tool cache is on, record or replay, not {mode!r}")
         if mode == "replay" and not self.path.is_file():
-            raise ArpoError(f"{self.path}: there is no recording to replay; make one in mode record")
+            raise ArpoError(f"{self.path}: there is no recording to replay; make one with mode record")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._writer = None if mode == "replay" else _writer(self.path)
-            self._reader = _reader(self.path)
+            self._writer = None if mode == "replay" else _open_writer(self.path)
+            self._reader = _open_reader(self.path)
         except (OSError, sqlite3.OperationalError) as error:
-            raise ArpoError(f"{self.path}: cannot keep answers of tools there: {error}") from error
+            raise ArpoError(f"{self.path}: cannot store results of tools there: {error}") from error
         except sqlite3.DatabaseError as error:
-            raise ArpoError(f"{self.path} {_not_ours(str(error))}") from error
+            raise ArpoError(f"{self.path} {_bad_file(str(error))}") from error
         self._process = os.getpid()
-        self._lock = threading.Lock()  # of the reader and of what is not written yet
-        self._pending: dict[bytes, tuple[Question, Answer]] = {}
+        self._lock = threading.Lock()  # guards the reader and `_pending`
+        self._pending: dict[bytes, tuple[CacheKey, CachedResult]] = {}
         self._scheduled = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="arpo-tool-cache")  # at exit, Python waits for it
 
-    def get(self, question: Question) -> Answer | None:
-        """What is stored for this call. A file that cannot be read holds nothing; in a replay, ToolUnavailable."""
+    def get(self, key: CacheKey) -> CachedResult | None:
+        """Return the stored result. If the file cannot be read: None, or in a replay ToolUnavailable."""
         try:
             self._check_process()
             with self._lock:
-                waiting = self._pending.get(question.key)
+                waiting = self._pending.get(key.digest)
                 if waiting is not None:
                     return waiting[1]
-                row = self._reader.execute(_SELECT, (question.key,)).fetchone()
-            return row and Answer(str(row[0]), row[1] and Fault(row[1]), row[2])
+                row = self._reader.execute(_SELECT, (key.digest,)).fetchone()
+            return row and CachedResult(str(row[0]), row[1] and Fault(row[1]), row[2])
         except (sqlite3.Error, ValueError) as error:
             self.errors += 1
             if self.mode == "replay":
                 raise ToolUnavailable(f"the recording cannot be read: {error}") from error
             return None
 
-    def put(self, question: Question, answer: Answer) -> None:
-        """Store an answer: for `get` at once, on the disk a little later."""
+    def put(self, key: CacheKey, result: CachedResult) -> None:
+        """Store a result: visible to `get` at once, written to disk a little later."""
         try:
             self._check_process()
             with self._lock:
                 if not self._scheduled:
-                    self._thread.submit(self._write)  # RuntimeError once it is closed
+                    self._thread.submit(self._write)  # raises RuntimeError after `close`
                     self._scheduled = True
-                self._pending[question.key] = (question, answer)
+                self._pending[key.digest] = (key, result)
         except (sqlite3.Error, RuntimeError):
             self.errors += 1
 
     def close(self) -> None:
-        """Write what is not written yet and let go of the file."""
+        """Write pending results and close the file."""
         if os.getpid() != self._process:
             return
         self._thread.shutdown(wait=True)
@@ -141,11 +138,11 @@ class ToolCache:
                     connection.close()
 
     def _write(self) -> None:
-        """Write all that is pending, in one transaction."""
+        """Write all pending results in one transaction."""
         with self._lock:
             batch = list(self._pending.values())
             self._scheduled = False
-        rows = [(q.key, q.tool, q.version, q.args, a.text, a.fault, a.seconds) for q, a in batch]
+        rows = [(k.digest, k.tool, k.version, k.args, r.text, r.fault, r.seconds) for k, r in batch]
         try:
             assert self._writer is not None
             with self._writer:
@@ -155,55 +152,55 @@ class ToolCache:
             self.errors += len(rows)
         with self._lock:
             for entry in batch:
-                if self._pending.get(entry[0].key) is entry:
-                    del self._pending[entry[0].key]
+                if self._pending.get(entry[0].digest) is entry:
+                    del self._pending[entry[0].digest]
 
     def _check_process(self) -> None:
         if os.getpid() != self._process:  # a forked process would damage the file through its parent's connection
             raise sqlite3.ProgrammingError("the cache was opened by another process; each must open its own")
 
 
-def _writer(path: Path) -> sqlite3.Connection:
-    """A connection that may write, to a file that is made if need be."""
-    connection = _connect(str(path), WRITE_WAIT_SECONDS)
-    deadline = time.monotonic() + WRITE_WAIT_SECONDS
+def _open_writer(path: Path) -> sqlite3.Connection:
+    """Open a connection that writes, and create the file if it does not exist."""
+    connection = _connect(str(path), WRITE_TIMEOUT_SECONDS)
+    deadline = time.monotonic() + WRITE_TIMEOUT_SECONDS
     while True:
         try:
             with connection:
-                connection.execute("BEGIN IMMEDIATE")  # only one process at a time makes the table
+                connection.execute("BEGIN IMMEDIATE")  # only one process at a time creates the table
                 if not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
                     for statement in _CREATE:
                         connection.execute(statement)
-            _check_ours(connection, path)
+            _check_format(connection, path)
             connection.execute("PRAGMA journal_mode = WAL")  # readers and the writer do not wait for each other
             connection.execute("PRAGMA synchronous = NORMAL")
             return connection
-        except sqlite3.OperationalError as error:  # of the changes made here, some do not wait by themselves
+        except sqlite3.OperationalError as error:  # some of these statements ignore the connection's timeout
             if "locked" not in str(error) or time.monotonic() > deadline:
                 raise
             time.sleep(0.01)
 
 
-def _reader(path: Path) -> sqlite3.Connection:
-    """A connection that only reads, from a folder where nothing can be written too."""
+def _open_reader(path: Path) -> sqlite3.Connection:
+    """Open a read-only connection, which also works in a directory without write permission."""
     immutable = "" if os.access(path.parent, os.W_OK) else "&immutable=1"
-    connection = _connect(f"file:{quote(str(path.absolute()))}?mode=ro{immutable}", READ_WAIT_SECONDS)
-    _check_ours(connection, path)
+    connection = _connect(f"file:{quote(str(path.absolute()))}?mode=ro{immutable}", READ_TIMEOUT_SECONDS)
+    _check_format(connection, path)
     return connection
 
 
-def _connect(address: str, wait: float) -> sqlite3.Connection:
+def _connect(address: str, timeout: float) -> sqlite3.Connection:
     return sqlite3.connect(
-        address, timeout=wait, isolation_level=None, check_same_thread=False, uri=address.startswith("file:")
+        address, timeout=timeout, isolation_level=None, check_same_thread=False, uri=address.startswith("file:")
     )
 
 
-def _check_ours(connection: sqlite3.Connection, path: Path) -> None:
+def _check_format(connection: sqlite3.Connection, path: Path) -> None:
     found = [connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")]
-    if found != [APPLICATION_ID, LAYOUT]:
-        raise ArpoError(f"{path} {_not_ours('another program or version made it')}")
+    if found != [APPLICATION_ID, SCHEMA_VERSION]:
+        raise ArpoError(f"{path} {_bad_file('another program or version made it')}")
     connection.execute("SELECT key, tool, version, args, text, fault, seconds FROM answers LIMIT 1").fetchone()
 
 
-def _not_ours(reason: str) -> str:
-    return f"holds no answers of tools that can be read ({reason}); name another file, or delete this one"
+def _bad_file(reason: str) -> str:
+    return f"is not a tool cache that can be read ({reason}); name another file, or delete this one"

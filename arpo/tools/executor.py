@@ -1,17 +1,15 @@
-"""Calling tools: the one place where calls are made, limited, repeated, remembered, counted, and where an exception
-becomes a result.
+"""Calls of tools: made, limited, retried, cached and counted in one place, where exceptions become results.
 
-    with Toolbox([search, python], ToolCache("answers.sqlite", "on")) as tools:
+    with Toolset([search, python], ToolCache("answers.sqlite", "on")) as tools:
         result = await call_tool(tools, ToolCall("search", {"query": "Mira Tolven"}))
 
-Promises: `call_tool` always returns text that the model can read (valid Unicode, no NUL, bounded length) and says whose
-fault a failure was; only failures of the infrastructure are retried, after growing random pauses. At its timeout, or
-when the caller is cancelled, a tool is stopped and given a few seconds to clean up. Waiting for one of its slots takes
-nothing from its timeout. Identical calls of a cacheable tool that are under way at the same time are made once, given a
-cache. A quick tool is called without giving way to anything else, so the order of events is the same from run to run.
-
-Does not cover: limits across processes or event loops, each of which has its own slots; the thread of a plain function
-that goes on after its timeout, and a clean-up that takes too long: neither holds a slot any more.
+Guarantees: `call_tool` always returns text that the model can read (valid Unicode, no NUL, bounded length) and says
+whose fault a failure was. Only infrastructure failures are retried, after growing random pauses. At its timeout, or
+when the caller is cancelled, a tool is cancelled and given a few seconds to clean up. Waiting for a free slot does
+not count against the timeout. With a cache, identical concurrent calls of a cacheable tool are made once. A quick
+tool runs without yielding to the event loop, so the order of events is the same in every run.
+Not covered: limits across processes or event loops, each of which has its own slots; the thread of a plain function
+that continues after its timeout, and a clean-up that takes too long: neither holds a slot any more.
 """
 
 from __future__ import annotations
@@ -25,17 +23,16 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import Any, Self
 
 from arpo.errors import ArpoError
 from arpo.tools.base import BAD_INPUT, Tool, ToolError, ToolTimeout, ToolUnavailable
-from arpo.tools.cache import Answer, Question, ToolCache, question_of
-from arpo.tools.stats import Tally, ToolStats
+from arpo.tools.cache import CachedResult, CacheKey, ToolCache, build_key
+from arpo.tools.stats import ToolCounters, ToolStats
 from arpo.types import Fault, ToolCall, ToolResult
 
 FIRST_PAUSE_SECONDS = 0.1
-LONGEST_PAUSE_SECONDS = 5.0
+MAX_PAUSE_SECONDS = 5.0
 CLEANUP_SECONDS = 5.0
 MAX_ERROR_CHARS = 500
 _jitter = random.Random()
@@ -43,14 +40,14 @@ _jitter = random.Random()
 
 @dataclass(frozen=True, slots=True)
 class _LoopState:
-    """What belongs to one event loop: the slots of its tools, and cacheable calls under way."""
+    """State of one event loop: the slots of each tool, and the cacheable calls in flight."""
 
     slots: Mapping[str, asyncio.Semaphore]
-    flights: dict[bytes, asyncio.Future[ToolResult | None]] = field(default_factory=dict)
+    in_flight: dict[bytes, asyncio.Future[ToolResult | None]] = field(default_factory=dict)
 
 
 class Toolset(Mapping[str, Tool]):
-    """A fixed set of tools by name, with what their calls share: slots, stored answers and counters."""
+    """A fixed set of tools by name, with what their calls share: slots, cache and counters."""
 
     def __init__(self, tools: Iterable[Tool], cache: ToolCache | None = None) -> None:
         self._tools: dict[str, Tool] = {}
@@ -58,7 +55,7 @@ class Toolset(Mapping[str, Tool]):
             if self._tools.setdefault(tool.spec.name, tool) is not tool:
                 raise ArpoError(f"two tools are named {tool.spec.name!r}; leave one out or rename it")
         self.cache = cache
-        self._tallies: defaultdict[str, Tally] = defaultdict(Tally)
+        self._counters: defaultdict[str, ToolCounters] = defaultdict(ToolCounters)
         self._loops: dict[asyncio.AbstractEventLoop, _LoopState] = {}
         self._closed = False
 
@@ -71,13 +68,25 @@ class Toolset(Mapping[str, Tool]):
     def __len__(self) -> int:
         return len(self._tools)
 
+    async def call(self, call: ToolCall) -> ToolResult:
+        """Make a call and return its result, which is always text. `attempts` is 0 if the call was unusable."""
+        counters = self._counters[call.name if call.name in self else ""]
+        counters.start()
+        try:
+            result = await self._result(call)
+        except BaseException:
+            counters.cancel()
+            raise
+        counters.end(result)
+        return result
+
     def stats(self) -> dict[str, ToolStats]:
-        """Every tool's counters now, by name; calls of tools that do not exist are counted under ""."""
-        names = [*self, ""] if "" in self._tallies else [*self]
-        return {name: self._tallies[name].snapshot() for name in names}
+        """Return each tool's counters by name; calls of unknown tools are counted under ""."""
+        names = [*self, ""] if "" in self._counters else [*self]
+        return {name: self._counters[name].snapshot() for name in names}
 
     def close(self) -> None:
-        """Release what the tools and the cache hold, each of them even if another fails; the first time only."""
+        """Close the tools and the cache, each of them even if another fails; does nothing the second time."""
         closed, self._closed = self._closed, True
         if closed:
             return
@@ -91,10 +100,10 @@ class Toolset(Mapping[str, Tool]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _here(self) -> _LoopState:
+    def _loop_state(self) -> _LoopState:
         loop = asyncio.get_running_loop()
         if loop not in self._loops:
             self._loops = {other: state for other, state in self._loops.items() if not other.is_closed()}
@@ -102,129 +111,106 @@ class Toolset(Mapping[str, Tool]):
             self._loops[loop] = _LoopState(slots)
         return self._loops[loop]
 
+    async def _result(self, call: ToolCall) -> ToolResult:
+        """Check a call, then answer it from the cache or by running the tool."""
+        started = time.perf_counter()
+        mistake = _mistake(self, call)
+        if mistake is not None:
+            return ToolResult(_clean(mistake[:MAX_ERROR_CHARS]), Fault.MODEL, time.perf_counter() - started, 0)
+        tool, cache = self[call.name], self.cache
+        if cache is None or (cache.mode == "on" and not tool.cacheable):
+            return await self._run(tool, call.args)
+        key = build_key(tool, call.args)
+        if cache.mode == "replay":
+            return _replay(cache, key)
+        if tool.cacheable:
+            return await self._run_once(cache, tool, call.args, key)
+        return _store(cache, key, await self._run(tool, call.args))
+
+    async def _run_once(self, cache: ToolCache, tool: Tool, args: Mapping[str, Any], key: CacheKey) -> ToolResult:
+        """Return a cached result, that of an identical call in flight, or that of a call made now."""
+        in_flight = self._loop_state().in_flight
+        while True:
+            started = time.perf_counter()
+            cached = cache.get(key) if cache.mode == "on" else None
+            if cached is not None:
+                return _from_cache(cached, started)
+            if key.digest not in in_flight:
+                break
+            try:
+                shared = await asyncio.shield(in_flight[key.digest])
+            finally:
+                self._counters[key.tool].wait_seconds += time.perf_counter() - started
+            if shared is not None:
+                return replace(shared, seconds=0.0, attempts=1, cached=True)
+        future = in_flight[key.digest] = asyncio.get_running_loop().create_future()
+        result = None
+        try:
+            result = _store(cache, key, await self._run(tool, args))
+            return result
+        finally:  # after a cancellation, None tells those who wait to make the call themselves
+            del in_flight[key.digest]
+            future.set_result(result)
+
+    async def _run(self, tool: Tool, args: Mapping[str, Any]) -> ToolResult:
+        """Run the tool, with retries after infrastructure failures."""
+        counters, slots = self._counters[tool.spec.name], self._loop_state().slots[tool.spec.name]
+        started, waited, attempts = time.perf_counter(), 0.0, 0
+        while True:
+            attempts += 1
+            asked = time.perf_counter()
+            try:
+                await slots.acquire()
+            finally:
+                waited += time.perf_counter() - asked
+                counters.wait_seconds += time.perf_counter() - asked
+            try:
+                text, fault = await _attempt(tool, args)
+            finally:
+                slots.release()
+            if fault is not Fault.INFRA or attempts > tool.retries:
+                break
+            counters.retries += 1
+            await asyncio.sleep(pause_before_retry(attempts, _jitter.random()))
+        seconds = time.perf_counter() - started - waited
+        counters.durations.append(seconds)
+        return ToolResult(_clean(text), fault, seconds, attempts)
+
 
 async def call_tool(tools: Mapping[str, Tool], call: ToolCall) -> ToolResult:
-    """Do what the model asked for; whatever happens, the result is text. `attempts` is 0 if the call was unusable.
-
-    A plain mapping of tools will do where nothing is to be shared between calls.
-    """
-    box = tools if isinstance(tools, Toolset) else Toolset(tools.values())
-    tally = box._tallies[call.name if call.name in box else ""]
-    tally.start()
-    try:
-        result = await _answer(box, tally, call)
-    except BaseException:
-        tally.cancel()
-        raise
-    tally.end(result)
-    return result
+    """`Toolset.call`; a plain mapping of tools will do if calls share neither slots nor counters."""
+    return await (tools if isinstance(tools, Toolset) else Toolset(tools.values())).call(call)
 
 
 def pause_before_retry(attempts: int, uniform: float) -> float:
-    """Seconds to wait after so many failed attempts: a share, drawn from [0, 1), of a bound that doubles each time."""
-    return uniform * min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2.0 ** min(attempts - 1, 30))
+    """Seconds to wait after `attempts` failures: the share `uniform` in [0, 1) of a bound that doubles each time."""
+    return uniform * min(MAX_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2.0 ** min(attempts - 1, 30))
 
 
-async def _answer(box: Toolset, tally: Tally, call: ToolCall) -> ToolResult:
-    """The result of one call: what the model did wrong, what is stored, or what the tool says."""
-    started = time.perf_counter()
-    mistake = _mistake(box, call)
-    if mistake is not None:
-        return ToolResult(_clean(mistake[:MAX_ERROR_CHARS]), Fault.MODEL, time.perf_counter() - started, 0)
-    tool, cache = box[call.name], box.cache
-    if cache is None or (cache.mode == "on" and not tool.cacheable):
-        return await _run(box, tally, tool, call.args)
-    question = question_of(tool, call.args)
-    if cache.mode == "replay":
-        return _replay(cache, tool, question)
-    if tool.cacheable:
-        return await _run_once(box, cache, tally, tool, call.args, question)
-    return _stored(cache, question, await _run(box, tally, tool, call.args))
-
-
-# What is remembered.
-
-
-def _replay(cache: ToolCache, tool: Tool, question: Question) -> ToolResult:
+def _replay(cache: ToolCache, key: CacheKey) -> ToolResult:
     started = time.perf_counter()
     try:
-        answer = cache.get(question)
-        if answer is None:
+        cached = cache.get(key)
+        if cached is None:
             raise ToolUnavailable("the recording that is replayed lacks this call")
     except ToolUnavailable as error:
-        return ToolResult(_error(f"{tool.spec.name} is unavailable: {error}"), Fault.INFRA)
-    return _remembered(answer, started)
+        return ToolResult(_error(f"{key.tool} is unavailable: {error}"), Fault.INFRA)
+    return _from_cache(cached, started)
 
 
-async def _run_once(
-    box: Toolset, cache: ToolCache, tally: Tally, tool: Tool, args: Mapping[str, Any], question: Question
-) -> ToolResult:
-    """A stored answer, that of an identical call under way, or that of a call made now."""
-    flights = box._here().flights
-    while True:
-        started = time.perf_counter()
-        answer = cache.get(question) if cache.mode == "on" else None
-        if answer is not None:
-            return _remembered(answer, started)
-        if question.key not in flights:
-            break
-        try:
-            shared = await asyncio.shield(flights[question.key])
-        finally:
-            tally.wait_seconds += time.perf_counter() - started
-        if shared is not None:
-            return replace(shared, seconds=0.0, attempts=1, cached=True)
-    flight = flights[question.key] = asyncio.get_running_loop().create_future()
-    result = None
-    try:
-        result = _stored(cache, question, await _run(box, tally, tool, args))
-        return result
-    finally:  # None, after a cancellation, tells those who wait to make the call themselves
-        del flights[question.key]
-        flight.set_result(result)
+def _from_cache(cached: CachedResult, started: float) -> ToolResult:
+    return ToolResult(_clean(cached.text), cached.fault, time.perf_counter() - started, cached=True)
 
 
-def _remembered(answer: Answer, started: float) -> ToolResult:
-    return ToolResult(_clean(answer.text), answer.fault, time.perf_counter() - started, cached=True)
-
-
-def _stored(cache: ToolCache, question: Question, result: ToolResult) -> ToolResult:
-    """The result, after storing it if it would be the same another time."""
+def _store(cache: ToolCache, key: CacheKey, result: ToolResult) -> ToolResult:
+    """Return the result, after storing it if it would be the same another time."""
     if result.fault in (None, Fault.MODEL):
-        cache.put(question, Answer(result.text, result.fault, result.seconds))
+        cache.put(key, CachedResult(result.text, result.fault, result.seconds))
     return result
 
 
-# Runs of the tool itself.
-
-
-async def _run(box: Toolset, tally: Tally, tool: Tool, args: Mapping[str, Any]) -> ToolResult:
-    """Run the tool, again and again as long as its failures are worth it."""
-    slots = box._here().slots[tool.spec.name]
-    started, waited, attempts = time.perf_counter(), 0.0, 0
-    while True:
-        attempts += 1
-        asked = time.perf_counter()
-        try:
-            await slots.acquire()
-        finally:
-            waited += time.perf_counter() - asked
-            tally.wait_seconds += time.perf_counter() - asked
-        try:
-            text, fault = await _attempt(tool, args)
-        finally:
-            slots.release()
-        if fault is not Fault.INFRA or attempts > tool.retries:
-            break
-        tally.retries += 1
-        await asyncio.sleep(pause_before_retry(attempts, _jitter.random()))
-    seconds = time.perf_counter() - started - waited
-    tally.durations.append(seconds)
-    return ToolResult(_clean(text), fault, seconds, attempts)
-
-
 async def _attempt(tool: Tool, args: Mapping[str, Any]) -> tuple[str, Fault | None]:
-    """One run: what it says, and whose fault it is if that is an error."""
+    """Run the tool once and return its text, and whose fault it was if that is an error."""
     name = tool.spec.name
     try:
         if tool.quick:
@@ -232,7 +218,7 @@ async def _attempt(tool: Tool, args: Mapping[str, Any]) -> tuple[str, Fault | No
         task = await _finished(tool, args)
         if task is None:
             return f"Error: {name} took longer than {tool.timeout:g} seconds.", Fault.TIMEOUT
-        if task.cancelled():  # not by us: nothing that the tool does is taken for a cancellation of its caller
+        if task.cancelled():  # by the tool itself; the caller must not take that for its own cancellation
             raise ToolUnavailable("it cancelled itself")
         return _cut(str(task.result()), tool.max_chars), None
     except ToolTimeout as error:
@@ -246,12 +232,9 @@ async def _attempt(tool: Tool, args: Mapping[str, Any]) -> tuple[str, Fault | No
 
 
 async def _finished(tool: Tool, args: Mapping[str, Any]) -> asyncio.Future[str] | None:
-    """The tool's run, in a task of its own, when it has ended; None if it was stopped at its timeout.
-
-    However badly a tool takes being stopped, nobody waits for it longer than CLEANUP_SECONDS.
-    """
+    """Return the finished task of a run, or None after its timeout; waits at most CLEANUP_SECONDS for a clean-up."""
     task = asyncio.ensure_future(tool.run(**args))
-    task.add_done_callback(lambda done: done.cancelled() or done.exception())  # an error that comes late is no news
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())  # do not log late errors
     try:
         ended, _ = await asyncio.wait({task}, timeout=tool.timeout)
         return task if ended else None
@@ -261,11 +244,8 @@ async def _finished(tool: Tool, args: Mapping[str, Any]) -> asyncio.Future[str] 
             await asyncio.wait({task}, timeout=CLEANUP_SECONDS)
 
 
-# What the model reads.
-
-
 def _mistake(tools: Mapping[str, Tool], call: ToolCall) -> str | None:
-    """What the model did wrong before any tool ran."""
+    """Return what is wrong with the call itself, in words for the model, or None."""
     if call.error is not None:
         return call.error
     if call.name not in tools:

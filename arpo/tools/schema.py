@@ -1,12 +1,11 @@
-"""What a tool takes: the JSON schema of a function's signature, and the check of a model's arguments against a schema.
+"""JSON schemas of tools: made from a function's signature, and used to check the arguments of a model's call.
 
-Promises: `Checker` finds a broken schema when it is made; `problem` never raises, whatever the arguments are, and its
-time is bounded by their size. Its message names the argument, what was expected, what came and what the tool takes.
-A whole number written as 1.0 is no integer, and neither is true.
-
-Does not cover: regular expressions (`pattern`, `patternProperties`) and `format`, which are let through, since a
-model's text can make an expression search for ever: who wrote such a schema has to check them; and references to other
-documents, which are refused.
+Guarantees: `Checker` rejects a broken schema in its constructor. `Checker.problem` never raises, and its time is
+bounded by the size of the arguments. Its message names the argument, the expected and the given value, and the tool's
+arguments. 1.0 and true are not integers.
+Not covered: regular expressions (`pattern`, `patternProperties`) and `format` are not checked, because a hostile text
+can make a regular expression run forever; the tool has to check them itself. References to other documents are
+refused.
 """
 
 from __future__ import annotations
@@ -31,25 +30,25 @@ from referencing.jsonschema import DRAFT202012
 from arpo.errors import ArpoError
 from arpo.types import ToolSpec
 
-MAX_REFERENCES = 2000  # followed in one check: with recursive alternatives there may be exponentially many
+MAX_REFERENCES = 2000  # followed in one check; recursive alternatives can need exponentially many
 MAX_VALUE_CHARS = 60
-MAX_ERRORS = 20  # looked at to find the one worth telling
+MAX_ERRORS = 20  # among which the one to report is chosen
 
 _JSON_TYPES: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array"}
 
 
-def spec_of(function: Callable[..., Any]) -> ToolSpec:
-    """What the model is told of a function: its name, the first paragraph of its docstring, its arguments."""
+def build_spec(function: Callable[..., Any]) -> ToolSpec:
+    """Return a function's name, the first paragraph of its docstring, and the JSON schema of its arguments."""
     name = function.__name__
     description = " ".join((inspect.getdoc(function) or "").split("\n\n")[0].split())
     if not description:
-        raise TypeError(f"tool {name}: the docstring is what the model is told of it, and there is none")
+        raise TypeError(f"tool {name}: it needs a docstring, which describes it to the model")
     hints = typing.get_type_hints(function)
     properties: dict[str, Any] = {}
     required: list[str] = []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise TypeError(f"tool {name}: {parameter} cannot be given by name")
+            raise TypeError(f"tool {name}: {parameter} cannot be passed by name")
         if parameter.name not in hints:
             raise TypeError(f"tool {name}: argument {parameter.name} needs a type hint")
         schema = _schema(hints[parameter.name], f"tool {name}: argument {parameter.name}")
@@ -84,9 +83,9 @@ class Checker:
 
     def __init__(self, spec: ToolSpec) -> None:
         try:
-            schema = json.loads(json.dumps(dict(spec.schema)))  # plain, and nobody else's to change
+            schema = json.loads(json.dumps(dict(spec.schema)))  # a plain copy that nobody else can change
             _check_schema(schema)
-        except Exception as error:  # it may come from a server, and hold anything
+        except Exception as error:  # a schema from a server can hold anything
             reason = error.message if isinstance(error, SchemaError) else str(error)
             raise ArpoError(f"tool {spec.name}: its schema is broken, so it cannot be used: {reason[:300]}") from None
         strict = _strict(validator_for(schema, default=Draft202012Validator))
@@ -96,19 +95,19 @@ class Checker:
         self._takes = f"; it takes {takes or 'no arguments'}"
 
     def problem(self, args: Mapping[str, Any]) -> str | None:
-        """What is wrong with the arguments, in words for the model; None if they fit."""
+        """Return what is wrong with the arguments, in words for the model, or None."""
         try:
             plain = dict(args)
             json.dumps(plain, allow_nan=False)
             _budget.references = MAX_REFERENCES
             errors = list(islice(self._validator.iter_errors(plain), MAX_ERRORS))
             return _explain(min(errors, key=_rank)) + self._takes if errors else None
-        except Exception:  # whatever it is that makes them impossible to look through
+        except Exception:
             return "the arguments are not plain JSON, or too large or too deeply nested to check" + self._takes
 
 
 def _check_schema(schema: dict[str, Any]) -> None:
-    """Raise a SchemaError or ValueError unless arguments can be checked against this schema."""
+    """Raise SchemaError or ValueError if arguments cannot be checked against this schema."""
     validator_for(schema, default=Draft202012Validator).check_schema(schema)
     if "object" not in schema.get("type", "object"):  # a name, or a list of names
         raise ValueError(f"it must describe an object, not {_type_name(schema)}")
@@ -127,15 +126,8 @@ def _references(value: Any) -> Iterator[str]:
         yield from _references(inner)
 
 
-# A validator that cannot be made to work for ever.
-
-
-def _canonical(value: Any) -> str:
-    return json.dumps(value, sort_keys=True)
-
-
 class _Budget(threading.local):
-    references = 0  # that may still be followed in the check under way
+    references = 0  # that the running check may still follow
 
 
 _budget = _Budget()
@@ -143,10 +135,10 @@ _budget = _Budget()
 
 @cache
 def _strict(base: Any) -> Any:
-    """The validator class `base`, exact about integers, without regular expressions, and with bounded time."""
+    """A subclass of the validator class `base`: strict integers, no regular expressions, bounded time."""
     keywords = base.VALIDATORS
 
-    def nothing(*_: Any) -> Iterator[ValidationError]:
+    def skip(*_: Any) -> Iterator[ValidationError]:
         return iter(())
 
     def additional(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
@@ -154,33 +146,37 @@ def _strict(base: Any) -> Any:
             yield from keywords["additionalProperties"](validator, value, instance, schema)
 
     def unique(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
-        if value and isinstance(instance, list) and len(set(map(_canonical, instance))) < len(instance):
+        if (
+            value
+            and isinstance(instance, list)
+            and len({json.dumps(item, sort_keys=True) for item in instance}) < len(instance)
+        ):
             yield ValidationError("repeated")
 
     def counted(keyword: str) -> Callable[..., Iterator[ValidationError]]:
-        def worker_loop(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
+        def check(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
             _budget.references -= 1
             if _budget.references < 0:
                 raise RecursionError
             yield from keywords[keyword](validator, value, instance, schema)
 
-        return worker_loop
+        return check
 
     def is_integer(_: Any, value: Any) -> bool:
         return isinstance(value, int) and not isinstance(value, bool)
 
-    changed = {
-        "pattern": nothing,
-        "patternProperties": nothing,
-        "unevaluatedProperties": nothing,
+    overrides = {
+        "pattern": skip,
+        "patternProperties": skip,
+        "unevaluatedProperties": skip,
         "additionalProperties": additional,
         "uniqueItems": unique,
         **{keyword: counted(keyword) for keyword in ("$ref", "$dynamicRef") if keyword in keywords},
     }
-    return extend(base, changed, type_checker=base.TYPE_CHECKER.redefine("integer", is_integer))
+    return extend(base, overrides, type_checker=base.TYPE_CHECKER.redefine("integer", is_integer))
 
 
-# Words for the model.
+# Messages for the model.
 
 _LIMITS = {
     "minimum": "at least",
@@ -198,7 +194,7 @@ _SIZES = {
 
 
 def _rank(error: ValidationError) -> bool:
-    """What is missing comes first; of the others, the first that was found."""
+    """Sort key: a missing argument first, otherwise the first error found."""
     return not (error.validator == "required" and not error.absolute_path)
 
 
@@ -238,7 +234,7 @@ def _json_type(value: Any) -> str:
 
 
 def _type_name(schema: Any) -> str:
-    """What a schema asks for, in a few words."""
+    """The value that a schema asks for, in a few words."""
     if not isinstance(schema, dict):
         return "any"
     if "const" in schema:

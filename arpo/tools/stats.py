@@ -1,8 +1,7 @@
-"""What is counted of a tool's calls.
+"""Counters of tool calls.
 
-Promises: every call is counted once, when it starts, and once more when it ends, as what it ended as; so at any moment
-`calls` is the sum of those under way, cancelled, failed by kind, and answered well. Memory is bounded: the percentiles
-look at the last 1024 runs.
+Guarantees: every call is counted when it starts and again when it ends, so `calls` is always the sum of calls in
+flight, cancelled, failed (by kind) and successful. Percentiles are over the last 1024 runs.
 """
 
 from __future__ import annotations
@@ -12,15 +11,15 @@ from dataclasses import dataclass, field
 
 from arpo.types import Fault, ToolResult, percentile
 
-KEPT_DURATIONS = 1024
+MAX_DURATIONS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class ToolStats:
-    """Calls of one tool up to now. `cached` ones were answered without a run, well or with a failure.
+    """Calls of one tool so far. `cached` calls were answered without a run; `model`, `timeout`, `infra` failed.
 
-    `wait_seconds` is the sum of all waiting for a free slot, or for an identical call that was under way already.
-    `p50_seconds` and `p95_seconds` are of whole runs, with their retries and without that waiting.
+    `wait_seconds` is the total time spent waiting for a free slot or for an identical call in flight. `p50_seconds` and
+    `p95_seconds` are of whole runs, with retries and without that waiting.
     """
 
     calls: int = 0
@@ -37,8 +36,8 @@ class ToolStats:
 
 
 @dataclass(slots=True)
-class Tally:
-    """The counters behind one tool's ToolStats."""
+class ToolCounters:
+    """The mutable counters behind `ToolStats`."""
 
     calls: int = 0
     cached: int = 0
@@ -47,26 +46,26 @@ class Tally:
     retries: int = 0
     wait_seconds: float = 0.0
     faults: Counter[Fault | None] = field(default_factory=Counter)
-    durations: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_DURATIONS))
+    durations: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_DURATIONS))
 
     def start(self) -> None:
-        """A call begins."""
+        """Count the start of a call."""
         self.calls += 1
         self.in_flight += 1
 
     def cancel(self) -> None:
-        """A call ends without a result, because its caller went away."""
+        """Count a call whose caller was cancelled."""
         self.in_flight -= 1
         self.cancelled += 1
 
     def end(self, result: ToolResult) -> None:
-        """A call ends."""
+        """Count a call that ended with a result."""
         self.in_flight -= 1
         self.cached += result.cached
         self.faults[result.fault] += 1
 
     def snapshot(self) -> ToolStats:
-        """The counters now."""
+        """Return the current values."""
         ordered = sorted(self.durations)
         return ToolStats(
             calls=self.calls,

@@ -3,8 +3,8 @@
     loss = - sum over kept paths i, over its model tokens t, of w_i (f_t term + entropy * H_t - kl * k3_t)
 
 `plain_loss` is the oracle of every faster way: one forward pass per path, the loss with its graph. `padded_learn` is
-the usual way, rows padded to the longest: the baseline of the benchmark. Neither shares code with `arpo.algorithm.batch`,
-`arpo.algorithm.loss` or `arpo.trainer`.
+the usual way, rows padded to the longest: the baseline of the benchmark. Neither shares code with
+`arpo.algorithm.batch`, `arpo.algorithm.loss` or `arpo.trainer`.
 
 Shapes: T model tokens of one path; B rows, L positions; N model tokens of a micro-batch; H hidden, V vocabulary.
 """

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 import arpo.tools.cache as caching
 from arpo.errors import ArpoError
 from arpo.tools.base import Tool, ToolError, ToolUnavailable, tool
-from arpo.tools.cache import Answer, Question, ToolCache, question_of
+from arpo.tools.cache import CachedResult, CacheKey, ToolCache, build_key
 from arpo.tools.executor import Toolset, call_tool
 from arpo.types import Fault, ToolCall, ToolResult
 
@@ -34,8 +34,8 @@ async def look(word: str = "", number: float = 0, words: list[str] | None = None
     return word
 
 
-def question(word: str) -> Question:
-    return question_of(look, {"word": word})
+def question(word: str) -> CacheKey:
+    return build_key(look, {"word": word})
 
 
 def rows(path: Path) -> int:
@@ -46,7 +46,7 @@ def rows(path: Path) -> int:
         connection.close()
 
 
-FINE = Answer("fine", None, 0.5)
+FINE = CachedResult("fine", None, 0.5)
 
 
 # Questions.
@@ -61,18 +61,18 @@ def test_a_question_is_all_that_the_answer_depends_on() -> None:
         run.__name__ = name
         return tool(**fields)(run)
 
-    plain = question_of(named("t"), {"a": 1, "b": 2})
+    plain = build_key(named("t"), {"a": 1, "b": 2})
     assert (plain.tool, plain.version, plain.args) == ("t", "", '{"a":1,"b":2}')
-    assert question_of(named("t", timeout=1, retries=0, quick=True), {"b": 2, "a": 1}) == plain
+    assert build_key(named("t", timeout=1, retries=0, quick=True), {"b": 2, "a": 1}) == plain
     others = [
-        question_of(named("u"), {"a": 1, "b": 2}),
-        question_of(named("t", version="2"), {"a": 1, "b": 2}),
-        question_of(named("t", max_chars=5), {"a": 1, "b": 2}),
-        question_of(named("t"), {"a": 1, "b": 3}),
-        question_of(named("t"), {"a": 1}),
-        question_of(named("t"), {"a": "1", "b": 2}),
+        build_key(named("u"), {"a": 1, "b": 2}),
+        build_key(named("t", version="2"), {"a": 1, "b": 2}),
+        build_key(named("t", max_chars=5), {"a": 1, "b": 2}),
+        build_key(named("t"), {"a": 1, "b": 3}),
+        build_key(named("t"), {"a": 1}),
+        build_key(named("t"), {"a": "1", "b": 2}),
     ]
-    assert len({plain.key, *(other.key for other in others)}) == 1 + len(others)
+    assert len({plain.digest, *(other.digest for other in others)}) == 1 + len(others)
 
 
 # The store.
@@ -80,10 +80,10 @@ def test_a_question_is_all_that_the_answer_depends_on() -> None:
 
 def test_what_was_put_is_found_at_once_and_after_opening_again(tmp_path: Path) -> None:
     path = tmp_path / "new" / "fol?der #%41" / "answers.sqlite"
-    wrong = Answer("Error: \u2028 é \U0001f600", Fault.MODEL, 1e-9)
+    wrong = CachedResult("Error: \u2028 é \U0001f600", Fault.MODEL, 1e-9)
     cache = ToolCache(path, "on")
     assert cache.get(question("a")) is None
-    cache.put(question("a"), Answer("older", None, 1.0))
+    cache.put(question("a"), CachedResult("older", None, 1.0))
     cache.put(question("a"), FINE)
     cache.put(question("\ud800"), wrong)
     assert (cache.get(question("a")), cache.get(question("\ud800"))) == (FINE, wrong)
@@ -117,7 +117,7 @@ def test_it_behaves_like_a_dictionary(steps: list[tuple[str, str, str]]) -> None
         cache = ToolCache(Path(folder) / "c", "on")
         for what, word, text in steps:
             if what == "put":
-                cache.put(question(word), Answer(text, None, 0.0))
+                cache.put(question(word), CachedResult(text, None, 0.0))
                 oracle[word] = text
             elif what == "get":
                 found = cache.get(question(word))
@@ -134,7 +134,7 @@ def test_a_look_takes_microseconds_and_writing_does_not_wait(tmp_path: Path) -> 
     questions = [question(str(n)) for n in range(300)]
     text = "word " * 1000
 
-    def usual_seconds(step: Callable[[Question], object]) -> float:
+    def usual_seconds(step: Callable[[CacheKey], object]) -> float:
         """Those of most steps: a machine that is busy with other things holds up some."""
         moments = [time.perf_counter()]
         for one in questions:
@@ -142,7 +142,7 @@ def test_a_look_takes_microseconds_and_writing_does_not_wait(tmp_path: Path) -> 
             moments.append(time.perf_counter())
         return statistics.median(later - earlier for earlier, later in itertools.pairwise(moments))
 
-    putting = usual_seconds(lambda one: cache.put(one, Answer(text, None, 0.0)))
+    putting = usual_seconds(lambda one: cache.put(one, CachedResult(text, None, 0.0)))
     cache.close()
     cache = ToolCache(tmp_path / "c", "on")
     getting = usual_seconds(cache.get)
@@ -152,7 +152,7 @@ def test_a_look_takes_microseconds_and_writing_does_not_wait(tmp_path: Path) -> 
 
 
 def test_a_locked_file_delays_neither_put_nor_get(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(caching, "WRITE_WAIT_SECONDS", 600.0)
+    monkeypatch.setattr(caching, "WRITE_TIMEOUT_SECONDS", 600.0)
     cache = ToolCache(tmp_path / "c", "on")
     other = sqlite3.connect(tmp_path / "c", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
@@ -183,7 +183,7 @@ def test_a_newer_answer_is_found_while_the_older_one_is_being_written(
     cache._writer.close()
     cache._writer = sqlite3.connect(tmp_path / "c", isolation_level=None, factory=Meddling)
     monkeypatch.setattr(cache._thread, "submit", jobs.append)
-    cache.put(question("a"), Answer("older", None, 1.0))
+    cache.put(question("a"), CachedResult("older", None, 1.0))
     jobs[0]()
     assert cache.get(question("a")) == FINE
     jobs[1]()
@@ -264,7 +264,7 @@ def test_a_file_that_is_no_cache_is_refused_and_left_alone(spoil: Any, mode: Any
     path = tmp_path / "c"
     spoil(path)
     before = path.read_bytes() if path.is_file() else None
-    with pytest.raises(ArpoError, match=r"name another file, or delete this one|cannot keep|no recording") as error:
+    with pytest.raises(ArpoError, match=r"name another file, or delete this one|cannot store|no recording") as error:
         ToolCache(path, mode)
     assert str(path) in str(error.value)
     assert (path.read_bytes() if path.is_file() else None) == before
@@ -276,7 +276,7 @@ def test_mistakes_of_the_user(tmp_path: Path) -> None:
     with pytest.raises(ArpoError, match="no recording to replay"):
         ToolCache(tmp_path / "c", "replay")
     (tmp_path / "file").touch()
-    with pytest.raises(ArpoError, match="cannot keep answers"):
+    with pytest.raises(ArpoError, match="cannot store results"):
         ToolCache(tmp_path / "file" / "c", "on")
     assert not (tmp_path / "c").exists()
 
@@ -339,7 +339,7 @@ def test_a_recording_that_cannot_be_read_is_a_failure_of_the_infrastructure(tmp_
 
 
 def test_a_batch_that_cannot_be_written_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(caching, "WRITE_WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(caching, "WRITE_TIMEOUT_SECONDS", 0.05)
     cache = ToolCache(tmp_path / "c", "on")
     other = sqlite3.connect(tmp_path / "c", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
@@ -428,22 +428,22 @@ WRITER = """
 import sys, time
 from pathlib import Path
 from arpo.tools.base import tool
-from arpo.tools.cache import Answer, ToolCache, question_of
+from arpo.tools.cache import CachedResult, ToolCache, build_key
 
 @tool
 def look(word: str) -> str:
     "Look up."
 
 def question(word):
-    return question_of(look, {"word": word})
+    return build_key(look, {"word": word})
 
 path, me, gate, mode = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), sys.argv[4]
 while not gate.exists():
     time.sleep(0.001)
 cache = ToolCache(path, "on")
 for n in range(300):
-    cache.put(question(f"{me} {n}"), Answer(f"{me} {n}", None, 0.0))
-    cache.put(question(f"both {n}"), Answer(f"both {n}", None, 0.0))
+    cache.put(question(f"{me} {n}"), CachedResult(f"{me} {n}", None, 0.0))
+    cache.put(question(f"both {n}"), CachedResult(f"both {n}", None, 0.0))
     found = cache.get(question(f"both {n}"))
     assert found is not None and found.text == f"both {n}"
     if n % 10 == 0:
@@ -478,7 +478,7 @@ def test_processes_share_one_file(tmp_path: Path) -> None:
     assert rows(tmp_path / "c") == 4 * 300
     cache = ToolCache(tmp_path / "c", "replay")
     for word in [f"{me} {n}" for me in ("x", "y", "z", "both") for n in range(300)]:
-        assert cache.get(question(word)) == Answer(word, None, 0.0)
+        assert cache.get(question(word)) == CachedResult(word, None, 0.0)
     cache.close()
 
 

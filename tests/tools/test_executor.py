@@ -27,7 +27,7 @@ from arpo.errors import ArpoError
 from arpo.tools.base import Tool, ToolError, ToolTimeout, ToolUnavailable, tool
 from arpo.tools.cache import ToolCache
 from arpo.tools.executor import Toolset, call_tool, pause_before_retry
-from arpo.tools.stats import KEPT_DURATIONS, Tally, ToolStats
+from arpo.tools.stats import MAX_DURATIONS, ToolCounters, ToolStats
 from arpo.types import Fault, ToolCall, ToolResult
 
 
@@ -643,12 +643,12 @@ def test_a_cancelled_leader_leaves_the_call_to_those_who_wait(tmp_path: Path) ->
 
 
 def test_percentiles_are_of_the_last_runs() -> None:
-    assert Tally().snapshot() == ToolStats()
-    tally = Tally()
-    tally.durations.extend(range(10_000))
-    assert len(tally.durations) == KEPT_DURATIONS
-    stats = tally.snapshot()
-    last = sorted(range(10_000 - KEPT_DURATIONS, 10_000))
+    assert ToolCounters().snapshot() == ToolStats()
+    counters = ToolCounters()
+    counters.durations.extend(range(10_000))
+    assert len(counters.durations) == MAX_DURATIONS
+    stats = counters.snapshot()
+    last = sorted(range(10_000 - MAX_DURATIONS, 10_000))
     assert sum(x <= stats.p50_seconds for x in last) / len(last) == pytest.approx(0.5, abs=0.001)
     assert sum(x <= stats.p95_seconds for x in last) / len(last) == pytest.approx(0.95, abs=0.001)
 
