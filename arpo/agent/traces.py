@@ -30,9 +30,9 @@ from arpo.agent.formats import (
     encode_prompt,
     encode_result,
 )
-from arpo.builtin.traces import Segment, Trace
 from arpo.data.rows import read_rows, source_name
 from arpo.data.tasks import Row, as_object, complaint, question_of
+from arpo.data.traces import Segment, Trace
 from arpo.errors import ArpoError
 from arpo.types import Credit, Kind, Leaf, Node, RolloutTree, ScoredTree, StopReason, Task, ToolCall, ToolResult
 

@@ -14,18 +14,16 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from arpo.agent.agent import Agent
 from arpo.agent.char_offsets import token_char_offsets
-from arpo.agent.formats import CallFormat, encode_next_question, encode_prompt, encode_result
+from arpo.agent.formats import encode_result
 from arpo.algorithm.branching import WHEN_ENDED, balanced, decide
 from arpo.config.schema import Branching, Rollout
-from arpo.engine.base import Engine
-from arpo.errors import ArpoError
-from arpo.tools.base import Tool
 from arpo.tools.executor import call_tool
 from arpo.types import (
     Completion,
@@ -45,36 +43,6 @@ from arpo.types import (
 
 ScoreFn = Callable[[RolloutTree], Awaitable[ScoredTree]]
 """Adds the rewards of a tree's leaves: `Scorer.score`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Agent:
-    """What plays: the engine and its tokenizer, the tools, how calls are written, and the examples in every prompt."""
-
-    engine: Engine
-    tokenizer: Any
-    tools: Mapping[str, Tool]
-    format: CallFormat
-    result_tokens: int = 512
-    examples: tuple[int, ...] = ()  # token ids of the system prompt and the worked examples; none: without any
-
-    def prompt(self, task: Task) -> tuple[int, ...]:
-        """The prompt's token ids; refused when no answer would fit into the context."""
-        tokens = self.encode(task.question)
-        limit = self.engine.capabilities.max_context
-        if len(tokens) >= limit:
-            fewer = ", give fewer rollout.examples" if self.examples else ""
-            raise ArpoError(
-                f"the prompt of task {task.id!r} has {len(tokens)} tokens, but the model's context holds {limit}: "
-                f"shorten the question{fewer} or use a model with a longer context"
-            )
-        return tokens
-
-    def encode(self, question: str) -> tuple[int, ...]:
-        """The token ids of the prompt with this question, however long."""
-        if not self.examples:
-            return encode_prompt(self.tokenizer, question, self.format.instructions)
-        return (*self.examples, *encode_next_question(self.tokenizer, self.examples, question))
 
 
 async def sample_trees(

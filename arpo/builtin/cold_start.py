@@ -23,12 +23,14 @@ from arpo.agent.formats import build_format
 from arpo.builtin.imitate import Progress, batches_of, imitate, trace_rows
 from arpo.builtin.traces import PER_WORLD, write_traces
 from arpo.builtin.world import World
-from arpo.config.schema import Coldstart, Model
+from arpo.config.schema import Coldstart, Config, Model
 from arpo.errors import ArpoError
 from arpo.models.load import load_model
 from arpo.models.save import save_pretrained
 from arpo.tools.base import Tool
+from arpo.tools.build import python_tool
 from arpo.tools.executor import call_tool
+from arpo.tools.search import build_search
 from arpo.types import ToolCall
 
 ToolsFor = Callable[[World], Mapping[str, Tool]]  # the tools over a world's documents
@@ -76,6 +78,12 @@ def start_from_base(settings: Coldstart, world: World, tools_for: ToolsFor, prog
     rng = random.Random(settings.seed)
     imitate(model, batches_of(lambda: rows, settings.batch_tokens, rng), settings.steps, settings.lr, progress)
     return model.eval(), tokenizer
+
+
+def world_tools(config: Config, world: World) -> dict[str, Tool]:
+    """The tools that the world's questions need: search in its documents, and Python, one call at a time."""
+    search = build_search(world.documents, config.tools.search_results)
+    return {"search": search, "python": python_tool(config.tools, blocking=True)}
 
 
 def caller(tools: Mapping[str, Tool]) -> Callable[[str, str], str]:

@@ -31,7 +31,7 @@ def run_demo(seed: int, run_async: Callable[[Coroutine[Any, Any, Any]], Any]) ->
 
 
 async def _learn(run: Run) -> tuple[Evaluation, Evaluation]:
-    tests = run.session.bench.test
+    tests = run.session.tasks.test
     console.print(f"For example: {tests[0].question} (Answer: {tests[0].answers[0]})")
     before = await test(run.session)
     console.print(f"Before: {before.accuracy:.0%} of {len(before.trees)} held-out questions right.\n")

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from arpo.agent.formats import CallFormat
 from arpo.agent.traces import encode_trace
-from arpo.builtin.traces import Trace
+from arpo.data.traces import Trace
 from arpo.types import Kind
 
 Row = tuple[list[int], list[bool]]  # token ids, and which of them are trained on

@@ -18,17 +18,17 @@ from typing import Any
 import torch
 
 from arpo.agent.formats import build_format
-from arpo.builtin.cold_start import MAX_CONTEXT, caller
+from arpo.builtin.cold_start import MAX_CONTEXT, caller, world_tools
 from arpo.builtin.imitate import Progress, Row, batches_of, imitate, trace_rows
 from arpo.builtin.model import build_model, build_tokenizer
-from arpo.builtin.traces import Trace, write_traces
-from arpo.builtin.world import World, world_vocabulary
+from arpo.builtin.traces import write_traces
+from arpo.builtin.world import World, build_world, world_vocabulary
 from arpo.cli.display import progress_bar
 from arpo.config.loading import load_config
 from arpo.config.schema import Config
+from arpo.data.traces import Trace
 from arpo.models.load import pick_device
 from arpo.models.save import save_pretrained
-from arpo.training.setup import build_bench, world_tools
 
 STEPS, BATCH_TOKENS, LR, TRACES, HIDDEN, LAYERS = 6_000, 16_384, 3e-3, 60_000, 160, 4
 SEED = 1  # of four that were tried, the one that learnt to copy soonest (docs/LOG.md)
@@ -57,14 +57,13 @@ def pretrain(
     layers: int = LAYERS,
 ) -> tuple[Any, Any]:
     """The base and its tokenizer, from nothing."""
-    bench = build_bench(config)
-    written = write_traces(
-        bench.world, traces, lambda other: caller(world_tools(config, other)), seed=0, difficulty=None
-    )
+    world = build_world(config.world)
+    tools = world_tools(config, world)
+    written = write_traces(world, traces, lambda other: caller(world_tools(config, other)), seed=0, difficulty=None)
     tokenizer = build_tokenizer(_texts(written))
     model = build_model(tokenizer, hidden, layers, MAX_CONTEXT, seed=SEED).to(pick_device(config.model.device))
-    rows = trace_rows(written, tokenizer, build_format("tags", [tool.spec for tool in bench.tools.values()]))
-    imitate(model, _mixture(tokenizer, bench.world, rows), steps, LR, progress)
+    rows = trace_rows(written, tokenizer, build_format("tags", [tool.spec for tool in tools.values()]))
+    imitate(model, _mixture(tokenizer, world, rows), steps, LR, progress)
     return model.eval(), tokenizer
 
 

@@ -14,20 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from arpo.builtin.world import ENTITY_RELATIONS, NUMBER_RELATIONS, World, other_world, sample_task
+from arpo.data.traces import Segment, Trace
 from arpo.types import Kind, Task, derive_seed
 
 PER_WORLD = 100
 CallFn = Callable[[str, str], str]
 """(tool name, argument) -> result text, by the real tool."""
-Segment = tuple[Kind, str]  # who wrote it, and what
-
-
-@dataclass(frozen=True, slots=True)
-class Trace:
-    """A worked example: the task and what was written after the question, by model and tools in turn."""
-
-    task: Task
-    segments: tuple[Segment, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ import typer
 from arpo.config.loading import load_config
 from arpo.config.schema import Config
 from arpo.errors import ArpoError
+from arpo.models.resolve import checkpoint_model_settings
 from arpo.runs.run_dir import is_run, open_run
 from arpo.trainer.dist import launch
 
@@ -25,8 +26,6 @@ Overrides = Annotated[list[str] | None, typer.Argument(help="settings as key=val
 
 def config_of(target: Path, overrides: list[str]) -> Config:
     """The settings in a TOML file, or those of a run with its last checkpoint as the model."""
-    from arpo.models.load import checkpoint_model_settings
-
     if not target.is_dir():
         return load_config(target, overrides)
     log = open_run(target)

@@ -22,15 +22,14 @@ from typing import Any
 
 from rich.console import Console
 
+from arpo.agent.agent import Agent, build_agent
 from arpo.agent.formats import ANSWER_STOP, encode_follow_up, encode_result
-from arpo.algorithm.rollout import Agent
-from arpo.builtin.world import build_world
-from arpo.cli.display import COLOURS, printable
+from arpo.cli.display import COLOURS, cold_start_progress, printable
 from arpo.config.schema import Config, Rollout
 from arpo.errors import ArpoError
+from arpo.models.resolve import load_policy
+from arpo.tools.build import build_tools
 from arpo.tools.executor import call_tool
-from arpo.training.sampler import open_session
-from arpo.training.setup import Bench, build_tools
 from arpo.types import Completion, Kind, SamplingParams, StopReason, Task, ToolCall, ToolResult, derive_seed
 
 COMMANDS = {
@@ -263,9 +262,10 @@ class Conversation:
 @contextmanager
 def open_agent(config: Config) -> Iterator[Agent]:
     """The model and tools of a config, without its questions; the tools are closed at the end."""
-    world = build_world(config.world)
-    with build_tools(config, world) as tools:
-        yield open_session(config, Bench((), (), tools, world), threaded=True).agent  # Ctrl-C need not wait
+    with build_tools(config) as tools:
+        with cold_start_progress(config.coldstart.steps) as progress:
+            model, tokenizer = load_policy(config, progress)
+        yield build_agent(config, tools, model, tokenizer, threaded=True)  # a thread, so that Ctrl-C need not wait
 
 
 def talk(conversation: Conversation, screen: Screen, read: Callable[[], str], go_on: bool) -> None:

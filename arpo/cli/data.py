@@ -70,6 +70,7 @@ def check_data(
     overrides: Overrides = None,
 ) -> None:
     """Show what would be read: columns, first questions, rows that do not fit (exit code 1 if they are refused)."""
+    from arpo.data.plugin import TASK_PLUGINS
     from arpo.data.tasks import Columns, read_tasks
 
     own = source.endswith(".toml")
@@ -81,7 +82,7 @@ def check_data(
     if settings.data.test:
         chosen.append((settings.data.test, Columns.named(settings.data)))
     skip = settings.data.bad_rows == "skip"
-    readings = [read_tasks(name, columns) for name, columns in chosen if name != "world"]
+    readings = [read_tasks(name, columns) for name, columns in chosen if name not in TASK_PLUGINS]
     for reading in readings:
         show_reading(reading, skip)
     if not readings:

@@ -5,7 +5,7 @@ Model and tool text is hostile: it is shown through `printable`, never as markup
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from textwrap import shorten
 
@@ -56,6 +56,23 @@ def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         table.add_row(*row)
     wide = console if console.is_terminal else Console(file=console.file, width=200, markup=False, emoji=False)
     wide.print(table, soft_wrap=False)
+
+
+@contextmanager
+def cold_start_progress(steps: int) -> Iterator[Callable[[int, int, float], None]]:
+    """Yields a function that shows the cold start of the built-in model; nothing is shown unless it is called."""
+    with progress_bar("cold start", steps) as bar:
+        bar.update(bar.task_ids[0], visible=False)
+
+        def show(step: int, steps: int, loss: float) -> None:
+            if step == 0:
+                console.print("Cold start: teaching the built-in model how to call its tools (once; it is kept).")
+            elif step % 50 == 0 and not console.is_terminal:  # no bar there
+                console.print(f"  step {step} of {steps}, loss {loss:.3f}")
+            note = f"loss {loss:.3f}" if step else "writing examples"
+            bar.update(bar.task_ids[0], completed=step, total=steps, note=note, visible=True)
+
+        yield show
 
 
 def step_line(step: int, m: Mapping[str, float]) -> str:

@@ -178,7 +178,7 @@ def evaluate(
     from arpo.training.sampler import open_session
 
     with closing(open_session(config)) as session:
-        _show_evaluation(run_async(test(session)), session.bench.tools)
+        _show_evaluation(run_async(test(session)), session.tools)
 
 
 @app.command()
@@ -196,11 +196,11 @@ def rollout(
     from arpo.training.sampler import open_session
 
     with closing(open_session(config_of(target, overrides or []))) as session:
-        held_out = session.bench.test
+        held_out = session.tasks.test
         if ask is None and number >= len(held_out) > 0:
             raise ArpoError(f"--number {number}: there are {len(held_out)} held-out questions, counted from 0")
         if ask is None:
-            require_test_tasks(session.bench)
+            require_test_tasks(session.tasks)
         try:
             task = held_out[number] if ask is None else Task("asked", ask, ("unknown",))
         except ValueError as error:

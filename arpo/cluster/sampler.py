@@ -123,7 +123,7 @@ class Pool:
 
     async def test(self, session: Session, done: Callable[[], None]) -> Evaluation:
         """Ask the newest weights the held-out questions."""
-        tasks, seeds = select_tasks(session.bench.test, self._config.eval, self._config.seed)
+        tasks, seeds = select_tasks(session.tasks.test, self._config.eval, self._config.seed)
         found = await self._all(tasks, seeds, None, self._board.version, done)
         return Evaluation(tuple(found))
 

@@ -90,8 +90,8 @@ def _of_algorithms() -> dict[str, Any]:
     return {
         "branching": plain.branching.model_dump(mode="json", include={"policy", "rule", "fill", "penalty", "balance"}),
         "advantage": plain.advantage.model_dump(mode="json"),
-        "loss": plain.loss.model_dump(mode="json", exclude={"kl", "entropy", "importance_cap"}),
-        "train": {"resample": plain.train.dynamic_sampling_rounds},
+        "loss": plain.loss.model_dump(mode="json", exclude={"kl_coef", "entropy_coef", "importance_cap"}),
+        "train": {"dynamic_sampling_rounds": plain.train.dynamic_sampling_rounds},
         "reward": {"overlong": plain.reward.overlong},
     }
 

@@ -23,10 +23,10 @@ ALL_RIGHT, ALL_WRONG, MIXED = "1", "0", "m"
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """One source of a mixture."""
+class Source:
+    """One source of training tasks, with its weight in the mixture."""
 
-    source: str
+    name: str
     tasks: tuple[Task, ...]
     weight: int = 1
 
@@ -39,7 +39,7 @@ def outcome(correct: Sequence[float]) -> str:
 
 
 def batch_of(
-    parts: Sequence[Part], count: int, step: int, seed: int, visits: int = 0, outcomes: Sequence[str] = ()
+    sources: Sequence[Source], count: int, step: int, seed: int, visits: int = 0, outcomes: Sequence[str] = ()
 ) -> list[Task]:
     """The questions of a step (from 1).
 
@@ -47,36 +47,36 @@ def batch_of(
     `outcomes` then holds one text for each earlier step, with one letter for each of its questions.
     """
     if not visits:
-        places = [_place(parts, position) for position in range((step - 1) * count, step * count)]
-        return [_nth(parts, number, turn, seed) for number, turn in places]
-    walks = [_Walk(number, len(part.tasks), seed, visits) for number, part in enumerate(parts)]
+        places = [_place(sources, position) for position in range((step - 1) * count, step * count)]
+        return [_nth(sources, number, turn, seed) for number, turn in places]
+    walks = [_Walk(number, len(source.tasks), seed, visits) for number, source in enumerate(sources)]
     taken: list[tuple[int, int]] = []
     for earlier in range(step):
         if earlier:
             for (number, index), letter in zip(taken, outcomes[earlier - 1], strict=True):
                 walks[number].saw(index, letter)
-        numbers = [_place(parts, position)[0] for position in range(earlier * count, (earlier + 1) * count)]
+        numbers = [_place(sources, position)[0] for position in range(earlier * count, (earlier + 1) * count)]
         taken = [(number, walks[number].next()) for number in numbers]
-    return [parts[number].tasks[index] for number, index in taken]
+    return [sources[number].tasks[index] for number, index in taken]
 
 
-def _place(parts: Sequence[Part], position: int) -> tuple[int, int]:
+def _place(sources: Sequence[Source], position: int) -> tuple[int, int]:
     """Whose turn it is, and how many turns it has had before."""
-    pattern, before = _pattern(tuple(part.weight for part in parts))
+    pattern, before = _pattern(tuple(source.weight for source in sources))
     round_, place = divmod(position, len(pattern))
     number = pattern[place]
-    return number, round_ * parts[number].weight + before[place]
+    return number, round_ * sources[number].weight + before[place]
 
 
 @lru_cache(maxsize=4)
 def _pattern(weights: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """One round of turns, evenly spread, and for each turn how many of the same part came before it in the round."""
+    """One round of turns, evenly spread, and for each turn how many of the same source came before it in the round."""
     turns = sorted((Fraction(2 * j + 1, 2 * weight), i, j) for i, weight in enumerate(weights) for j in range(weight))
     return tuple(i for _, i, _ in turns), tuple(j for *_, j in turns)
 
 
-def _nth(parts: Sequence[Part], number: int, turn: int, seed: int) -> Task:
-    tasks = parts[number].tasks
+def _nth(sources: Sequence[Source], number: int, turn: int, seed: int) -> Task:
+    tasks = sources[number].tasks
     pass_, place = divmod(turn, len(tasks))
     return tasks[_shuffled(len(tasks), seed, number, pass_)[place]]
 

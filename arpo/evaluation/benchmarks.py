@@ -20,24 +20,25 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from arpo.agent.agent import Agent, build_agent, call_format, fit_prompts
 from arpo.agent.traces import read_examples
-from arpo.algorithm.rollout import Agent, rollout
-from arpo.builtin.world import build_world
-from arpo.cli.display import console, print_table, progress_bar, tool_lines
+from arpo.algorithm.rollout import rollout
+from arpo.cli.display import cold_start_progress, console, print_table, progress_bar, tool_lines
 from arpo.config.schema import Branching, Config, Eval, Rewards, Rollout
 from arpo.data.benchmarks import BENCHMARKS, load_benchmark
+from arpo.data.task_set import TaskSet
 from arpo.errors import ArpoError
 from arpo.evaluation.endpoint import EndpointAgent, endpoint_trajectory
 from arpo.evaluation.evaluate import evaluation_rollout
 from arpo.evaluation.report import Results, results_notes, results_table, write_results
 from arpo.evaluation.samples import Key, Sample, SampleLog, completion_tokens, open_samples, refuse_other, sample_of
 from arpo.evaluation.statistics import summarize
+from arpo.models.resolve import load_policy
 from arpo.net.chat import ChatClient
 from arpo.net.http import HttpError
 from arpo.rewards import RewardFn, Scorer, reward_from
+from arpo.tools.build import build_tools
 from arpo.tools.executor import Toolset
-from arpo.training.sampler import open_session
-from arpo.training.setup import Bench, build_tools, call_format
 from arpo.types import RolloutTree, Task, derive_seed
 
 GIVE_UP = 20  # answers in a row that fail
@@ -177,15 +178,16 @@ def _player(
     """What answers: the model that the config names, or an endpoint; and its tools."""
     how = evaluation_rollout(config.eval, config.rollout, 1)
     config = config.model_copy(update={"reward": _judged_by(config.reward, "f1")})  # it is not this one that judges
-    world = build_world(config.world)
-    tools = opened.enter_context(build_tools(config, world))
+    tools = opened.enter_context(build_tools(config))
     if endpoint is not None:
         fmt = call_format(config, tools)
         examples = read_examples(config.rollout.examples, fmt)
         remote = EndpointAgent(endpoint, tools, fmt, config.tools.result_tokens, examples)
         return lambda task, seed: endpoint_trajectory(remote, task, how, seed), tools
     asked = tuple(task for tasks in questions.values() for task in tasks)
-    agent = open_session(config, Bench((), asked, tools, world)).agent
+    with cold_start_progress(config.coldstart.steps) as progress:
+        agent = build_agent(config, tools, *load_policy(config, progress))
+    fit_prompts(TaskSet(test=asked), agent, config.data.max_prompt_tokens)
     return lambda task, seed: _local_path(agent, task, how, seed), tools
 
 

@@ -21,8 +21,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from arpo.agent.formats import ANSWER_STOP, CUT_NOTE, CallFormat, neutralise
-from arpo.builtin.traces import Trace
 from arpo.config.schema import Rollout
+from arpo.data.traces import Trace
 from arpo.net.chat import ChatClient, Reply
 from arpo.tools.base import Tool
 from arpo.tools.executor import call_tool

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from math import comb
 from statistics import fmean
 
-from arpo.algorithm.rollout import Agent, sample_trees
+from arpo.agent.agent import Agent
+from arpo.algorithm.rollout import sample_trees
 from arpo.config.schema import Branching, Eval, Rollout
 from arpo.rewards import RewardFn, Scorer, fault_metrics
 from arpo.types import ScoredTree, Task, derive_seed

@@ -12,15 +12,13 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from arpo.builtin.world import build_world
 from arpo.config.loading import config_from_resolved
 from arpo.errors import ArpoError
 from arpo.models import lora
 from arpo.models.load import load_model
+from arpo.models.resolve import resolve_model
 from arpo.models.save import save_pretrained
 from arpo.runs.run_dir import open_run
-from arpo.tools.executor import Toolset
-from arpo.training.setup import Bench, find_model
 
 
 def export_model(run: Path, directory: Path, step: int | None = None) -> int:
@@ -43,8 +41,7 @@ def export_model(run: Path, directory: Path, step: int | None = None) -> int:
     with tempfile.TemporaryDirectory(dir=place, prefix=directory.name + ".") as unfinished:
         whole = Path(unfinished) / "model"
         if (model / lora.CONFIG).is_file():
-            config = config_from_resolved(log.config())
-            base = find_model(config, Bench((), (), Toolset([]), build_world(config.world)), lambda *_: None)
+            base = resolve_model(config_from_resolved(log.config()))
             save_pretrained(*load_model(base.model_copy(update={"adapter": str(model)})), whole)
         else:
             shutil.copytree(model, whole)

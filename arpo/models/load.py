@@ -17,7 +17,6 @@ from transformers.utils import logging as transformers_logging
 
 from arpo.config.schema import Model, Train
 from arpo.errors import ArpoError
-from arpo.models import lora
 from arpo.models.gguf import load_gguf
 from arpo.models.lora import add_adapter, load_adapter, merge_adapter
 from arpo.types import derive_seed
@@ -64,14 +63,6 @@ def load_trainable(settings: Model, train: Train, seed: int) -> tuple[Any, Any]:
     if settings.adapter is not None:
         load_adapter(model, Path(settings.adapter).expanduser())
     return model, tokenizer
-
-
-def checkpoint_model_settings(checkpoint: Path) -> dict[str, str | None]:
-    """Return the settings of the section `model` that load a checkpoint's model in place of the run's first one."""
-    model = checkpoint / "model"
-    if (model / lora.CONFIG).is_file():
-        return {"adapter": str(model)}
-    return {"path": str(model), "adapter": None}
 
 
 @contextmanager

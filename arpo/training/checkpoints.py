@@ -15,7 +15,7 @@ from pathlib import Path
 from arpo.config.loading import config_from_resolved, differences
 from arpo.config.schema import Config
 from arpo.errors import ArpoError
-from arpo.models.load import checkpoint_model_settings
+from arpo.models.resolve import checkpoint_model_settings
 from arpo.runs import run_dir
 from arpo.runs.run_dir import RunDir
 from arpo.runs.trackers import Trackers, require_trackers

@@ -17,19 +17,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from arpo.agent.agent import Agent
 from arpo.agent.traces import check_segments, encode_trace, write_row
-from arpo.algorithm.rollout import Agent, sample_trees
-from arpo.builtin.traces import Trace
+from arpo.algorithm.rollout import sample_trees
 from arpo.cli.display import console, progress_bar
 from arpo.data.gsm8k import Program, make_program
 from arpo.data.rows import read_rows, source_name
 from arpo.data.tasks import as_object
+from arpo.data.traces import Trace
 from arpo.errors import ArpoError
 from arpo.rewards import Scorer, numbers_equal
+from arpo.tools.build import open_sandbox
 from arpo.tools.executor import Toolset, call_tool
 from arpo.tools.python.tool import build_python
 from arpo.training.sampler import Session
-from arpo.training.setup import open_sandbox
 from arpo.types import ScoredTree, StopReason, ToolCall, Trajectory, derive_seed
 
 AT_A_TIME = 256  # questions or programs under way
@@ -88,7 +89,7 @@ async def sample_traces(session: Session, out: Path, questions: int | None = Non
 
     Of equal ones one is kept, and `per_question` at most.
     """
-    config, tasks = session.config, session.bench.train[:questions]
+    config, tasks = session.config, session.tasks.train[:questions]
     left_out: Counter[str] = Counter()
     paths = answered = 0
     with _writing(out) as write, progress_bar("sampling", len(tasks)) as bar:

@@ -20,8 +20,10 @@ from arpo.algorithm.metrics import rollout_metrics, staleness_metrics, tool_metr
 from arpo.cli.display import HEADER, console, progress_bar, step_line
 from arpo.config.schema import Config
 from arpo.data.order import batch_of, outcome
+from arpo.data.task_set import TaskSet
 from arpo.errors import ArpoError, Diverged
 from arpo.evaluation.evaluate import Evaluation
+from arpo.models.resolve import load_policy, resolve_model
 from arpo.rewards import fault_metrics, unjudged
 from arpo.runs.run_dir import RunDir
 from arpo.trainer.dist.process_group import ProcessGroup
@@ -30,8 +32,7 @@ from arpo.trainer.dist.worker import order
 from arpo.trainer.trainer import Trainer
 from arpo.training.checkpoints import CheckpointManager, open_directory
 from arpo.training.monitor import CollapseMonitor
-from arpo.training.sampler import Grower, Here, Session, minimal_engine_config, open_session
-from arpo.training.setup import Bench, build_bench, build_model, find_model
+from arpo.training.sampler import Grower, Here, Session, load_tasks_and_tools, minimal_engine_config, open_session
 from arpo.types import ScoredTree, derive_seed
 
 # What may change when a run is resumed.
@@ -84,10 +85,10 @@ def open_run(
     """
     with ExitStack() as stack:
         require_cluster_settings(config, grower)
-        bench = build_bench(config)
-        stack.callback(bench.tools.close)
+        tasks, tools = load_tasks_and_tools(config)
+        stack.callback(tools.close)
         if config.eval.every:
-            require_test_tasks(bench)
+            require_test_tasks(tasks)
         if config.loss.kl_coef and config.train.lora_rank and config.model.adapter is not None:
             raise ArpoError(
                 "loss.kl_coef: the adapter that is trained on is not part of the model it would be compared with; "
@@ -105,16 +106,16 @@ def open_run(
         sessions: list[Session] = []
 
         def load(latest: Config) -> Trainer:
-            opened = open_session(latest if grower is None else minimal_engine_config(latest), bench)
+            opened = open_session(latest if grower is None else minimal_engine_config(latest), tasks, tools)
             sessions.append(replace(opened, config=latest, grower=grower or Here()))
             apart = (
                 config.loss.kl_coef and not config.train.lora_rank
             )  # from a model of its own, the one before training
-            reference = build_model(config, bench, lambda *_: None)[0] if apart else None
+            reference = load_policy(config)[0] if apart else None
             given = sessions[0].model, sessions[0].agent.tokenizer, config, reference
             if ranks is None:
                 return Trainer(*given)
-            first, now = (find_model(of, bench, lambda *_: None) for of in (config, latest))
+            first, now = (resolve_model(of) for of in (config, latest))
             with ranks.collective("open", order(config, now, first if apart else None)):
                 return ShardedTrainer(*given, ranks)
 
@@ -240,7 +241,7 @@ async def sample_step(session: Session, step: int) -> list[ScoredTree]:
 
     With `train.dynamic_sampling_rounds`, the trees of questions that replace such as teach nothing come after these.
     """
-    config, parts = session.config, session.bench.parts
+    config, sources = session.config, session.tasks.sources
     count, again = config.train.batch_size, config.train.dynamic_sampling_rounds
     trees: list[ScoredTree] = []
     for turn in range(again + 1):
@@ -249,10 +250,10 @@ async def sample_step(session: Session, step: int) -> list[ScoredTree]:
             break
         if turn:
             asked = {scored.tree.task.id for scored in trees}
-            more = batch_of(parts, count, (step - 1) * again + turn, derive_seed(config.seed, "resample"))
+            more = batch_of(sources, count, (step - 1) * again + turn, derive_seed(config.seed, "resample"))
             tasks = [task for task in more if task.id not in asked][:missing]
         else:
-            tasks = batch_of(parts, count, step, config.seed, config.data.curriculum, session.outcomes)
+            tasks = batch_of(sources, count, step, config.seed, config.data.curriculum, session.outcomes)
         seeds = [derive_seed(config.seed, "rollout", step, len(trees) + number) for number in range(len(tasks))]
         trees += await session.grower.grow(session, tasks, seeds, step)
     return trees
@@ -293,8 +294,8 @@ def _outcome(scored: ScoredTree) -> str:
 async def test(session: Session) -> Evaluation:
     """Evaluate the current weights on held-out questions."""
     config = session.config
-    require_test_tasks(session.bench)
-    with progress_bar("evaluating", min(config.eval.questions, len(session.bench.test))) as bar:
+    require_test_tasks(session.tasks)
+    with progress_bar("evaluating", min(config.eval.questions, len(session.tasks.test))) as bar:
 
         def done() -> None:
             bar.advance(bar.task_ids[0])
@@ -302,9 +303,9 @@ async def test(session: Session) -> Evaluation:
         return await session.grower.test(session, done)
 
 
-def require_test_tasks(bench: Bench) -> None:
+def require_test_tasks(tasks: TaskSet) -> None:
     """Raise if there are none."""
-    if not bench.test:
+    if not tasks.test:
         raise ArpoError("data.test: there are no held-out questions; name a file of them")
 
 

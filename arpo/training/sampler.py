@@ -11,13 +11,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from arpo.algorithm.rollout import Agent, sample_trees
-from arpo.cli.display import console, progress_bar
+from arpo.agent.agent import Agent, build_agent, call_format, fit_prompts
+from arpo.agent.traces import read_examples
+from arpo.algorithm.rollout import sample_trees
+from arpo.cli.display import cold_start_progress, console
 from arpo.config.schema import Config
+from arpo.data.task_set import TaskSet, load_task_set
 from arpo.engine.local.kv_cache import BLOCK
+from arpo.errors import ArpoError
 from arpo.evaluation.evaluate import Evaluation, evaluate, select_tasks
+from arpo.figures.text import printable
+from arpo.models.resolve import load_policy
 from arpo.rewards import RewardFn, Scorer, overlong, reward_from
-from arpo.training.setup import Bench, build_agent, build_bench, build_model, fit_prompts
+from arpo.tools.build import build_tools
+from arpo.tools.executor import Toolset
 from arpo.types import ScoredTree, Task
 
 
@@ -59,7 +66,7 @@ class Here:
     async def test(self, session: Session, done: Callable[[], None]) -> Evaluation:
         """With the session's own agent."""
         config = session.config
-        tasks, seeds = select_tasks(session.bench.test, config.eval, config.seed)
+        tasks, seeds = select_tasks(session.tasks.test, config.eval, config.seed)
         return await evaluate(
             session.agent,
             tasks,
@@ -85,7 +92,8 @@ class Session:
     """What plays and what judges: questions, agent, reward; and, for a curriculum, the outcomes of the steps done."""
 
     config: Config
-    bench: Bench
+    tasks: TaskSet
+    tools: Toolset
     model: Any
     agent: Agent
     reward: RewardFn
@@ -94,34 +102,43 @@ class Session:
 
     def close(self) -> None:
         """Let go of what the tools hold: servers, connections, stored answers."""
-        self.bench.tools.close()
+        self.tools.close()
 
 
-def open_session(config: Config, bench: Bench | None = None, threaded: bool | None = None) -> Session:
-    """Load (or make) the model that the config names and all that goes with it; `threaded` as in `make_agent`."""
-    bench = bench or build_bench(config)
+def load_tasks_and_tools(config: Config) -> tuple[TaskSet, Toolset]:
+    """Load the tasks and build the tools, with all checks that need no model; close the tools when done."""
+    tasks = load_task_set(config)
+    _print_notes(tasks)
+    tools = build_tools(config)
+    try:
+        read_examples(config.rollout.examples, call_format(config, tools))
+    except ArpoError:
+        tools.close()
+        raise
+    return tasks, tools
+
+
+def open_session(
+    config: Config, tasks: TaskSet | None = None, tools: Toolset | None = None, threaded: bool | None = None
+) -> Session:
+    """Load the model that the config names, and the tasks and tools if not given; `threaded` as in `build_agent`."""
+    if tasks is None or tools is None:
+        tasks, tools = load_tasks_and_tools(config)
     reward = reward_from(config.reward)
     if config.reward.overlong:
         reward = overlong(reward, config.reward.overlong, config.rollout.max_tokens)
-    model, tokenizer = load_shown(config, bench)
-    agent = build_agent(config, bench, model, tokenizer, threaded)
-    return Session(config, fit_prompts(bench, agent, config.data.max_prompt_tokens), model, agent, reward)
+    with cold_start_progress(config.coldstart.steps) as progress:
+        model, tokenizer = load_policy(config, progress)
+    agent = build_agent(config, tools, model, tokenizer, threaded)
+    fitted = fit_prompts(tasks, agent, config.data.max_prompt_tokens)
+    if fitted is not tasks:
+        _print_notes(fitted)
+    return Session(config, fitted, tools, model, agent, reward)
 
 
-def load_shown(config: Config, bench: Bench) -> tuple[Any, Any]:
-    """The model and its tokenizer; if the built-in model must be made first, that is shown."""
-    with progress_bar("cold start", config.coldstart.steps) as bar:
-        bar.update(bar.task_ids[0], visible=False)  # nothing to see unless the built-in model must be made
-
-        def show(step: int, steps: int, loss: float) -> None:
-            if step == 0:
-                console.print("Cold start: teaching the built-in model how to call its tools (once; it is kept).")
-            elif step % 50 == 0 and not console.is_terminal:  # no bar there
-                console.print(f"  step {step} of {steps}, loss {loss:.3f}")
-            note = f"loss {loss:.3f}" if step else "writing examples"
-            bar.update(bar.task_ids[0], completed=step, total=steps, note=note, visible=True)
-
-        return build_model(config, bench, show)
+def _print_notes(tasks: TaskSet) -> None:
+    for note in tasks.notes:
+        console.print(printable(note))
 
 
 async def grow_here(

@@ -22,14 +22,13 @@ from itertools import accumulate, groupby
 
 from arpo.agent.formats import build_format
 from arpo.agent.traces import SFTExample, encode_trace, read_traces, require_traces
-from arpo.builtin.world import build_world
-from arpo.cli.display import SFT_HEADER, console, printable, progress_bar, sft_line
+from arpo.cli.display import SFT_HEADER, cold_start_progress, console, printable, progress_bar, sft_line
 from arpo.config.schema import Config, Loss
 from arpo.data.tasks import complaint
+from arpo.models.resolve import load_policy
+from arpo.tools.build import build_tools
 from arpo.trainer.trainer import Trainer
 from arpo.training.checkpoints import CheckpointManager, open_directory
-from arpo.training.sampler import load_shown
-from arpo.training.setup import Bench, build_tools
 from arpo.types import derive_seed
 
 RESUMABLE_KEYS = ("sft.epochs:", "sft.lr:", "train.steps:")  # when a run is resumed
@@ -50,16 +49,15 @@ class SFTRun:
 def open_sft(config: Config, resume: bool = False) -> Iterator[SFTRun]:
     """A new run in `run.dir`, or one that goes on there from its last checkpoint. Holds the directory until left."""
     with ExitStack() as stack:
-        world = build_world(config.world)
-        tools = build_tools(config, world)
-        stack.callback(tools.close)
+        tools = stack.enter_context(build_tools(config))
         fmt = build_format(config.rollout.format, [tool.spec for tool in tools.values()])
         reading = read_traces(config.sft.data, fmt)
         require_traces(reading.traces, reading.problems, reading.source, config.data.bad_rows)
         lessons: list[SFTExample] = []
 
         def load(latest: Config) -> Trainer:
-            model, tokenizer = load_shown(latest, Bench((), (), tools, world))
+            with cold_start_progress(latest.coldstart.steps) as progress:
+                model, tokenizer = load_policy(latest, progress)
             encoded = [encode_trace(trace, tokenizer, fmt, config.tools.result_tokens) for trace in reading.traces]
             lessons.extend(_fitting(encoded, model.config.max_position_embeddings, config, reading.problems))
             return Trainer(model, tokenizer, objective(config))
@@ -87,7 +85,9 @@ def _fitting(lessons: Sequence[SFTExample], context: int, config: Config, proble
 
 def objective(config: Config) -> Config:
     """The settings under which a training step on trees is one of supervised fine-tuning."""
-    train = config.train.model_copy(update={"lr": config.sft.lr, "warmup": config.sft.warmup_steps, "minibatches": 1})
+    train = config.train.model_copy(
+        update={"lr": config.sft.lr, "warmup_steps": config.sft.warmup_steps, "minibatches": 1}
+    )
     rollout = config.rollout.model_copy(update={"temperature": 1.0})
     loss = Loss(kind="cispo", aggregation="token-mean")
     return config.model_copy(update={"train": train, "rollout": rollout, "loss": loss})

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from traces import formats, sum_row, write_rows
 
+from arpo.agent.agent import Agent
 from arpo.agent.traces import encode_trace, read_traces, require_traces, write_row
-from arpo.algorithm.rollout import Agent, rollout
+from arpo.algorithm.rollout import rollout
 from arpo.config.schema import Branching, Rollout
 from arpo.engine.scripted import ScriptedEngine
 from arpo.errors import ArpoError

@@ -13,14 +13,16 @@ from chat_server import chat_server, said
 from templates import CHATML, QWEN, STRICT, UNCLOSED, make_tokenizer
 from traces import sum_row, sums_config, write_rows
 
+from arpo.agent.agent import Agent, build_agent, fit_prompts
 from arpo.agent.formats import CallFormat, build_format, encode_follow_up, encode_prompt
 from arpo.agent.traces import encode_examples, read_examples
-from arpo.algorithm.rollout import Agent, rollout
+from arpo.algorithm.rollout import rollout
 from arpo.builtin.model import build_model
-from arpo.builtin.traces import Trace
 from arpo.cli.chat import Conversation
 from arpo.config.loading import load_config
 from arpo.config.schema import Branching, Rollout
+from arpo.data.task_set import load_task_set
+from arpo.data.traces import Trace
 from arpo.engine.scripted import ScriptedEngine
 from arpo.errors import ArpoError
 from arpo.evaluation.benchmarks import identity
@@ -29,11 +31,12 @@ from arpo.models.save import save_pretrained
 from arpo.net.chat import ChatClient
 from arpo.rewards.format import format_ok
 from arpo.tools.base import tool
+from arpo.tools.build import build_tools, open_sandbox
 from arpo.tools.executor import Toolset, call_tool
 from arpo.tools.python.tool import build_python
 from arpo.tools.search import build_search
 from arpo.training.collect import right_traces
-from arpo.training.setup import build_agent, build_bench, fit_prompts, open_sandbox
+from arpo.training.sampler import load_tasks_and_tools
 from arpo.types import Document, Kind, Reward, RolloutTree, Task, ToolCall
 
 TASK = Task("q", "What is 3 plus 4?", ("7",))
@@ -171,18 +174,21 @@ def test_a_template_that_does_not_mark_the_end_of_an_answer_is_refused(tmp_path:
         player(tokenizer, fmt, encode_examples(shots(tmp_path, sum_row(1, 2)), tokenizer, fmt, 512)).prompt(TASK)
 
 
-def test_lengths_count_the_examples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lengths_count_the_examples(tmp_path: Path) -> None:
     tokenizer, fmt = make_tokenizer(CHATML), formats()
     examples = encode_examples(shots(tmp_path), tokenizer, fmt, 512)
     length = len(player(tokenizer, fmt, examples).prompt(TASK))
     with pytest.raises(ArpoError, match=rf"has {length} tokens.*fewer rollout\.examples"):
         player(tokenizer, fmt, examples, max_context=length).prompt(TASK)
     write_rows(tmp_path / "q.jsonl", [{"question": f"What is {'3 plus ' * n}4?", "answer": "7"} for n in (1, 30)])
-    bench = build_bench(load_config(None, [f"data.train={tmp_path / 'q.jsonl'}", "tools.enabled=[]", "reward.bonus=0"]))
-    for limit, kept in ((length, 1), (length + 400, 2)):
-        assert len(fit_prompts(bench, player(tokenizer, fmt, examples), limit).train) == kept
-    assert len(fit_prompts(bench, player(tokenizer, fmt), length).train) == 2
-    assert "1 of 2 questions" in capsys.readouterr().out
+    tasks = load_task_set(
+        load_config(None, [f"data.train={tmp_path / 'q.jsonl'}", "tools.enabled=[]", "reward.bonus=0"])
+    )
+    for limit, notes in ((length, ["1 of 2 questions"]), (length + 400, [])):
+        fitted = fit_prompts(tasks, player(tokenizer, fmt, examples), limit)
+        assert len(fitted.train) == 2 - len(notes)
+        assert [note.partition(" of /")[0] for note in fitted.notes] == notes
+    assert len(fit_prompts(tasks, player(tokenizer, fmt), length).train) == 2
 
 
 def test_a_conversation_begins_with_the_examples(tmp_path: Path) -> None:
@@ -214,17 +220,14 @@ def test_the_setting_reaches_the_agent_and_mistakes_are_found_before_a_model_is_
     write_rows(tmp_path / "q.jsonl", [{"question": TASK.question, "answer": "7"}])
     more = [f"data.train={tmp_path / 'q.jsonl'}", f"rollout.examples={tmp_path / 'shots.jsonl'}"]
     config = sums_config(tmp_path, *more, "tools.result_tokens=7")
-    bench = build_bench(config)
-    try:
-        agent = build_agent(config, bench, build_model(tokenizer, 32, 1, 1024, seed=1), tokenizer)
-    finally:
-        bench.tools.close()
+    with build_tools(config) as tools:
+        agent = build_agent(config, tools, build_model(tokenizer, 32, 1, 1024, seed=1), tokenizer)
     read = read_examples(str(tmp_path / "shots.jsonl"), agent.format)
     assert agent.examples == encode_examples(read, tokenizer, agent.format, 7) != ()
     assert identity(config)["rollout"]["examples"] == str(tmp_path / "shots.jsonl")
     write_rows(tmp_path / "shots.jsonl", [{"question": "1?", "text": "3"}])
     with pytest.raises(ArpoError, match=r"shots\.jsonl, line 1"):
-        build_bench(config)
+        load_tasks_and_tools(config)
 
 
 def test_an_endpoint_gets_them_as_messages(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def test_questions_that_teach_nothing_are_replaced(model_path: Path, tmp_path: P
         model_path, tmp_path / "run", "train.dynamic_sampling_rounds=2", "reward.workers=1", "train.batch_size=3"
     )
     with open_run(config) as run:
-        parts = run.session.bench.parts
+        parts = run.session.tasks.sources
         first = batch_of(parts, 3, 5, config.seed)
         others = [batch_of(parts, 3, 4 * 2 + turn, derive_seed(config.seed, "resample")) for turn in (1, 2)]
         every = [task.id for task in (*first, *others[0], *others[1])]
@@ -65,8 +65,8 @@ def test_only_questions_with_unequal_rewards_get_all_their_paths(model_path: Pat
     )
     config = config_for(model_path, tmp_path / "run", *changes, "reward.workers=1", "train.batch_size=4")
     with open_run(config) as run:
-        every = {task.id for part in run.session.bench.parts for task in part.tasks}
-        tasks = [task.id for task in batch_of(run.session.bench.parts, 4, 1, config.seed)]
+        every = {task.id for part in run.session.tasks.sources for task in part.tasks}
+        tasks = [task.id for task in batch_of(run.session.tasks.sources, 4, 1, config.seed)]
         disputed = {tasks[1], tasks[2]}
         session = replace(run.session, reward=rewarded_by(every - disputed, {}))
         trees, rewards = asyncio.run(sample_step(session, 1))
@@ -92,7 +92,7 @@ def test_only_questions_that_teach_are_trained_on_and_all_sampling_is_charged(
     )
     with open_run(config) as run:
         counts: dict[str, int] = {}
-        every = {task.id for part in run.session.bench.parts for task in part.tasks}
+        every = {task.id for part in run.session.tasks.sources for task in part.tasks}
         only = sorted(every)[0]
         run = replace(run, session=replace(run.session, reward=rewarded_by(every - {only}, counts)))
         asyncio.run(train(run))
@@ -119,13 +119,19 @@ def test_replacing_is_repeated_exactly_by_a_resumed_run(model_path: Path, tmp_pa
 
 def test_replacing_needs_questions_that_teach_nothing(model_path: Path, tmp_path: Path) -> None:
     config = config_for(model_path, tmp_path / "run", "train.dynamic_sampling_rounds=2", "advantage.baseline=batch")
-    with pytest.raises(ArpoError, match=r'train\.resample: use 0 with advantage\.baseline="batch"'), open_run(config):
+    with (
+        pytest.raises(ArpoError, match=r'train\.dynamic_sampling_rounds: use 0 with advantage\.baseline="batch"'),
+        open_run(config),
+    ):
         pass
 
 
 def test_a_curriculum_and_replacing_do_not_go_together(model_path: Path, tmp_path: Path) -> None:
     config = config_for(model_path, tmp_path / "run", "train.dynamic_sampling_rounds=2", "data.curriculum=2")
-    with pytest.raises(ArpoError, match=r"train\.resample: use 0 with data\.curriculum"), open_run(config):
+    with (
+        pytest.raises(ArpoError, match=r"train\.dynamic_sampling_rounds: use 0 with data\.curriculum"),
+        open_run(config),
+    ):
         pass
 
 

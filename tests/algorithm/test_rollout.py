@@ -14,8 +14,9 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from arpo.agent.agent import Agent
 from arpo.agent.formats import build_format
-from arpo.algorithm.rollout import Agent, rollout, rollouts
+from arpo.algorithm.rollout import rollout, rollouts
 from arpo.config.schema import Branching, Rollout
 from arpo.engine.scripted import Script, ScriptedEngine
 from arpo.errors import ArpoError

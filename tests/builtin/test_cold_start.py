@@ -10,19 +10,20 @@ from typing import Any
 import pytest
 
 import arpo.builtin.demo
+from arpo.agent.agent import build_agent
 from arpo.agent.formats import build_format
 from arpo.algorithm.rollout import rollout
-from arpo.builtin.cold_start import coldstart
+from arpo.builtin.cold_start import coldstart, world_tools
 from arpo.builtin.imitate import batches_of, trace_rows
 from arpo.builtin.pretrain import pretrain
-from arpo.builtin.world import World, world_vocabulary
+from arpo.builtin.world import World, build_world, world_vocabulary
 from arpo.config.loading import load_config
 from arpo.config.schema import Config, Model
 from arpo.errors import ArpoError
 from arpo.evaluation.evaluate import evaluate
 from arpo.models.load import load_model
 from arpo.rewards import build_reward
-from arpo.training.setup import build_agent, build_bench, world_tools
+from arpo.tools.build import build_tools
 from arpo.types import Kind
 
 BASE = Path(arpo.builtin.demo.__file__).parent / "base"
@@ -38,18 +39,18 @@ def base() -> tuple[Any, Any]:
 def test_the_base_can_read(base: tuple[Any, Any]) -> None:
     """It answers more than half of the questions about a world that it has never seen, before any training there."""
     config = load_config(None, [*SMALL, "world.seed=77", "reward.accuracy=em", "eval.questions=40"])
-    bench = build_bench(config)
-    agent = build_agent(config, bench, *base)
-    result = asyncio.run(evaluate(agent, bench.test, config.eval, config.rollout, build_reward("em", 0.0, ()), seed=0))
+    test = build_world(config.world).test
+    agent = build_agent(config, build_tools(config), *base)
+    result = asyncio.run(evaluate(agent, test, config.eval, config.rollout, build_reward("em", 0.0, ()), seed=0))
     assert result.accuracy > 0.5
     assert result.format_rate > 0.9
 
 
 def test_entropy_is_higher_after_tool_results_than_at_the_start(base: tuple[Any, Any]) -> None:
     config = load_config(None, [*SMALL, "branching.probe_tokens=6"])
-    bench = build_bench(config)
-    agent = build_agent(config, bench, *base)
-    tree = asyncio.run(rollout(agent, bench.test[0], config.rollout, config.branching, 0))
+    test = build_world(config.world).test
+    agent = build_agent(config, build_tools(config), *base)
+    tree = asyncio.run(rollout(agent, test[0], config.rollout, config.branching, 0))
     decisions = [node.decision for node in tree.nodes if node.decision]
     assert sum(d.entropy for d in decisions) / len(decisions) > decisions[0].initial_entropy
 
@@ -76,7 +77,7 @@ def test_the_cold_start_is_made_once_and_belongs_to_its_settings(
         def progress(step: int, steps: int, loss: float) -> None:
             seen.append(step)
 
-        return coldstart(config.coldstart, build_bench(config).world, tools, progress)
+        return coldstart(config.coldstart, build_world(config.world), tools, progress)
 
     first = make()
     assert seen == [0, 1, 2]
@@ -101,7 +102,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
     config = load_config(None, SMALL)
     with pytest.raises(ArpoError, match="ARPO_CACHE"):
         coldstart(
-            config.coldstart, build_bench(config).world, lambda world: world_tools(config, world), lambda *_: None
+            config.coldstart, build_world(config.world), lambda world: world_tools(config, world), lambda *_: None
         )
 
 
@@ -118,10 +119,10 @@ def test_trace_rows_train_on_the_models_own_tokens_only(base: tuple[Any, Any]) -
     from arpo.builtin.traces import write_traces
 
     config = load_config(None, SMALL)
-    bench = build_bench(config)
+    world = build_world(config.world)
     tokenizer = base[1]
-    traces = write_traces(bench.world, 5, lambda other: caller(world_tools(config, other)), seed=0, difficulty=0.5)
-    fmt = build_format("tags", [tool.spec for tool in bench.tools.values()])
+    traces = write_traces(world, 5, lambda other: caller(world_tools(config, other)), seed=0, difficulty=0.5)
+    fmt = build_format("tags", [tool.spec for tool in world_tools(config, world).values()])
     for trace, (tokens, trained) in zip(traces, trace_rows(traces, tokenizer, fmt), strict=True):
         own = "".join(text for kind, text in trace.segments if kind is Kind.MODEL)
         assert tokenizer.decode([t for t, mine in zip(tokens, trained, strict=True) if mine]) == own

@@ -10,15 +10,16 @@ from collections import Counter
 
 import pytest
 
-from arpo.builtin.traces import PER_WORLD, CallFn, Mistakes, Trace, write_trace, write_traces
+from arpo.builtin.traces import PER_WORLD, CallFn, Mistakes, write_trace, write_traces
 from arpo.builtin.world import KINDS, World, build_world, other_world, sample_task, world_vocabulary
 from arpo.config.schema import World as Settings
+from arpo.data.traces import Trace
 from arpo.rewards import format_ok
 from arpo.rewards.text import answer_text, boxed
+from arpo.tools.build import open_sandbox
 from arpo.tools.executor import call_tool
 from arpo.tools.python.tool import build_python
 from arpo.tools.search import build_search
-from arpo.training.setup import open_sandbox
 from arpo.types import Kind, Task, ToolCall
 
 SMALL = Settings(seed=3, entities=90, train_questions=200, test_questions=80)

@@ -22,8 +22,8 @@ from templates import CHATML, DROPPING, QWEN, STRICT, UNCLOSED, make_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from arpo.agent.agent import Agent
 from arpo.agent.formats import build_format, encode_follow_up, encode_prompt, encode_result
-from arpo.algorithm.rollout import Agent
 from arpo.builtin.model import build_model
 from arpo.cli.base import model_config
 from arpo.cli.chat import (

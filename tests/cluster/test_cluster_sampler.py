@@ -390,7 +390,7 @@ def test_a_test_waits_for_the_newest_weights_and_comes_before_later_steps() -> N
         await asyncio.sleep(3.0)
         await pool.sync_weights(SESSION, 1)
         seen: list[int] = []
-        session = SimpleNamespace(model=SESSION.model, bench=SimpleNamespace(test=TASKS[:4]))
+        session = SimpleNamespace(model=SESSION.model, tasks=SimpleNamespace(test=TASKS[:4]))
         result = await pool.test(session, lambda: seen.append(1))  # type: ignore[arg-type]
         assert [tree.task.id for tree in result.trees] == ["q0", "q1"] and len(seen) == 2
         assert crew.hands[0].asked == ["open", "update", "grow", "grow", "update", *["grow"] * 3]  # one more has room

@@ -44,19 +44,19 @@ def test_without_anything_the_defaults_of_the_paper_hold() -> None:
 def test_an_algorithm_is_what_its_preset_says_whatever_the_file_has(tmp_path: Path) -> None:
     path = _file(
         tmp_path,
-        "[branching]\npolicy = 'always'\nalpha = 0.1\n[advantage]\nscale = 'none'\n[loss]\nclip_high = 0.9\nkl = 0.1\n"
-        "[train]\nresample = 2\nlr = 1e-3\n[reward]\noverlong = 0.5\n",
+        "[branching]\npolicy = 'always'\nalpha = 0.1\n[advantage]\nscale = 'none'\n[loss]\nclip_high = 0.9\nkl_coef = 0.1\n"
+        "[train]\ndynamic_sampling_rounds = 2\nlr = 1e-3\n[reward]\noverlong = 0.5\n",
     )
     config, plain = load_config(path, ["loss.clip_low=0.3"], "arpo"), Config()
     assert config.advantage == plain.advantage
     assert config.branching == plain.branching.model_copy(update={"alpha": 0.1})  # tuning is the file's
-    assert config.loss == plain.loss.model_copy(update={"clip_low": 0.3, "kl": 0.1})
+    assert config.loss == plain.loss.model_copy(update={"clip_low": 0.3, "kl_coef": 0.1})
     assert (config.train.dynamic_sampling_rounds, config.train.lr, config.reward.overlong) == (0, 1e-3, 0.0)
     assert load_config(path).branching.policy == "always"
 
 
 def test_precedence_is_defaults_preset_file_command_line(tmp_path: Path) -> None:
-    path = _file(tmp_path, 'preset = "arpo-hard"\n[rollout]\nleaves = 4\nmax_calls = 5\n')
+    path = _file(tmp_path, 'preset = "arpo-hard"\n[rollout]\nnum_trajectories = 4\nmax_tool_calls = 5\n')
     config = load_config(path, ["rollout.num_trajectories=6"])
     assert config.advantage.attribution == "hard"  # preset
     assert (config.rollout.num_trajectories, config.rollout.max_tool_calls, config.rollout.max_tokens) == (6, 5, 4096)
@@ -66,7 +66,7 @@ def test_precedence_is_defaults_preset_file_command_line(tmp_path: Path) -> None
 
 def test_presets_load_and_differ_from_the_defaults_only_as_they_say() -> None:
     for name in presets():
-        file = Path(str(resources.files("arpo"))) / "presets" / f"{name}.toml"
+        file = Path(str(resources.files("arpo"))) / "config" / "presets" / f"{name}.toml"
         said = {f"{section}.{key}" for section, keys in tomllib.loads(file.read_text()).items() for key in keys}
         config = load_config(None, [f"preset={name}"])
         if config.branching.policy == "never":
@@ -160,14 +160,14 @@ def test_config_cannot_be_changed() -> None:
     ("toml", "message"),
     [
         ("seed = true", "seed: got true, expected whole number >= 0 and <= 4294967295"),
-        ("[rollout]\nleaves = 3.5", "rollout.num_trajectories: got 3.5, expected whole number >= 1"),
-        ("[rollout]\nleaves = 3.0", "rollout.num_trajectories: got 3.0, expected whole number >= 1"),
-        ('[rollout]\nleaves = "3"', 'rollout.num_trajectories: got "3", expected whole number >= 1'),
-        ("[rollout]\nleaves = 0", "rollout.num_trajectories: got 0, expected whole number >= 1"),
+        ("[rollout]\nnum_trajectories = 3.5", "rollout.num_trajectories: got 3.5, expected whole number >= 1"),
+        ("[rollout]\nnum_trajectories = 3.0", "rollout.num_trajectories: got 3.0, expected whole number >= 1"),
+        ('[rollout]\nnum_trajectories = "3"', 'rollout.num_trajectories: got "3", expected whole number >= 1'),
+        ("[rollout]\nnum_trajectories = 0", "rollout.num_trajectories: got 0, expected whole number >= 1"),
         ('[train]\nlr = "1e-6"', 'train.lr: got "1e-6", expected number > 0'),
         ("[train]\nlr = true", "train.lr: got true, expected number > 0"),
         ("[train]\nlr = inf", "train.lr: got Infinity, expected number > 0"),
-        ("[train]\ndrop_infra = 1", "train.mask_infra_faults: got 1, expected true or false"),
+        ("[train]\nmask_infra_faults = 1", "train.mask_infra_faults: got 1, expected true or false"),
         ("[model]\npath = 3", "model.path: got 3, expected non-empty text"),
         ("[data]\ntrain = 2020-01-01", 'data.train: got 2020-01-01, expected non-empty text or "none"'),
         ('[tools]\nenabled = ["a", 3, 4]', 'tools.enabled: got ["a", 3, 4], expected list of texts, like ["search"]'),
@@ -178,15 +178,18 @@ def test_config_cannot_be_changed() -> None:
             'model.device: got "cudda", expected one of "auto", "cpu", "cuda" (did you mean "cuda"?)',
         ),
         (
-            "[rollout]\nleaves = 4\ninitial = 9",
+            "[rollout]\nnum_trajectories = 4\nnum_initial = 9",
             "rollout.num_initial: got 9, expected at most rollout.num_trajectories, which is 4",
         ),
         ("[train]\nminibatches = 17", "train.minibatches: got 17, expected at most train.batch_size, which is 16"),
         (
-            "[rollout]\nleafs = 4",
-            "rollout.leafs: got 4, but there is no such setting; did you mean rollout.num_trajectories?",
+            "[rollout]\nnum_trajectory = 4",
+            "rollout.num_trajectory: got 4, but there is no such setting; did you mean rollout.num_trajectories?",
         ),
-        ("leaves = 4", "leaves: got 4, but there is no such setting; did you mean rollout.num_trajectories?"),
+        (
+            "num_trajectories = 4",
+            "num_trajectories: got 4, but there is no such setting; did you mean rollout.num_trajectories?",
+        ),
         (
             '"rollout.num_trajectories" = 4',
             "rollout.num_trajectories: got 4, but there is no such setting; did you mean rollout.num_trajectories?",
@@ -212,7 +215,8 @@ def test_one_mistake_gives_one_exact_line(tmp_path: Path, toml: str, message: st
 
 def test_all_mistakes_are_reported_at_once_each_with_its_source(tmp_path: Path) -> None:
     path = _file(
-        tmp_path, 'preset = "nope"\n[rollout]\nleaves = 4\ntemperature = 0\n[train]\nminibatches = 99\nlr = -1\n'
+        tmp_path,
+        'preset = "nope"\n[rollout]\nnum_trajectories = 4\ntemperature = 0\n[train]\nminibatches = 99\nlr = -1\n',
     )
     lines = _error(path, ["rollout.num_initial=5", "novalue", "=3", "model.device=tpu"]).split("\n")
     assert lines == [
@@ -271,7 +275,7 @@ def test_settings_table_has_every_setting_once_and_described() -> None:
     assert [key for key in keys if not key.startswith(("tools.mcp.", "data.mix."))] == flat
     assert {f"tools.mcp.{key}" for key in Mcp.model_fields} == {key for key in keys if key.startswith("tools.mcp.")}
     assert all(description and "\n" not in description for *_, description in table)
-    assert ("rollout.num_trajectories", "whole number >= 1", "16", "M: paths per question") in table
+    assert ("rollout.num_trajectories", "whole number >= 1", "16", "M: trajectories per question") in table
     assert [row[2] for row in table if row[0] in ("rollout.num_initial", "tools.search")] == ['"none"', "unset"]
 
 

@@ -12,18 +12,16 @@ import pytest
 from trees import searched
 
 from arpo.builtin.model import build_model
-from arpo.builtin.world import World, build_world
 from arpo.config.loading import load_config
 from arpo.config.plugins import load_object, names_object
 from arpo.config.schema import Rewards
-from arpo.config.schema import World as WorldSection
 from arpo.errors import ArpoError
 from arpo.models.save import save_pretrained
 from arpo.rewards import reward_from
 from arpo.runs.run_dir import open_run as read_run
+from arpo.tools.build import build_tools
 from arpo.tools.executor import call_tool
 from arpo.training.loop import open_run, train
-from arpo.training.setup import build_tools
 from arpo.types import Reward, Task, ToolCall
 
 ROOT = Path(__file__).parents[2]
@@ -63,11 +61,6 @@ def file(tmp_path: Path) -> Path:
     path = tmp_path / "mine.py"
     path.write_text(SOURCE)
     return path
-
-
-@pytest.fixture(scope="module")
-def world() -> World:
-    return build_world(WorldSection(entities=60, train_questions=5, test_questions=5))
 
 
 def refused(setting: str, text: str) -> str:
@@ -155,9 +148,9 @@ def test_each_accuracy_scores_as_its_function_does() -> None:
     assert tolerant(Task("q", "How much?", ("200",)), near, near.leaves[0]).total == 1.0
 
 
-def test_a_tool_of_ones_own(file: Path, world: World) -> None:
+def test_a_tool_of_ones_own(file: Path) -> None:
     def tools(*overrides: str) -> Any:
-        return build_tools(load_config(None, ["reward.bonus=0.0", *overrides]), world)
+        return build_tools(load_config(None, ["reward.bonus=0.0", *overrides]))
 
     with tools(f'tools.enabled=["search", "{file}:length"]') as box:
         assert list(box) == ["search", "length"]
@@ -191,11 +184,11 @@ def test_the_example_is_short_and_trains(tokenizer: Any, tmp_path: Path, monkeyp
     )  # fmt: skip
     with open_run(config) as run:
         assert asyncio.run(train(run)) == 1
-        assert list(run.session.bench.tools) == ["price"]
-        box = run.session.bench.tools
+        assert list(run.session.tools) == ["price"]
+        box = run.session.tools
         assert asyncio.run(call_tool(box, ToolCall("price", {"item": " Plum"}))).text == "25 cents"
         assert "there are: apple" in asyncio.run(call_tool(box, ToolCall("price", {"item": "axe"}))).text
-        task = run.session.bench.train[0]
+        task = run.session.tasks.train[0]
         for box_text, total in {"150 cents": 1.0, "140": 0.5, "1": 0.0, "": 0.0, "²": 0.0}.items():
             tree = searched(last=f"<think>b</think><answer>\\boxed{{{box_text}}}</answer>", name="price")
             bonus = config.reward.bonus if total else 0.0

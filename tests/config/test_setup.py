@@ -9,22 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from arpo.builtin.world import World, build_world
+from arpo.builtin.world import build_world
 from arpo.config.loading import load_config
 from arpo.config.schema import Config
-from arpo.config.schema import World as WorldSection
 from arpo.errors import ArpoError
+from arpo.tools.build import build_tools
 from arpo.tools.executor import Toolset, call_tool
 from arpo.tools.search import build_index
-from arpo.training.setup import build_tools
 from arpo.types import Fault, ToolCall
 
+SMALL_WORLD = ["world.entities=60", "world.train_questions=5", "world.test_questions=5"]
 SERVER = Path(__file__).parents[1] / "support" / "mcp_server.py"
-
-
-@pytest.fixture(scope="module")
-def world() -> World:
-    return build_world(WorldSection(entities=60, train_questions=5, test_questions=5))
 
 
 @pytest.fixture
@@ -36,52 +31,50 @@ def documents(tmp_path: Path) -> Path:
 
 
 def configured(*overrides: str) -> Config:
-    return load_config(None, ["reward.bonus=0.0", 'tools.enabled=["search"]', *overrides])
+    return load_config(None, [*SMALL_WORLD, "reward.bonus=0.0", 'tools.enabled=["search"]', *overrides])
 
 
 def said(box: Toolset, name: str, **args: object) -> str:
     return asyncio.run(call_tool(box, ToolCall(name, args))).text
 
 
-def refused(world: World, *overrides: str) -> str:
+def refused(*overrides: str) -> str:
     with pytest.raises(ArpoError) as error:
-        build_tools(configured(*overrides), world)
+        build_tools(configured(*overrides))
     return str(error.value)
 
 
-def test_search_looks_in_the_world_a_file_or_an_index(world: World, documents: Path, tmp_path: Path) -> None:
+def test_search_looks_in_the_world_a_file_or_an_index(documents: Path, tmp_path: Path) -> None:
     build_index(documents, tmp_path / "index")
-    entity = world.halves[0].names["person"][0]
-    with build_tools(configured(), world) as box:
+    entity = build_world(configured().world).halves[0].names["person"][0]
+    with build_tools(configured()) as box:
         assert f"birthplace of {entity}" in said(box, "search", query=f"birthplace of {entity}")
     for source in (documents, tmp_path / "index"):
-        with build_tools(configured(f"tools.search={source}"), world) as box:
+        with build_tools(configured(f"tools.search={source}")) as box:
             assert said(box, "search", query="who leads kip salt") == "Kip Salt: Ada Lom leads it."
 
 
-def test_a_server_and_the_web_are_asked_for_only_when_called(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    with build_tools(configured("tools.search=http://127.0.0.1:9/retrieve", "tools.timeout=1"), world) as box:
+def test_a_server_and_the_web_are_asked_for_only_when_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    with build_tools(configured("tools.search=http://127.0.0.1:9/retrieve", "tools.timeout=1")) as box:
         result = asyncio.run(call_tool(box, ToolCall("search", {"query": "a"})))
         assert (result.fault, result.attempts) == (Fault.INFRA, 3)
     monkeypatch.delenv("BRAVE_API_KEY", raising=False)
-    assert "BRAVE_API_KEY" in refused(world, "tools.search=brave")
+    assert "BRAVE_API_KEY" in refused("tools.search=brave")
     monkeypatch.setenv("BRAVE_API_KEY", "secret")
-    with build_tools(configured("tools.search=brave"), world) as box:
+    with build_tools(configured("tools.search=brave")) as box:
         assert "secret" not in repr(box["search"])
 
 
-def test_what_cannot_work_is_refused(world: World, tmp_path: Path) -> None:
-    assert "somewhere to look" in refused(world, "data.train=questions.jsonl")
-    assert "go together" in refused(world, 'tools.enabled=["browse"]', "tools.browse_url=http://127.0.0.1:9/v1")
-    assert "NO_SUCH_TOKEN" in refused(world, 'tools.mcp=[{url = "http://127.0.0.1:9", token_env = "NO_SUCH_TOKEN"}]')
+def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
+    assert "somewhere to look" in refused("data.train=questions.jsonl")
+    assert "go together" in refused('tools.enabled=["browse"]', "tools.browse_url=http://127.0.0.1:9/v1")
+    assert "NO_SUCH_TOKEN" in refused('tools.mcp=[{url = "http://127.0.0.1:9", token_env = "NO_SUCH_TOKEN"}]')
     (tmp_path / "text").write_text("not a database, but long enough to look at" * 10)
-    assert "text" in refused(world, f"tools.cache={tmp_path / 'text'}")
-    assert "not an index" in refused(world, f"tools.search={tmp_path}") or "index" in refused(
-        world, f"tools.search={tmp_path}"
-    )
+    assert "text" in refused(f"tools.cache={tmp_path / 'text'}")
+    assert "not an index" in refused(f"tools.search={tmp_path}") or "index" in refused(f"tools.search={tmp_path}")
 
 
-def test_tools_of_a_server_stand_beside_the_others(world: World, tmp_path: Path) -> None:
+def test_tools_of_a_server_stand_beside_the_others(tmp_path: Path) -> None:
     pytest.importorskip("mcp")
     config = tmp_path / "run.toml"
     config.write_text(
@@ -89,17 +82,17 @@ def test_tools_of_a_server_stand_beside_the_others(world: World, tmp_path: Path)
         f"[[tools.mcp]]\ncommand = {json.dumps(sys.executable)}\nargs = [{json.dumps(str(SERVER))}, 'sdk']\n"
         'only = ["echo", "add"]\n'
     )
-    with build_tools(load_config(config), world) as box:
+    with build_tools(load_config(config)) as box:
         assert list(box) == ["search", "echo", "add"]
         assert said(box, "add", a=2, b=3) == "5"
         assert said(box, "add", a=2, b="x").startswith("Error: add: ")
 
 
-def test_a_recording_is_replayed_without_a_call(world: World, documents: Path, tmp_path: Path) -> None:
+def test_a_recording_is_replayed_without_a_call(documents: Path, tmp_path: Path) -> None:
     where = [f"tools.search={documents}", f"tools.cache={tmp_path / 'answers.sqlite'}"]
-    with build_tools(configured(*where, "tools.cache_mode=record"), world) as box:
+    with build_tools(configured(*where, "tools.cache_mode=record")) as box:
         told = said(box, "search", query="kip salt")
-    with build_tools(configured(*where, "tools.cache_mode=replay"), world) as box:
+    with build_tools(configured(*where, "tools.cache_mode=replay")) as box:
         assert said(box, "search", query="kip salt") == told
         unknown = asyncio.run(call_tool(box, ToolCall("search", {"query": "zor"})))
         assert (unknown.fault, "recording" in unknown.text) == (Fault.INFRA, True)

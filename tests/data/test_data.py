@@ -18,21 +18,23 @@ from questions import rows, verl
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from arpo.agent.agent import Agent, fit_prompts
 from arpo.agent.formats import build_format
-from arpo.algorithm.rollout import Agent, rollouts
+from arpo.algorithm.rollout import rollouts
 from arpo.builtin.model import build_model
 from arpo.cli.main import app
 from arpo.config.loading import load_config
 from arpo.data.benchmarks import BENCHMARKS, load_benchmark
 from arpo.data.order import batch_of
+from arpo.data.task_set import load_task_set
 from arpo.data.tasks import Columns, load_tasks, read_tasks
 from arpo.engine.scripted import ScriptedEngine
 from arpo.errors import ArpoError
 from arpo.models.save import save_pretrained
 from arpo.rewards import build_reward
 from arpo.runs.run_dir import open_run as read_run
+from arpo.tools.build import build_tools
 from arpo.training.loop import _outcome, open_run, train
-from arpo.training.setup import build_bench, fit_prompts
 from arpo.types import Fault, Kind, Leaf, Node, Reward, RolloutTree, Task
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -76,15 +78,15 @@ def write_sources() -> None:
 
 def test_a_mixture_of_sources_each_with_its_columns(here: Path) -> None:
     write_sources()
-    bench = build_bench(toml(MIXED))
-    assert [(part.source, len(part.tasks), part.weight) for part in bench.parts] == [
+    tasks = load_task_set(toml(MIXED))
+    assert [(source.name, len(source.tasks), source.weight) for source in tasks.sources] == [
         ("sums.jsonl", 7, 3), ("places.jsonl", 1, 1), ("world", 6, 1),
     ]  # fmt: skip
-    assert bench.train[0] == Task("sums.jsonl:1", "0+1?", ("1",))
-    assert bench.train[7] == Task("places.jsonl:1", "Where?", ("Rome",), "place")
-    assert len(bench.train) == 14
-    assert len(bench.test) == 2  # the world is among them, so its held-out questions are there
-    kinds = Counter(task.id.partition(":")[0] for task in batch_of(bench.parts, 10, 4, seed=0))
+    assert tasks.train[0] == Task("sums.jsonl:1", "0+1?", ("1",))
+    assert tasks.train[7] == Task("places.jsonl:1", "Where?", ("Rome",), "place")
+    assert len(tasks.train) == 14
+    assert len(tasks.test) == 2  # the world is among them, so its held-out questions are there
+    kinds = Counter(task.id.partition(":")[0] for task in batch_of(tasks.sources, 10, 4, seed=0))
     assert (kinds["sums.jsonl"], kinds["places.jsonl"]) == (6, 2)
 
 
@@ -104,7 +106,7 @@ def test_mistakes_in_a_mixture(here: Path) -> None:
         with pytest.raises(ArpoError, match=re.escape(told)):
             toml(f"[[data.mix]]\n{wrong}\n")
     with pytest.raises(ArpoError, match=r"places\.jsonl, line 1: no column .*data\.mix\.question="):
-        build_bench(toml('[[data.mix]]\nsource = "places.jsonl"'))
+        load_task_set(toml('[[data.mix]]\nsource = "places.jsonl"'))
 
 
 def test_a_saved_mixture_is_read_back(here: Path) -> None:
@@ -117,22 +119,22 @@ def test_a_saved_mixture_is_read_back(here: Path) -> None:
 def test_search_needs_somewhere_to_look_unless_the_world_is_among_the_sources(here: Path) -> None:
     write_sources()
     tools = ['tools.enabled=["search"]']
-    with build_bench(toml(MIXED, *tools)).tools as box:
+    with build_tools(toml(MIXED, *tools)) as box:
         assert list(box) == ["search"]
     with pytest.raises(ArpoError, match="somewhere to look"):
-        build_bench(toml("", "data.train=sums.jsonl", *tools))
+        build_tools(toml("", "data.train=sums.jsonl", *tools))
 
 
-def test_bad_rows_are_refused_or_skipped_and_told(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_rows_are_refused_or_skipped_and_noted(here: Path) -> None:
     write("mine.jsonl", {"question": "Who?", "answer": "Ada"}, {"question": "Who?", "answer": "\x1b[31m "}, [1])
     with pytest.raises(ArpoError, match=r"line 3: expected a JSON object, got list\nmend the rows, or leave them out"):
-        build_bench(toml("", "data.train=mine.jsonl"))
-    bench = build_bench(toml("", "data.train=mine.jsonl", "data.bad_rows=skip"))
-    assert [task.id for task in bench.train] == ["mine.jsonl:1", "mine.jsonl:2"]
-    assert capsys.readouterr().out.splitlines() == [
+        load_task_set(toml("", "data.train=mine.jsonl"))
+    tasks = load_task_set(toml("", "data.train=mine.jsonl", "data.bad_rows=skip"))
+    assert [task.id for task in tasks.train] == ["mine.jsonl:1", "mine.jsonl:2"]
+    assert tasks.notes == (
         "1 of 3 rows of mine.jsonl are left out:",
         "mine.jsonl, line 3: expected a JSON object, got list",
-    ]
+    )
 
 
 # Prompt lengths.
@@ -143,33 +145,30 @@ def scripted(tokenizer: Any, tools: Any = None, script: Any = None, **more: Any)
     return Agent(ScriptedEngine(tokenizer, script or (lambda *_: ""), **more), tokenizer, tools or {}, fmt)
 
 
-def test_long_prompts_are_left_out_of_training_and_counted(
-    here: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_long_prompts_are_left_out_of_training_and_counted(here: Path, tokenizer: Any) -> None:
     write("mine.jsonl", *({"question": "word " * n, "answer": "x"} for n in (1, 50, 2, 400)))
-    bench = build_bench(toml("", "data.train=mine.jsonl", "data.test=mine.jsonl"))
+    tasks = load_task_set(toml("", "data.train=mine.jsonl", "data.test=mine.jsonl"))
     agent = scripted(tokenizer)
-    lengths = [len(agent.prompt(task)) for task in bench.train]
+    lengths = [len(agent.prompt(task)) for task in tasks.train]
     assert lengths[0] < lengths[2] < lengths[1] < lengths[3]
     for limit, kept in ((lengths[1], [1, 2, 3]), (lengths[1] - 1, [1, 3]), (10**6, [1, 2, 3, 4])):
-        fitted = fit_prompts(bench, agent, limit)
+        fitted = fit_prompts(tasks, agent, limit)
         assert [task.id for task in fitted.train] == [f"mine.jsonl:{n}" for n in kept]
-        assert fitted.test == bench.test  # what is measured does not change
-        told = capsys.readouterr().out
-        expected = f"{4 - len(kept)} of 4 questions of mine.jsonl are left out: over {limit} tokens\n"
-        assert told == (expected if len(kept) < 4 else "")
-    assert fit_prompts(bench, agent, None) is bench
+        assert fitted.test == tasks.test  # what is measured does not change
+        note = f"{4 - len(kept)} of 4 questions of mine.jsonl are left out: over {limit} tokens"
+        assert fitted.notes == ((note,) if len(kept) < 4 else ())
+    assert fit_prompts(tasks, agent, None) is tasks
     with pytest.raises(ArpoError, match=r"data\.max_prompt_tokens: none of the 4 prompts of mine\.jsonl has 3 or less"):
-        fit_prompts(bench, agent, 3)
+        fit_prompts(tasks, agent, 3)
 
 
 def test_without_a_limit_what_the_model_cannot_hold_is_refused(here: Path, tokenizer: Any) -> None:
     write("mine.jsonl", *({"question": "word " * n, "answer": "x"} for n in (1, 400)))
-    bench = build_bench(toml("", "data.train=mine.jsonl"))
-    agent = scripted(tokenizer, max_context=len(scripted(tokenizer).prompt(bench.train[1])))
+    tasks = load_task_set(toml("", "data.train=mine.jsonl"))
+    agent = scripted(tokenizer, max_context=len(scripted(tokenizer).prompt(tasks.train[1])))
     with pytest.raises(ArpoError, match=r"mine\.jsonl:2"):
-        fit_prompts(bench, agent, None)
-    assert len(fit_prompts(bench, agent, 10**6).train) == 1  # with one it is left out as well
+        fit_prompts(tasks, agent, None)
+    assert len(fit_prompts(tasks, agent, 10**6).train) == 1  # with one it is left out as well
 
 
 # A curriculum resumes as if it had never stopped.
@@ -341,12 +340,11 @@ def test_an_example_reads_its_files_and_rolls_out(here: Path, tokenizer: Any, na
             return f"<think>Look.</think><{tool}>{calls[tool](number)}</{tool}>"
         return f"<think>Done.</think><answer>\\boxed{{{number + 1}}}</answer>"
 
-    bench = build_bench(config)
-    with bench.tools:
-        agent = scripted(tokenizer, bench.tools, script)
-        bench = fit_prompts(bench, agent, config.data.max_prompt_tokens)
-        assert [task.answers for task in bench.train] == [(str(n),) for n in range(1, 21)]
-        grown = asyncio.run(rollouts(agent, bench.train, config.rollout, config.branching, range(20)))
+    with build_tools(config) as tools:
+        agent = scripted(tokenizer, tools, script)
+        tasks = fit_prompts(load_task_set(config), agent, config.data.max_prompt_tokens)
+        assert [task.answers for task in tasks.train] == [(str(n),) for n in range(1, 21)]
+        grown = asyncio.run(rollouts(agent, tasks.train, config.rollout, config.branching, range(20)))
     reward = build_reward(config.reward.accuracy, config.reward.bonus, config.reward.bonus_tools)
     earned = [reward(tree.task, tree, leaf) for tree in grown for leaf in tree.leaves]
     assert len(earned) == 40

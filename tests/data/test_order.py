@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arpo.data.order import MIXED, RARELY, Part, batch_of, outcome
+from arpo.data.order import MIXED, RARELY, Source, batch_of, outcome
 from arpo.types import Task, derive_seed
 
 
-def part(name: str, count: int, weight: int = 1) -> Part:
-    return Part(name, tuple(Task(f"{name}{i}", "q", ("a",)) for i in range(count)), weight)
+def part(name: str, count: int, weight: int = 1) -> Source:
+    return Source(name, tuple(Task(f"{name}{i}", "q", ("a",)) for i in range(count)), weight)
 
 
-def drawn(parts: Sequence[Part], count: int, steps: int, seed: int = 0) -> list[list[str]]:
+def drawn(parts: Sequence[Source], count: int, steps: int, seed: int = 0) -> list[list[str]]:
     return [[task.id for task in batch_of(parts, count, step, seed)] for step in range(1, steps + 1)]
 
 
@@ -48,9 +48,9 @@ def test_every_source_gets_its_share_and_goes_through_its_own_passes(shape: list
     total = sum(p.weight for p in parts)
     rounds = drawn(parts, total, 10)
     for taken in rounds:
-        assert Counter(name[0] for name in taken) == {p.source: p.weight for p in parts}
+        assert Counter(name[0] for name in taken) == {p.name: p.weight for p in parts}
     for p in parts:
-        own = [name for taken in rounds for name in taken if name[0] == p.source]
+        own = [name for taken in rounds for name in taken if name[0] == p.name]
         size = len(p.tasks)
         for start in range(0, len(own) - size + 1, size):
             assert sorted(own[start : start + size]) == sorted(task.id for task in p.tasks)
@@ -78,7 +78,7 @@ def test_the_letter_of_a_question() -> None:
 
 
 def plain_curriculum(
-    parts: Sequence[Part], count: int, seed: int, visits: int, outcomes: Sequence[str]
+    parts: Sequence[Source], count: int, seed: int, visits: int, outcomes: Sequence[str]
 ) -> list[list[str]]:
     """The rule as a person would follow it, question by question; `len(outcomes) + 1` steps."""
     history: dict[str, list[str]] = {}
@@ -99,7 +99,7 @@ def plain_curriculum(
 
     walks = [walk(number) for number in range(len(parts))]
     whose = (name[0] for name in chain(*drawn(parts, count, len(outcomes) + 1, seed)))
-    numbers = {p.source: i for i, p in enumerate(parts)}
+    numbers = {p.name: i for i, p in enumerate(parts)}
     steps: list[list[str]] = []
     for letters in [*outcomes, ""]:
         steps.append([next(walks[numbers[source]]) for source in islice(whose, count)])

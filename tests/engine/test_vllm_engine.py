@@ -21,8 +21,8 @@ from models import CONTEXT, EOS, VOCAB, Letters, logits_of, make_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from arpo.agent.agent import build_agent
 from arpo.builtin.model import build_model
-from arpo.builtin.world import build_world
 from arpo.config.loading import load_config
 from arpo.config.schema import Rollout
 from arpo.engine.build import build_engine
@@ -33,7 +33,6 @@ from arpo.errors import ArpoError
 from arpo.models.lora import add_adapter
 from arpo.models.save import save_for_vllm
 from arpo.tools.executor import Toolset
-from arpo.training.setup import Bench, build_agent
 from arpo.types import Completion, SamplingParams
 
 pytest.importorskip("httpx2")
@@ -201,9 +200,8 @@ def test_an_adapter_that_merging_would_round_away_is_refused() -> None:
     ]
     config = load_config(None, settings)
     model = add_adapter(make_model("llama"), 2, 4, ("q_proj",), 0)
-    tools = Bench((), (), Toolset([]), build_world(config.world))
     with pytest.raises(ArpoError, match="rounded away"):
-        build_agent(config, tools, model, Letters())
+        build_agent(config, Toolset([]), model, Letters())
 
 
 def test_vllm_does_not_see_that_there_are_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

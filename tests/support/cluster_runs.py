@@ -11,8 +11,8 @@ import cluster_toys
 import arpo
 from arpo.config.schema import Config
 from arpo.data.order import batch_of
+from arpo.data.task_set import load_task_set
 from arpo.runs.run_dir import RunDir
-from arpo.training.setup import build_bench
 from arpo.types import Kind
 
 BASE = Path(arpo.__file__).parent / "builtin" / "base"  # the built-in model before its cold start
@@ -50,12 +50,12 @@ def ages(log: RunDir) -> list[int]:
 
 def assert_all_there(log: RunDir, config: Config) -> None:
     """Every question of every step once, and metrics that add up to the saved trees."""
-    parts = build_bench(config).parts
+    sources = load_task_set(config).sources
     rows = log.read_metrics()
     assert [row["step"] for row in rows] == log.tree_steps() == list(range(1, config.train.steps + 1))
     for row in rows:
         trees = [scored.tree for scored in log.read_trees(row["step"])]
-        wanted = batch_of(parts, config.train.batch_size, row["step"], config.seed)
+        wanted = batch_of(sources, config.train.batch_size, row["step"], config.seed)
         assert [tree.task.id for tree in trees] == [task.id for task in wanted]
         assert row["trajectories"] == sum(len(tree.leaves) for tree in trees) == 4 * config.train.batch_size
         assert row["tool_calls"] == sum(n.kind is Kind.TOOL for tree in trees for n in tree.nodes)

@@ -11,8 +11,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from arpo.agent.agent import Agent
 from arpo.agent.formats import build_format
-from arpo.algorithm.rollout import Agent, rollouts
+from arpo.algorithm.rollout import rollouts
 from arpo.config.schema import Branching, Rollout
 from arpo.engine.scripted import ScriptedEngine
 from arpo.tools.base import tool

@@ -19,15 +19,16 @@ from torch import Tensor
 from training_runs import config_for as any_config
 from training_runs import even_share
 
-import arpo.training.setup
+import arpo.builtin.cold_start
 from arpo.cli.base import config_of
 from arpo.cli.main import main
 from arpo.config.loading import load_config
 from arpo.config.schema import Config, Model, Train
 from arpo.engine.local.engine import LocalEngine
 from arpo.errors import ArpoError
-from arpo.models.load import checkpoint_model_settings, load_trainable
+from arpo.models.load import load_trainable
 from arpo.models.lora import adapters_off, add_adapter, has_adapter, load_adapter, merge_adapter, save_adapter
+from arpo.models.resolve import checkpoint_model_settings
 from arpo.runs.run_dir import open_run as read_run
 from arpo.trainer.optimizer import Optimizer
 from arpo.training.loop import open_run, open_session, train
@@ -376,7 +377,7 @@ def test_an_adapter_may_be_trained_further_in_another_run(model_path: Path, tmp_
 
 
 def test_an_adapter_of_the_built_in_model(model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arpo.training.setup, "coldstart", lambda *_: model_path)
+    monkeypatch.setattr(arpo.builtin.cold_start, "coldstart", lambda *_: model_path)
     config = load_config(None, [f"run.dir={tmp_path / 'run'}", *SMALL, "train.steps=1", *LORA])
     tested = run_to_the_end(config)
     session = open_session(config_of(tmp_path / "run", []))
@@ -420,7 +421,7 @@ def test_an_adapter_of_the_built_in_model_can_be_built_on(
     again: tuple[str, ...], model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The base that such a run names is "tiny", which stands for a model that is made on the spot."""
-    monkeypatch.setattr(arpo.training.setup, "coldstart", lambda *_: model_path)
+    monkeypatch.setattr(arpo.builtin.cold_start, "coldstart", lambda *_: model_path)
     first, second = (config_for(Path("tiny"), tmp_path / name, "train.steps=1", *LORA) for name in ("a", "b"))
     run_to_the_end(first)
     config = config_for(tmp_path / "a", tmp_path / "b", "train.steps=1", *again)

@@ -12,9 +12,9 @@ from cli_runs import call
 from traces import formats, python, sum_row, sums_config, write_model, write_rows
 from trees import model, prompt, tool, tree
 
+from arpo.agent.agent import Agent
 from arpo.agent.traces import encode_trace, read_traces
-from arpo.algorithm.rollout import Agent
-from arpo.builtin.traces import Trace
+from arpo.data.traces import Trace
 from arpo.engine.scripted import ScriptedEngine
 from arpo.errors import ArpoError
 from arpo.training.collect import right_traces, sample_traces

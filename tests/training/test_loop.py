@@ -20,20 +20,21 @@ from safetensors.torch import load_file
 from training_runs import SMALL, assert_same, config_for, even_share, run_to_the_end, what_it_left
 
 import arpo.training.loop
+from arpo.agent.agent import Agent
 from arpo.agent.formats import build_format
 from arpo.algorithm.advantage import credit
-from arpo.algorithm.rollout import Agent, rollout
+from arpo.algorithm.rollout import rollout
 from arpo.builtin.model import build_model
 from arpo.config.loading import load_config
 from arpo.config.schema import Advantage, Branching, Rollout
-from arpo.data.order import Part, batch_of
+from arpo.data.order import Source, batch_of
+from arpo.data.task_set import load_task_set
 from arpo.engine.local.engine import LocalEngine
 from arpo.errors import ArpoError
 from arpo.runs.run_dir import open_run as read_run
 from arpo.trainer.checkpoint import load_checkpoint, save_checkpoint
 from arpo.trainer.trainer import Trainer
 from arpo.training.loop import Session, open_run, sample_step, train
-from arpo.training.setup import build_bench
 from arpo.types import Leaf, Reward, RolloutTree, Task
 
 
@@ -347,11 +348,11 @@ def test_checkpoints_round_trip_the_optimiser(tokenizer: Any, tmp_path: Path) ->
 
 def test_batches_go_through_all_questions_before_any_comes_again() -> None:
     tasks = [Task(str(i), "q", ("a",)) for i in range(10)]
-    parts = [Part("x", tuple(tasks))]
-    drawn = [task.id for step in range(1, 6) for task in batch_of(parts, 4, step, seed=0)]
+    sources = [Source("x", tuple(tasks))]
+    drawn = [task.id for step in range(1, 6) for task in batch_of(sources, 4, step, seed=0)]
     assert sorted(drawn[:10]) == sorted(drawn[10:]) == sorted(task.id for task in tasks)
     assert drawn[:10] != drawn[10:]
-    assert [t.id for t in batch_of(parts, 4, 3, seed=0)] == drawn[8:12]  # depends on the step alone
+    assert [t.id for t in batch_of(sources, 4, 3, seed=0)] == drawn[8:12]  # depends on the step alone
 
 
 def test_data_mistakes_are_found_before_a_directory_is_made(tmp_path: Path) -> None:
@@ -359,7 +360,7 @@ def test_data_mistakes_are_found_before_a_directory_is_made(tmp_path: Path) -> N
     with pytest.raises(ArpoError, match=r"nowhere\.jsonl"), open_run(config):
         raise AssertionError("a run was opened")
     assert not (tmp_path / "run").exists()
-    assert build_bench(load_config(None, SMALL)).train
+    assert load_task_set(load_config(None, SMALL)).train
 
 
 def test_a_path_without_a_verdict_teaches_nothing_and_is_counted(model_path: Path, tmp_path: Path) -> None:

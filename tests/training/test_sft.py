@@ -28,11 +28,11 @@ from arpo.agent.traces import SFTExample, encode_trace, read_traces
 from arpo.config.schema import Config, Model
 from arpo.errors import ArpoError
 from arpo.models.load import load_model
+from arpo.models.resolve import load_policy
 from arpo.runs.run_dir import open_run as read_run
 from arpo.trainer.trainer import Trainer
 from arpo.training.loop import open_session
 from arpo.training.loop import test as evaluate
-from arpo.training.setup import build_bench, build_model
 from arpo.training.sft import objective, open_sft, plan, train_sft
 from arpo.types import Kind
 
@@ -237,7 +237,7 @@ def test_resuming_refuses_other_settings_and_the_other_command(folder: Path) -> 
     config = sums_config(folder, *FAST, "sft.epochs=1")
     run_to_the_end(config)
     with (
-        pytest.raises(ArpoError, match=r"sft\.warmup: 3 -> 7"),
+        pytest.raises(ArpoError, match=r"sft\.warmup_steps: 3 -> 7"),
         open_sft(sums_config(folder, *FAST, "sft.warmup_steps=7", "sft.lr=0.02"), True),
     ):
         raise AssertionError("it was opened")
@@ -315,10 +315,9 @@ def test_a_run_is_a_model_for_another_one(folder: Path) -> None:
     )
     for config in (plain, lora):
         run_to_the_end(config)
-    bench = build_bench(plain.model_copy(update={"data": plain.data.model_copy(update={"train": "world"})}))
 
     def weights(config: Config) -> dict[str, torch.Tensor]:
-        model, _ = build_model(config, bench, lambda *_: None)
+        model, _ = load_policy(config)
         return {name: p.detach() for name, p in model.named_parameters()}
 
     name = "model.layers.0.mlp.up_proj.weight"

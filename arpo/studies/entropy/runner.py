@@ -45,8 +45,8 @@ def study_model(target: str, config: Config, questions: int, tokens: int, out: P
     require_matplotlib()
     out = the_folder(target, out)
     with closing(open_session(config)) as session:
-        tests = session.bench.test
-        tasks = (tests or session.bench.train)[:questions]
+        tests = session.tasks.test
+        tasks = (tests or session.tasks.train)[:questions]
         grown = run(_grow(session, tasks))
     found = study(((one.tree, one.rewards) for one in grown), config.branching, tokens)
     kind = "held-out" if tests else "training"

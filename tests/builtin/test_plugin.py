@@ -1,0 +1,85 @@
+"""The toy world is a plug-in: found by its name, and never imported by a configuration that does not name it."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from traces import sum_row, write_model, write_rows
+
+import arpo
+from arpo.config.loading import load_config
+from arpo.data.plugin import model_plugin, task_plugin
+from arpo.data.task_set import TaskSet, load_task_set
+
+PACKAGE = Path(arpo.__file__).parent
+WORK = """
+import asyncio, sys
+from pathlib import Path
+from arpo.config.loading import config_from_resolved, load_config
+from arpo.models.export import export_model
+from arpo.tools.build import build_tools
+from arpo.training.loop import open_run
+from arpo.training.sft import open_sft, train_sft
+
+config = load_config(Path("run.toml"))
+with open_sft(config) as run:
+    asyncio.run(train_sft(run))
+export_model(Path("run"), Path("exported"))
+with build_tools(config) as tools:
+    assert list(tools) == ["search", "python"]
+with open_run(load_config(Path("run.toml"), ["run.dir=other"])):
+    pass
+print(*sorted(name for name in sys.modules if name.startswith("arpo.builtin")))
+"""
+SETTINGS = """
+model.path = "model"
+model.device = "cpu"
+data.train = "questions.jsonl"
+tools.search = "documents.jsonl"
+sft.data = "traces.jsonl"
+sft.epochs = 1
+train.lora_rank = 2
+run.dir = "run"
+"""
+
+
+def test_a_run_that_does_not_name_the_world_never_imports_it(tmp_path: Path) -> None:
+    """Fine-tuning, exporting an adapter with its base, building tools and opening a training run."""
+    write_model(tmp_path / "model")
+    write_rows(tmp_path / "traces.jsonl", [sum_row(1, 2), sum_row(3, 4)])
+    write_rows(tmp_path / "questions.jsonl", [{"question": "1 + 1?", "answer": "2"}])
+    write_rows(tmp_path / "documents.jsonl", [{"title": "One", "text": "A number."}])
+    (tmp_path / "run.toml").write_text(SETTINGS)
+    done = subprocess.run([sys.executable, "-c", WORK], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == ""
+    assert json.loads((tmp_path / "exported" / "config.json").read_text())["model_type"] == "llama"
+
+
+def test_only_the_command_line_imports_it() -> None:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if path.relative_to(PACKAGE).parts[0] in ("builtin", "cli"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            assert not [name for name in names if name.startswith("arpo.builtin")], path
+
+
+def test_names_of_plugins() -> None:
+    assert task_plugin("world") is model_plugin("tiny") is not None
+    assert task_plugin("tiny") is model_plugin("world") is task_plugin("world.jsonl") is None
+
+
+def test_the_world_fills_a_task_set() -> None:
+    config = load_config(None, ["world.entities=60", "world.train_questions=6", "world.test_questions=2"])
+    tasks = load_task_set(config)
+    assert [(source.name, len(source.tasks)) for source in tasks.sources] == [("world", 6)]
+    assert (len(tasks.train), len(tasks.test), tasks.notes) == (6, 2, ())
+    assert task_plugin("world").tasks(config) == (tasks.train, tasks.test)  # type: ignore[union-attr]
+    assert TaskSet().train == ()
