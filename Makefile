@@ -2,14 +2,19 @@
 PYTHON ?= python3
 BIN := .venv/bin
 SEED ?= 0
+# Slow tests are handed out one by one, the others file by file: see tests/conftest.py.
+PARALLEL := -n logical --dist loadgroup --no-loadscope-reorder
 
-.PHONY: demo test check format clean bench-sandbox bench-search bench-engine bench-gpu bench-tree bench-math bench-view bench-plan bench-cluster test-kernels test-mcp-npm test-browser test-vllm
+.PHONY: demo test test-fast check format clean bench-sandbox bench-search bench-engine bench-gpu bench-tree bench-math bench-view bench-plan bench-cluster test-kernels test-mcp-npm test-browser test-vllm
 
 demo: .venv/installed  ## watch a small agent learn, a few minutes
 	$(BIN)/arpo demo --seed $(SEED)
 
-test: .venv/installed-dev  ## all tests
-	$(BIN)/python -m pytest
+test: .venv/installed-dev  ## all tests, on all cores
+	$(BIN)/python -m pytest $(PARALLEL)
+
+test-fast: .venv/installed-dev  ## the tests that take less than a second each, on all cores
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow"
 
 bench-sandbox: .venv/installed  ## the sandbox against a new interpreter per call; JSON on the last line
 	$(BIN)/python benchmarks/bench_sandbox.py
@@ -46,13 +51,13 @@ test-kernels: .venv/installed-dev  ## the GPU kernels without a GPU: in Triton's
 test-mcp-npm: .venv/installed-dev  ## MCP against a server from npm; needs node
 	npm install --prefix .venv/npm --no-audit --no-fund --loglevel=error @modelcontextprotocol/server-everything@2026.8.31
 	ARPO_TEST_NPM_MCP=$(CURDIR)/.venv/npm/node_modules/@modelcontextprotocol/server-everything/dist/index.js \
-		$(BIN)/python -m pytest tests/test_mcp.py -k npm
+		$(BIN)/python -m pytest tests/tools/test_mcp.py -k npm
 
 # Where neither can be had, the tests end at once and say what to do.
 test-browser: .venv/installed-dev  ## the viewer's page in a browser: the system's chromium, or else Playwright's
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt playwright
 	command -v chromium > /dev/null || $(BIN)/python -m playwright install chromium || true
-	ARPO_TEST_BROWSER=1 $(BIN)/python -m pytest tests/browser
+	ARPO_TEST_BROWSER=1 $(BIN)/python -m pytest tests/viewer/browser
 
 test-vllm: .venv-vllm/installed  ## the engine over vLLM against the local one, on a CPU; ARPO_TEST_MODEL names another model
 	.venv-vllm/bin/python -m pytest -s tests/engine/with_vllm tests/engine/test_vllm_engine.py

@@ -1,19 +1,16 @@
-"""Things that many tests share: a small tokenizer and a small random model, made on the spot."""
+"""Settings and fixtures for all tests: hypothesis without deadlines, the order of tests, small models and runs."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from cli_runs import SMALL_TOML, Arpo, Outcome, call
 from hypothesis import HealthCheck, settings
 
-from arpo.builtin.model import build_model, build_tokenizer
-from arpo.models.save import save_pretrained
-
-torch.set_num_threads(1)  # these models are too small for more to help
+os.environ["OMP_NUM_THREADS"] = "1"  # these models are too small for more threads to help; set before torch is loaded
 settings.register_profile(
     "any machine", parent=settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -25,32 +22,48 @@ TEXTS = [
 ]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow tests go first, each to the process that is free; then the others, file by file, as a file shares fixtures."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    for item in items:
+        if not (item.get_closest_marker("slow") or item.get_closest_marker("xdist_group")):
+            item.add_marker(pytest.mark.xdist_group(str(item.path)))
+
+
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
     """The built-in model's kind of tokenizer, over a handful of sentences."""
+    from arpo.builtin.model import build_tokenizer
+
     return build_tokenizer(TEXTS)
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tokenizer: Any) -> Any:
     """A random Llama with two layers; tests must not change it."""
+    from arpo.builtin.model import build_model
+
     return build_model(tokenizer, hidden=64, layers=2, max_context=256, seed=0).eval()
+
+
+def _saved_model(tokenizer: Any, directory: Path, max_context: int, seed: int) -> Path:
+    from arpo.builtin.model import build_model
+    from arpo.models.save import save_pretrained
+
+    save_pretrained(build_model(tokenizer, 32, 1, max_context, seed=seed), tokenizer, directory)
+    return directory
 
 
 @pytest.fixture(scope="session")
 def model_path(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a random model with one layer and 256 tokens of context; tests must not change it."""
-    directory = tmp_path_factory.mktemp("model")
-    save_pretrained(build_model(tokenizer, 32, 1, 256, seed=1), tokenizer, directory)
-    return directory
+    return _saved_model(tokenizer, tmp_path_factory.mktemp("model"), 256, seed=1)
 
 
 @pytest.fixture(scope="session")
 def model_dir(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a random model with one layer and 512 tokens of context; tests must not change it."""
-    directory = tmp_path_factory.mktemp("model")
-    save_pretrained(build_model(tokenizer, hidden=32, layers=1, max_context=512, seed=0), tokenizer, directory)
-    return directory
+    return _saved_model(tokenizer, tmp_path_factory.mktemp("model"), 512, seed=0)
 
 
 @pytest.fixture(scope="session")
