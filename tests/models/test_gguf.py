@@ -414,12 +414,12 @@ def test_an_unknown_pre_tokenizer_is_refused_by_name(pre: str | None, tmp_path: 
     [
         ("more", {"expert_count": 8}, "it has 'llama.expert_count', which is not supported"),
         ("more", {"rope.scaling.type": "yarn"}, "its rope scaling is 'yarn'; supported are none and linear"),
-        ("more", {"rope.dimension_count": 8}, "its llama.rope.dimension_count is not the size of a head, 16"),
-        ("more", {"attention.head_count_kv": 3}, "its heads can't share keys and values evenly"),
+        ("more", {"rope.dimension_count": 8}, "its llama.rope.dimension_count is not the head dimension, 16"),
+        ("more", {"attention.head_count_kv": 3}, "its llama.attention.head_count is not a multiple of head_count_kv"),
         ("more", {"attention.head_count": 0}, "its llama.attention.head_count is 0"),
         ("more", {"attention.head_count": 128}, "its llama.attention.key_length is 0"),
-        ("more", {"block_count": 10**9}, "it lacks tensors"),
-        ("more", {"block_count": 2}, "it lacks the tensor 'blk.1."),
+        ("more", {"block_count": 10**9}, "tensors are missing"),
+        ("more", {"block_count": 2}, "it has no tensor 'blk.1."),
         (
             "more",
             {"feed_forward_length": 128},
@@ -429,13 +429,13 @@ def test_an_unknown_pre_tokenizer_is_refused_by_name(pre: str | None, tmp_path: 
         ("more", {"embedding_length": None}, "its llama.embedding_length is None"),
         ("more", {"rope.freq_base": float("nan")}, "its llama.rope.freq_base is nan"),
         ("more", {"attention.layer_norm_rms_epsilon": "x"}, "its llama.attention.layer_norm_rms_epsilon is 'x'"),
-        ("values", {"model": "t5"}, "its tokenizer is of the kind 't5'; supported are 'gpt2' and 'llama'"),
+        ("values", {"model": "t5"}, "its tokenizer has the type 't5'; supported are 'gpt2' and 'llama'"),
         ("values", {"eos_token_id": None}, "its tokenizer.ggml.eos_token_id is None"),
         ("values", {"eos_token_id": 10**6}, "its tokenizer.ggml.eos_token_id is 1000000"),
-        ("values", {"merges": ["a b c"]}, "one of its tokenizer.ggml.merges is no pair"),
-        ("values", {"merges": ["zz zz"]}, "its tokenizer can't be made: "),
-        ("values", {"merges": [1, 2]}, "its tokenizer.ggml.merges is no list of str"),
-        ("extra", {"split.count": 3}, "it is one of several pieces: join them first"),
+        ("values", {"merges": ["a b c"]}, "one of its tokenizer.ggml.merges is not a pair"),
+        ("values", {"merges": ["zz zz"]}, "its tokenizer cannot be built: "),
+        ("values", {"merges": [1, 2]}, "its tokenizer.ggml.merges is not a list of str"),
+        ("extra", {"split.count": 3}, "it is one part of a split model: merge the parts first"),
         ("extra", {"general.alignment": 0}, "its general.alignment is 0"),
     ],
 )
@@ -452,10 +452,10 @@ def test_other_architectures_and_tensors(tmp_path: Path) -> None:
     message = "its architecture is 'phi3'; supported are llama, qwen2, qwen3, gemma3"
     assert refused(write(path, "phi3", shape, tensors, vocabulary)) == message
     bias = {"blk.0.attn_q.bias": np.zeros(64, dtype=np.float32)}
-    message = "it has the tensor 'blk.0.attn_q.bias', which the llama family has not"
+    message = "it has the tensor 'blk.0.attn_q.bias', which the llama family does not have"
     assert refused(write(path, "llama", shape, tensors | bias, vocabulary)) == message
     fewer = {name: value for name, value in tensors.items() if name != "output_norm.weight"}
-    assert refused(write(path, "llama", shape, fewer, vocabulary)) == "it lacks the tensor 'output_norm.weight'"
+    assert refused(write(path, "llama", shape, fewer, vocabulary)) == "it has no tensor 'output_norm.weight'"
     few = tensors | {"token_embd.weight": tensors["token_embd.weight"][:-1]}
     assert refused(write(path, "llama", shape, few, vocabulary)) == "it has more tokens than embeddings"
     twice = replace(
@@ -468,7 +468,7 @@ def test_no_gguf_file_at_all(tmp_path: Path, small: bytes) -> None:
     path = tmp_path / "x.gguf"
     for content in (b"", b"GGUF", b"PK\3\4" * 100):
         path.write_bytes(content)
-        assert refused(path) == "it is no GGUF file"
+        assert refused(path) == "it is not a GGUF file"
     path.write_bytes(small[:4] + struct.pack("<I", 1) + small[8:])
     assert refused(path) == "its GGUF version is 1; supported are 2 and 3, little-endian"
     path.write_bytes(small[:8] + struct.pack("<QQ", 2**63, 2**63) + small[24:])
@@ -479,7 +479,7 @@ def test_a_file_that_was_cut_off(tmp_path: Path, small: bytes) -> None:
     path = tmp_path / "x.gguf"
     for end in [*range(24, len(small), len(small) // 60), len(small) - 1]:
         path.write_bytes(small[:end])
-        assert refused(path) == "it is damaged or not complete"
+        assert refused(path) == "it is damaged or incomplete"
 
 
 def test_numbers_that_promise_more_than_the_file_holds(tmp_path: Path, small: bytes) -> None:
@@ -492,21 +492,21 @@ def test_numbers_that_promise_more_than_the_file_holds(tmp_path: Path, small: by
     key = b"tokenizer.ggml.token_type"
     at = small.index(key) + len(key) + 8
     path.write_bytes(small[:at] + struct.pack("<Q", 2**60) + small[at + 8 :])
-    assert refused(path) == "it is damaged or not complete"
+    assert refused(path) == "it is damaged or incomplete"
     name = b"token_embd.weight"
     at = small.index(name) + len(name) + 4
     for shape in ((2**40, 2**40), (63, 64), (0, 64)):  # too much, half a block, nothing
         path.write_bytes(small[:at] + struct.pack("<QQ", *shape) + small[at + 16 :])
-        assert refused(path) == "it is damaged or not complete"
+        assert refused(path) == "it is damaged or incomplete"
 
 
 def test_some_rows_of_a_tensor(tmp_path: Path, small: bytes) -> None:
     path = tmp_path / "x.gguf"
     path.write_bytes(small)
     file = read_gguf(path)
-    whole = file.numbers("token_embd.weight")
+    whole = file.dequantize("token_embd.weight")
     assert whole.shape == (len(VOCABULARIES["qwen2"].tokens), 64)
-    assert np.array_equal(file.numbers("token_embd.weight", 3, 5), whole[3:5])
+    assert np.array_equal(file.dequantize("token_embd.weight", 3, 5), whole[3:5])
 
 
 def test_metadata_given_twice(tmp_path: Path, small: bytes) -> None:
@@ -522,7 +522,7 @@ def test_tensors_that_lie_on_one_another(tmp_path: Path, small: bytes) -> None:
     names = [b"blk.0.attn_q.weight", b"blk.0.attn_output.weight"]
     first, second = (small.index(name) + len(name) + 4 + 16 + 4 for name in names)
     path.write_bytes(small[:second] + small[first : first + 8] + small[second + 8 :])
-    assert refused(path) == "two of its tensors share a name or a place"
+    assert refused(path) == "two of its tensors share a name or overlap"
 
 
 @given(st.data())
