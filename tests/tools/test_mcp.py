@@ -31,7 +31,7 @@ pytest.importorskip("mcp")
 from mcp_server import RAW_TOOLS, sdk_server
 
 import arpo.tools.mcp.server as module
-import arpo.tools.mcp.transport as wire
+import arpo.tools.mcp.transport as transport
 from arpo.errors import ArpoError
 from arpo.tools.base import ToolError, ToolUnavailable
 from arpo.tools.executor import Toolset, call_tool
@@ -79,8 +79,8 @@ def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
 
 def counted(server: McpServer) -> Callable[[int], Awaitable[None]]:
     """A function that waits until so many requests were sent to the server, counted from now."""
-    assert server._link._live is not None and server._link._live.session is not None
-    session: Any = server._link._live.session
+    assert server._manager._connection is not None and server._manager._connection.session is not None
+    session: Any = server._manager._connection.session
     send, seen = session.send_request, []
 
     async def counting(*args: Any, **more: Any) -> Any:
@@ -119,7 +119,7 @@ def odd() -> Iterator[McpServer]:
 
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(transport, "GRACE_SECONDS", 0.1)
     monkeypatch.setattr(module, "RESTART_PAUSES", (0.0, 0.05, 0.05))
 
 
@@ -180,12 +180,12 @@ def test_long_output_is_cut_and_a_huge_one_never_kept(good: McpServer, odd: McpS
     assert call(good, "big", size=30_000).text.startswith("x" * 20_000 + "\n[output cut")
     before = pid_of(odd)
     for order in ("head", "tail"):
-        result = call(odd, "huge", size=wire.MAX_MESSAGE_BYTES, order=order)
-        assert (result.text, result.fault, result.attempts) == (f"Error: {wire.TOO_LARGE}", Fault.MODEL, 1)
-        assert call(odd, "huge", size=wire.MAX_MESSAGE_BYTES - 200, order=order).fault is None
+        result = call(odd, "huge", size=transport.MAX_MESSAGE_BYTES, order=order)
+        assert (result.text, result.fault, result.attempts) == (f"Error: {transport.TOO_LARGE}", Fault.MODEL, 1)
+        assert call(odd, "huge", size=transport.MAX_MESSAGE_BYTES - 200, order=order).fault is None
     assert pid_of(odd) == before
     with pytest.raises(ToolUnavailable, match="larger than 8 MB"):
-        run(odd, "huge", size=wire.MAX_MESSAGE_BYTES, order="hidden")
+        run(odd, "huge", size=transport.MAX_MESSAGE_BYTES, order="hidden")
     assert pid_of(odd) != before
 
 
@@ -203,7 +203,7 @@ def test_whose_fault_a_protocol_error_is(odd: McpServer, code: int, fault: Fault
 def test_a_result_that_is_not_mcp_is_the_servers_fault(odd: McpServer) -> None:
     result = call(odd, "odd")
     assert result.fault is Fault.INFRA
-    assert "it sent what is not MCP: content.0" in result.text
+    assert "it sent an invalid message: content.0" in result.text
 
 
 def test_arguments_that_cannot_be_sent_are_the_models_fault(good: McpServer, odd: McpServer) -> None:
@@ -226,16 +226,16 @@ def test_only_some_tools_in_the_order_asked_for() -> None:
         assert len(server.tools) == 1
     with raw("pages") as server:
         assert [tool.spec.name for tool in server.tools] == [*RAW_TOOLS]
-        assert server._link._live is not None
-        assert server._link._live.scope.deadline == math.inf  # the limit of the start is over with it
+        assert server._manager._connection is not None
+        assert server._manager._connection.scope.deadline == math.inf  # the limit of the start is over with it
 
 
 @pytest.mark.parametrize(
     ("mode", "message"),
     [
-        ("duplicate", "more than one tool of the name 'echo'"),
+        ("duplicate", "several tools named 'echo'"),
         ("broken", "tool broken: its schema is broken"),
-        ("lacking", "it sent what is not MCP: tools.1.inputSchema .of 'lacking'.: Field required"),
+        ("lacking", "it sent an invalid message: tools.1.inputSchema .of 'lacking'.: Field required"),
         ("empty", "it has no tools"),
         ("endless", "longer than 1000, or does not end"),
         ("dies", "no license found\n  .exit code 1."),
@@ -252,13 +252,13 @@ def test_a_server_that_cannot_be_used_is_refused(mode: str, message: str, capfd:
 def test_a_server_that_does_not_start_in_time(hurried: None, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ArpoError, match=r"^MCP server odd: it was not ready within 0\.1 seconds"):
         raw("silent", start_timeout=0.1)
-    note = wire.Wire.note
+    note = transport.Connection.note
 
     def noted(live: Any, words: Any) -> None:
         note(live, words)
         live.scope.deadline = -math.inf  # the time is up when it has said something
 
-    monkeypatch.setattr(wire.Wire, "note", noted)
+    monkeypatch.setattr(transport.Connection, "note", noted)
     with pytest.raises(ArpoError) as error:
         raw("silent")
     assert str(error.value) == "MCP server odd: it was not ready within 300 seconds\n   [31mI am  thinking"
@@ -338,7 +338,7 @@ def test_a_server_that_died_unnoticed_costs_nothing(odd: McpServer) -> None:
     pid = pid_of(odd)
     os.kill(pid, signal.SIGKILL)
     assert eventually(lambda: not alive(pid))
-    assert eventually(lambda: not odd._link._usable())
+    assert eventually(lambda: not odd._manager._usable())
     assert call(odd, "echo", text="a").attempts == 1
 
 
@@ -377,7 +377,7 @@ def test_a_server_that_cannot_be_restarted_says_why(tmp_path: Path, hurried: Non
 
     with raw("once", starts) as server:
         os.kill(pid_of(server), signal.SIGKILL)
-        assert eventually(lambda: not server._link._usable())
+        assert eventually(lambda: not server._manager._usable())
         errors = asyncio.run(three())
         assert starts.read_text() == "x" * (1 + len(module.RESTART_PAUSES))
     assert {(type(error), str(error)) for error in errors} == {
@@ -430,7 +430,7 @@ def test_a_server_that_hangs_as_a_whole_is_replaced(hurried: None) -> None:
     with raw(timeout=1) as server:
         pid = pid_of(server)
         assert call(server, "stuck", within=0.2).fault is Fault.TIMEOUT
-        assert eventually(lambda: server._link._checking is not None)
+        assert eventually(lambda: server._manager._checking is not None)
         with pytest.raises(ToolUnavailable, match="MCP server odd does not answer"):
             run(server, "echo", text="a")
         assert eventually(lambda: call(server, "echo", text="a").text == "a")
@@ -456,14 +456,14 @@ class Session:
 
 @pytest.mark.parametrize("answers", [0, 1])
 def test_a_server_that_is_only_busy_is_left_alone(answers: int) -> None:
-    endpoint = wire.Endpoint("x", "x", (), {}, None, {}, timeout=0.05, start_timeout=1)
+    endpoint = transport.ServerParams("x", "x", (), {}, None, {}, timeout=0.05, start_timeout=1)
 
     async def check() -> bool:
-        live = module._Live(1)
+        live = transport.Connection(1)
         live.session = Session()  # type: ignore[assignment]
-        asyncio.get_running_loop().call_later(0.01, lambda: setattr(live, "answers", answers))
-        await module._Link(endpoint, ())._check(live)
-        return live.over.is_set()
+        asyncio.get_running_loop().call_later(0.01, lambda: setattr(live, "responses", answers))
+        await module._ConnectionManager(endpoint, ())._check(live)
+        return live.closed.is_set()
 
     assert asyncio.run(check()) is (answers == 0)
 
@@ -485,7 +485,7 @@ def test_close_leaves_neither_thread_nor_process(hurried: None) -> None:
 
 
 def test_nothing_is_started_while_closing() -> None:
-    link = module._Link(wire.Endpoint("x", "x", (), {}, None, {}, timeout=1, start_timeout=1), ())
+    link = module._ConnectionManager(transport.ServerParams("x", "x", (), {}, None, {}, timeout=1, start_timeout=1), ())
 
     async def late() -> None:
         link.closing.set()
@@ -560,11 +560,11 @@ def test_lines_are_those_of_the_stream_and_long_ones_keep_their_ends(chunks: lis
         return await reading
 
     async def collect(stream: asyncio.StreamReader) -> list[tuple[bytes, bool]]:
-        return [item async for item in wire._lines(stream)]
+        return [item async for item in transport._lines(stream)]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wire, "MAX_MESSAGE_BYTES", limit)
-        patch.setattr(wire, "_ENDS", ends)
+        patch.setattr(transport, "MAX_MESSAGE_BYTES", limit)
+        patch.setattr(transport, "_ENDS", ends)
         found = asyncio.run(read())
     lines = [line for line in b"".join(chunks).split(b"\n")[:-1] if line.strip()]
     whole = [(line, True) if len(line) <= limit else (line[:ends] + line[-ends:], False) for line in lines]
@@ -583,7 +583,7 @@ def test_lines_are_those_of_the_stream_and_long_ones_keep_their_ends(chunks: lis
     ],
 )
 def test_the_request_that_a_long_answer_belongs_to(line: str, number: int | None) -> None:
-    answer = wire._too_long(line.encode())
+    answer = transport._too_long(line.encode())
     assert (None if answer is None else answer.id) == number
 
 
@@ -723,7 +723,7 @@ def test_headers_go_with_every_request_and_nowhere_else(web: Web) -> None:
         assert call(server, "echo", size=3).text == "xxx"
     assert {headers.get("authorization", headers.get("Authorization")) for _, headers in web.seen} == {web.token}
     assert web.asked("delete") == 1
-    assert "s3cret" not in repr(server._link.endpoint)
+    assert "s3cret" not in repr(server._manager.params)
 
 
 def test_a_server_that_forgot_the_session_is_greeted_again_once(web: Web) -> None:
@@ -738,8 +738,8 @@ def test_a_server_that_forgot_the_session_is_greeted_again_once(web: Web) -> Non
 
 def test_large_and_compressed_replies_and_http_errors(web: Web) -> None:
     with connect_mcp(name="w", url=web.url) as server:
-        result = call(server, "echo", size=wire.MAX_MESSAGE_BYTES)
-        assert (result.text, result.fault) == (f"Error: {wire.TOO_LARGE}", Fault.MODEL)
+        result = call(server, "echo", size=transport.MAX_MESSAGE_BYTES)
+        assert (result.text, result.fault) == (f"Error: {transport.TOO_LARGE}", Fault.MODEL)
         web.status = 500
         assert call(server, "echo", size=1).fault is Fault.INFRA
         web.status = 200
