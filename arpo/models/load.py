@@ -1,5 +1,5 @@
-"""Loading a model and its tokenizer (a Hugging Face directory or hub name, or a GGUF file; with a LoRA adapter or
-without), and saying plainly why it can't be done."""
+"""Loading a model and its tokenizer: a Hugging Face directory or hub name, or a GGUF file, with or without a LoRA
+adapter. Everything that can go wrong is an ArpoError that says what to do."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from arpo.config.schema import Model, Train
 from arpo.errors import ArpoError
 from arpo.models.gguf import load_gguf
 from arpo.models.lora import add_adapter, load_adapter, merge_adapter
+from arpo.models.resolve import ADAPTER_CONFIG
 from arpo.types import derive_seed
 
-transformers_logging.disable_progress_bar()  # loading is quick, and bars of our own say what matters
+transformers_logging.disable_progress_bar()  # loading is quick, and arpo shows its own progress
 
 
 def pick_device(device: str) -> torch.device:
-    """The device that a `model.device` setting means on this machine."""
+    """Return the device that a `model.device` setting means on this machine."""
     if device == "cuda" and not torch.cuda.is_available():
         raise ArpoError(
             "model.device is cuda, but torch sees no CUDA device: use model.device=cpu, or see `arpo doctor`"
@@ -34,7 +35,7 @@ def pick_device(device: str) -> torch.device:
 
 
 def load_model(settings: Model) -> tuple[Any, Any]:
-    """The causal LM (on its device, in evaluation mode: no dropout), merged with its adapter, and its tokenizer."""
+    """Return the causal LM, on its device, in eval mode and merged with its adapter, and its tokenizer."""
     path = os.path.expanduser(settings.path)
     dtype = getattr(torch, settings.dtype)
     if path.lower().endswith(".gguf"):
@@ -47,15 +48,18 @@ def load_model(settings: Model) -> tuple[Any, Any]:
         tokenizer.pad_token = tokenizer.eos_token
     if settings.adapter is not None:
         model = merge_adapter(model, Path(settings.adapter).expanduser())
-    dropout = {name: p.p for name, p in model.named_modules() if isinstance(p, torch.nn.Dropout) and p.p > 0}
-    if dropout:
-        raise ArpoError(f"model.path: {path!r} has dropout ({next(iter(dropout))}): its log-probs would not repeat")
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Dropout) and module.p > 0:
+            raise ArpoError(f"model.path: {path!r} has dropout ({name}): its log-probs would not be reproducible")
     return model.to(pick_device(settings.device)).eval(), tokenizer
 
 
 def load_trainable(settings: Model, train: Train, seed: int) -> tuple[Any, Any]:
-    """The model as a run trains it, and its tokenizer: with `train.lora_rank`, frozen and beside it an adapter, which
-    is a fresh one drawn from the run's seed, or that of `model.adapter`."""
+    """Return the model as a run trains it, and its tokenizer.
+
+    With `train.lora_rank` the weights are frozen and an adapter is added: a new one drawn from the run's seed, or that
+    of `model.adapter`.
+    """
     if not train.lora_rank:
         return load_model(settings)
     model, tokenizer = load_model(settings.model_copy(update={"adapter": None}))
@@ -66,10 +70,10 @@ def load_trainable(settings: Model, train: Train, seed: int) -> tuple[Any, Any]:
 
 
 @contextmanager
-def recomputing(model: Any) -> Iterator[None]:
-    """Forward passes inside keep only what goes into each layer; backward passes compute the rest again."""
+def gradient_checkpointing(model: Any) -> Iterator[None]:
+    """Within the context, forward passes keep only the inputs of each layer; backward passes recompute the rest."""
     model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
-    model.train()  # only then do the layers look; there is no dropout that it would turn on
+    model.train()  # layers checkpoint only in training mode; there is no dropout for it to turn on
     try:
         yield
     finally:
@@ -80,31 +84,31 @@ def recomputing(model: Any) -> Iterator[None]:
 def _load_hugging_face(path: str, dtype: torch.dtype) -> tuple[Any, Any]:
     is_path = _looks_like_a_path(path)
     if is_path and not (Path(path) / "config.json").is_file():
-        if (Path(path) / "adapter_config.json").is_file():
+        if (Path(path) / ADAPTER_CONFIG).is_file():
             raise ArpoError(
                 f"model.path: {path!r} is an adapter, not a model: set model.adapter to it, and model.path to its base"
             )
-        there = "it has no config.json" if Path(path).is_dir() else "there is no such directory"
+        reason = "it has no config.json" if Path(path).is_dir() else "there is no such directory"
         raise ArpoError(
-            f'model.path: {path!r} is no model: {there}; give a Hugging Face directory, a hub name or "tiny"'
+            f'model.path: {path!r} is not a model: {reason}; give a Hugging Face directory, a hub name or "tiny"'
         )
-    trouble = None if is_path else _hub_trouble(path)
-    local = is_path or trouble is not None  # what was loaded before is still there without a network
+    hub_error = None if is_path else _hub_error(path)
+    local = is_path or hub_error is not None  # without a network, a model in the cache can still be loaded
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=local)
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False, local_files_only=local)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
-        if trouble is not None:
+        if hub_error is not None:
             raise ArpoError(
-                f"model.path: {path!r} is neither here nor to be had from the hub ({trouble}): "
+                f"model.path: {path!r} is neither a local model nor available on the hub ({hub_error}): "
                 "give a directory that holds the model, or check name and network"
             ) from error
         raise ArpoError(f"model.path: {path!r} could not be loaded: {_first_line(error)}") from error
     return model, tokenizer
 
 
-def _hub_trouble(name: str) -> str | None:
-    """Why the hub does not have a model, asked once; loading itself would ask again and again for most of a minute."""
+def _hub_error(name: str) -> str | None:
+    """Return why the hub lacks a model, or None. Asked once: loading itself would retry for most of a minute."""
     try:
         HfApi().model_info(name, timeout=10)
     except Exception as error:  # its HTTP client differs between versions
@@ -113,7 +117,7 @@ def _hub_trouble(name: str) -> str | None:
 
 
 def _looks_like_a_path(path: str) -> bool:
-    """Hub names are `name` or `owner/name`; all else, and all that exists here at least in part, is a path."""
+    """Return whether this is a path: anything that is not `name` or `owner/name`, or whose first part exists here."""
     return (
         path.startswith((".", "/"))
         or path.count("/") > 1

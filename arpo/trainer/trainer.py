@@ -19,8 +19,8 @@ from torch import Tensor
 
 from arpo.algorithm.batch import MicroBatch, build_batch
 from arpo.config.schema import Config
-from arpo.models.load import recomputing
-from arpo.models.lora import adapters_off, has_adapter
+from arpo.models.load import gradient_checkpointing
+from arpo.models.lora import disable_adapter, has_adapter
 from arpo.trainer.dist.shards import read_shards
 from arpo.trainer.forward_backward import compute_logprobs, forward_backward
 from arpo.trainer.optimizer import Optimizer
@@ -105,13 +105,13 @@ class Trainer:
         if not self._config.loss.kl_coef:
             return None
         if has_adapter(self._policy):
-            with adapters_off(self._policy):
+            with disable_adapter(self._policy):
                 return self._logprobs(self._policy, work)
         return self._logprobs(self._reference, work)
 
     def _accumulate(self, work: Work, old_K: Tensor | None, reference_K: Tensor | None) -> dict[str, float]:
         config, (batch, matched) = self._config, work
-        with recomputing(self._policy) if config.train.gradient_checkpointing else nullcontext():
+        with gradient_checkpointing(self._policy) if config.train.gradient_checkpointing else nullcontext():
             return forward_backward(
                 self._policy,
                 batch,

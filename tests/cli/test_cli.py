@@ -257,14 +257,14 @@ def test_a_prompt_longer_than_the_context(arpo: Arpo) -> None:
 @pytest.mark.parametrize("path", ["./nowhere", "a/b/nowhere", "/nowhere"])
 def test_a_model_directory_that_is_not_there(arpo: Arpo, path: str) -> None:
     assert mistake(arpo("eval", "small.toml", f"model.path={path}")) == (
-        f"model.path: {path!r} is no model: there is no such directory; "
+        f"model.path: {path!r} is not a model: there is no such directory; "
         'give a Hugging Face directory, a hub name or "tiny"'
     )
 
 
 def test_a_directory_that_holds_no_model(arpo: Arpo) -> None:
     Path("folder").mkdir()
-    assert "'folder' is no model: it has no config.json" in mistake(arpo("eval", "small.toml", "model.path=folder"))
+    assert "'folder' is not a model: it has no config.json" in mistake(arpo("eval", "small.toml", "model.path=folder"))
 
 
 def test_a_damaged_model(arpo: Arpo, model_dir: Path) -> None:

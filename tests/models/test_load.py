@@ -156,7 +156,7 @@ def test_an_adapter_that_would_change_tied_embeddings(base: Path, tmp_path: Path
 def test_what_is_no_adapter(base: Path, adapter: Path, tmp_path: Path) -> None:
     for path in (tmp_path / "nowhere", base):
         assert refused(path=str(base), adapter=str(path)) == (
-            f"model.adapter: {str(path)!r} is no adapter: give a directory that PEFT saved (adapter_config.json)"
+            f"model.adapter: {str(path)!r} is not an adapter: give a directory that PEFT saved (adapter_config.json)"
         )
     config = adapter / "adapter_config.json"
     whole = config.read_text()
@@ -228,7 +228,7 @@ def test_a_hub_name_without_a_network_fails_at_once(monkeypatch: pytest.MonkeyPa
     began = time.monotonic()
     message = refused(path="nobody/no-such-model")
     assert time.monotonic() - began < 5
-    assert message.startswith("model.path: 'nobody/no-such-model' is neither here nor to be had from the hub (")
+    assert message.startswith("model.path: 'nobody/no-such-model' is neither a local model nor available on the hub (")
     assert message.endswith("): give a directory that holds the model, or check name and network")
 
 

@@ -27,7 +27,7 @@ from arpo.config.schema import Config, Model, Train
 from arpo.engine.local.engine import LocalEngine
 from arpo.errors import ArpoError
 from arpo.models.load import load_trainable
-from arpo.models.lora import adapters_off, add_adapter, has_adapter, load_adapter, merge_adapter, save_adapter
+from arpo.models.lora import add_adapter, disable_adapter, has_adapter, load_adapter, merge_adapter, save_adapter
 from arpo.models.resolve import checkpoint_model_settings
 from arpo.runs.run_dir import open_run as read_run
 from arpo.trainer.optimizer import Optimizer
@@ -151,10 +151,10 @@ def test_without_the_adapter_it_is_the_base() -> None:
     model = with_adapter("llama")
     train_sft(model)
     taught, base = logits_of(model, PROMPT), logits_of(make_model("llama"), PROMPT)
-    with adapters_off(model):
+    with disable_adapter(model):
         assert torch.equal(logits_of(model, PROMPT), base)
     assert torch.equal(logits_of(model, PROMPT), taught)
-    with pytest.raises(KeyError), adapters_off(model):
+    with pytest.raises(KeyError), disable_adapter(model):
         raise KeyError
     assert torch.equal(logits_of(model, PROMPT), taught)
     begun = weights_of(model, adapter=True)
@@ -249,7 +249,7 @@ def test_an_adapter_of_another_model_or_a_damaged_one(tmp_path: Path) -> None:
     with pytest.raises(ArpoError, match="is damaged"):
         load_adapter(with_adapter("llama"), tmp_path)
     (tmp_path / "adapter_config.json").unlink()
-    with pytest.raises(ArpoError, match="is no adapter"):
+    with pytest.raises(ArpoError, match="is not an adapter"):
         load_adapter(with_adapter("llama"), tmp_path)
 
 
@@ -385,7 +385,7 @@ def test_an_adapter_of_the_built_in_model(model_path: Path, tmp_path: Path, monk
     session.close()
 
 
-def test_recomputing_changes_no_run(model_path: Path, tmp_path: Path) -> None:
+def test_gradient_checkpointing_changes_no_run(model_path: Path, tmp_path: Path) -> None:
     run_to_the_end(config_for(model_path, tmp_path / "kept", "train.steps=2", *LORA))
     run_to_the_end(
         config_for(model_path, tmp_path / "again", "train.steps=2", *LORA, "train.gradient_checkpointing=true")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 from arpo.errors import ArpoError
-from arpo.models.load import recomputing
+from arpo.models.load import gradient_checkpointing
 from arpo.trainer.optimizer import Optimizer
 
 BF16 = torch.bfloat16
@@ -283,12 +283,12 @@ def test_state_of_another_model_is_refused() -> None:
 
 
 @pytest.mark.parametrize("family", ["smollm2", "gemma3"])
-def test_recomputing_changes_no_gradient(family: str) -> None:
+def test_gradient_checkpointing_changes_no_gradient(family: str) -> None:
     kept, model = make_model(family), make_model(family)
     calls: list[int] = []
     model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     loss_of(kept, 0).backward()  # type: ignore[no-untyped-call]
-    with recomputing(model):
+    with gradient_checkpointing(model):
         loss = loss_of(model, 0)
     assert len(calls) == 1
     loss.backward()  # type: ignore[no-untyped-call]

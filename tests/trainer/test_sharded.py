@@ -520,7 +520,7 @@ def test_a_model_is_exported_wherever_there_is_room(
     assert sorted(os.listdir()) == names  # whoever stands there sees them
     (tmp_path / "run-2").symlink_to(run)
     for inside in (run / "checkpoints" / "new", run, tmp_path / "run-2" / "new", run / ".." / "run" / "new"):
-        with pytest.raises(ArpoError, match="is inside of the run"):
+        with pytest.raises(ArpoError, match="is inside the run"):
             export_model(run, inside)
     with pytest.raises(ArpoError, match="is not empty"):
         export_model(run, tmp_path / "empty.toml")
