@@ -31,7 +31,7 @@ from arpo.agent.formats import (
     encode_result,
 )
 from arpo.data.rows import read_rows, source_name
-from arpo.data.tasks import Row, as_object, complaint, question_of
+from arpo.data.tasks import Row, complaint, question_of
 from arpo.data.traces import Segment, Trace
 from arpo.errors import ArpoError
 from arpo.types import Credit, Kind, Leaf, Node, RolloutTree, ScoredTree, StopReason, Task, ToolCall, ToolResult
@@ -54,11 +54,11 @@ def read_traces(source: str, fmt: CallFormat) -> TraceReading:
     """Read every row of a file, or of a data set of the hub."""
     traces: list[Trace] = []
     problems: list[str] = []
-    for unit, number, given in read_rows(source):
+    for row in read_rows(source):
         try:
-            traces.append(_trace(as_object(given), f"{source_name(source)}:{number}", fmt))
+            traces.append(_trace(row.parse(), f"{source_name(source)}:{row.number}", fmt))
         except ValueError as error:
-            problems.append(f"{source}, {unit} {number}: {error}")
+            problems.append(f"{source}, {row.place}: {error}")
     return TraceReading(source, tuple(traces), tuple(problems))
 
 

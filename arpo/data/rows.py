@@ -1,71 +1,103 @@
-"""Rows from where questions are kept: JSON lines, a JSON list, Parquet, or the Hugging Face hub.
+"""Reads rows of tasks, traces and documents: JSON lines, a JSON list, Parquet, or a data set of the Hugging Face hub.
 
-Promises: a source that cannot be read is an `ArpoError` that says what to do; nothing that a data set brings along is
-executed. A row comes with the place where it stands; whether it is a question is for `arpo.data.tasks` to say.
-Does not cover: folders of files, compressed files, rows that must be streamed because they do not fit into memory.
+Guarantees: JSON lines and Parquet are streamed. A source that cannot be read is an `ArpoError` that says what to do.
+No code of a data set is executed. A row knows its place in the source; a line that is not JSON is an error of that row.
+Not covered: folders of files, compressed files.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from arpo.errors import ArpoError
 
 HUB = "hf:"
-Rows = Iterator[tuple[str, int, Any]]
-"""(what it is counted in: "line", its number from 1, the row)."""
 
 
-class JsonText(str):
-    """A row that has not been parsed yet: a mistake in it is the row's, not the file's."""
+class RawRow(NamedTuple):
+    """One row as it is stored, and where."""
+
+    unit: str  # "line", "item" or "row"
+    number: int  # from 1
+    value: Any  # bytes: a line of JSON, not parsed yet
+    share: float = 0.0  # of the source that has been read
+
+    @property
+    def place(self) -> str:
+        """Where the row is: "line 3"."""
+        return f"{self.unit} {self.number}"
+
+    def parse(self) -> dict[str, Any]:
+        """The row as an object; ValueError if it is something else."""
+        value = self.value
+        if isinstance(value, bytes):
+            try:
+                value = json.loads(value.decode())
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"not JSON ({error})") from None
+        if not isinstance(value, dict):
+            raise ValueError(f"expected a JSON object, got {type(value).__name__}")
+        return value
 
 
-def read_rows(source: str) -> Rows:
-    """The rows of a file, or of "hf:NAME", "hf:NAME:SPLIT" or "hf:NAME:CONFIG:SPLIT"."""
+def read_rows(source: str, columns: Collection[str] = ()) -> Iterator[RawRow]:
+    """The rows of a file, or of "hf:NAME", "hf:NAME:SPLIT" or "hf:NAME:CONFIG:SPLIT".
+
+    If `columns` are given, a Parquet file may be read without its other columns.
+    """
     if source.startswith(HUB):
         return _hub(source)
-    readers = {".parquet": _parquet, ".json": _json_list}
-    if Path(source).suffix in (".csv", ".tsv", ".xlsx", ".arrow", ".gz", ".zip", ".zst"):
-        raise ArpoError(f"{source}: cannot be read as it is; turn it into .jsonl, .json or .parquet")
-    return readers.get(Path(source).suffix, _json_lines)(source)
+    suffix = Path(source).suffix
+    if suffix in (".csv", ".tsv", ".xlsx", ".arrow", ".gz", ".zip", ".zst"):
+        raise ArpoError(f"{source}: this format is not supported; convert the file to .jsonl, .json or .parquet")
+    if suffix == ".parquet":
+        return _parquet(source, columns)
+    return _json_list(source) if suffix == ".json" else _json_lines(source)
 
 
 def source_name(source: str) -> str:
-    """A short name for rows of this source: the file's name, or the data set's."""
+    """A short name for rows of this source: the name of the file or of the data set."""
     return source.removeprefix(HUB) if source.startswith(HUB) else Path(source).name
 
 
-def _content(path: str, expected: str) -> bytes:
+@contextmanager
+def reading(path: str | Path, expected: str) -> Iterator[Path]:
+    """Yields the path with ~ expanded; file errors inside become an `ArpoError` that names the path."""
     try:
-        return Path(path).expanduser().read_bytes()
+        yield Path(path).expanduser()
     except FileNotFoundError:
         raise ArpoError(f"{path}: there is no such file (relative paths start in {Path.cwd()})") from None
     except IsADirectoryError:
         raise ArpoError(f"{path}: is a directory, expected a file of {expected}") from None
     except OSError as error:
-        raise ArpoError(f"{path}: cannot be read: {error.strerror}") from None
+        raise ArpoError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
 def read_text(path: str, expected: str) -> str:
     """The text of a file; `expected` says in messages what it should hold."""
-    try:
-        return _content(path, expected).decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ArpoError(f"{path}: cannot be read as UTF-8 text: {error}") from None
+    with reading(path, expected) as file:
+        try:
+            return file.read_bytes().decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise ArpoError(f"{path}: cannot be read as UTF-8 text: {error}") from None
 
 
-def _json_lines(path: str) -> Rows:
-    lines = read_text(path, "JSON lines").split("\n")  # not splitlines: JSON text may hold other line separators
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            yield "line", number, JsonText(line)
+def _json_lines(path: str) -> Iterator[RawRow]:
+    with reading(path, "JSON lines") as place, place.open("rb") as file:
+        size, done = max(1, place.stat().st_size), 0
+        for number, line in enumerate(file, 1):  # only \n ends a line: JSON text may hold other line separators
+            done += len(line)
+            line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+            if line.strip():
+                yield RawRow("line", number, line, done / size)
 
 
-def _json_list(path: str) -> Rows:
+def _json_list(path: str) -> Iterator[RawRow]:
     try:
         rows = json.loads(read_text(path, "JSON"))
     except (ValueError, RecursionError) as error:
@@ -73,23 +105,26 @@ def _json_list(path: str) -> Rows:
     if not isinstance(rows, list):
         raise ArpoError(f"{path}: expected a JSON list of rows, got {type(rows).__name__}")
     for number, row in enumerate(rows, 1):
-        yield "item", number, row
+        yield RawRow("item", number, row, number / len(rows))
 
 
-def _parquet(path: str) -> Rows:
+def _parquet(path: str, columns: Collection[str]) -> Iterator[RawRow]:
     try:
         pyarrow: Any = importlib.import_module("pyarrow")
         parquet: Any = importlib.import_module("pyarrow.parquet")
     except ImportError:
         raise ArpoError(f"{path}: reading Parquet needs pyarrow: pip install 'arpo[parquet]'") from None
-    content = _content(path, "Parquet")
-    try:
-        yield from _batches(parquet.ParquetFile(pyarrow.BufferReader(content)).iter_batches(batch_size=1000))
-    except (ValueError, OSError, pyarrow.ArrowException) as error:  # damaged, or of another kind
-        raise ArpoError(f"{path}: cannot be read as Parquet: {_first_line(error)}") from None
+    with reading(path, "Parquet") as place, place.open("rb") as file:
+        try:
+            table = parquet.ParquetFile(file)
+            chosen = [name for name in table.schema_arrow.names if name in columns] or None
+            for row in _batches(table.iter_batches(batch_size=1000, columns=chosen)):
+                yield row._replace(share=row.number / table.metadata.num_rows)
+        except (ValueError, OSError, pyarrow.ArrowException) as error:  # damaged, or of another kind
+            raise ArpoError(f"{path}: cannot be read as Parquet: {_first_line(error)}") from None
 
 
-def _hub(source: str) -> Rows:
+def _hub(source: str) -> Iterator[RawRow]:
     name, *rest = source.removeprefix(HUB).split(":")
     if not name or len(rest) > 2 or not all(rest):
         raise ArpoError(f"{source}: expected hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT")
@@ -102,20 +137,20 @@ def _hub(source: str) -> Rows:
         rows = datasets.load_dataset(name, config, split=split).with_format("arrow")
     except Exception as error:  # of the network, the hub, the data set: of any kind
         raise ArpoError(
-            f"{source}: cannot be had from the Hugging Face hub: {_first_line(error)}\n"
+            f"{source}: cannot be loaded from the Hugging Face hub: {_first_line(error)}\n"
             "Check the name; if there is no network here, download the file elsewhere and name it instead; "
             "if the data set is gated, accept its terms on its page and log in with `hf auth login`"
         ) from None
     yield from _batches(rows.iter(batch_size=1000))
 
 
-def _batches(batches: Iterator[Any]) -> Rows:
-    """Rows of Arrow batches, as they are stored: nothing is decoded."""
+def _batches(batches: Iterator[Any]) -> Iterator[RawRow]:
+    """The rows of Arrow batches as they are stored; nothing is decoded."""
     number = 0
     for batch in batches:
         for row in batch.to_pylist():
             number += 1
-            yield "row", number, row
+            yield RawRow("row", number, row)
 
 
 def _first_line(error: Exception) -> str:

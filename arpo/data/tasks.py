@@ -11,7 +11,6 @@ Does not cover: images and files that a question may need; conversations of more
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from arpo.config.schema import Data, Mix
-from arpo.data.rows import JsonText, read_rows, source_name
+from arpo.data.rows import read_rows, source_name
 from arpo.errors import ArpoError
 from arpo.types import Task
 
@@ -83,15 +82,15 @@ def read_tasks(source: str, columns: Columns, prepare: Callable[[Row], Row | Non
     problems: list[str] = []
     left_out = 0
     used: dict[str, Counter[str]] = {part: Counter() for part in ("question", "answer", "id", "kind")}
-    for unit, number, given in read_rows(source):
+    for raw in read_rows(source):
         try:
-            row = as_object(given) if prepare is None else prepare(as_object(given))
+            row = raw.parse() if prepare is None else prepare(raw.parse())
             if row is None:
                 left_out += 1
             else:
-                tasks.append(_task(row, f"{source_name(source)}:{number}", columns, used))
+                tasks.append(_task(row, f"{source_name(source)}:{raw.number}", columns, used))
         except ValueError as error:
-            problems.append(f"{source}, {unit} {number}: {error}")
+            problems.append(f"{source}, {raw.place}: {error}")
     return Reading(source, tuple(tasks), tuple(problems), left_out, used)
 
 
@@ -136,18 +135,6 @@ def lookup(row: Row, column: str) -> Any:
     if not dot or not isinstance(inner, Mapping):
         raise KeyError(column)
     return lookup(inner, rest)
-
-
-def as_object(given: Any) -> Row:
-    """A row as an object, parsed now if it has not been yet; ValueError if it is none."""
-    if isinstance(given, JsonText):
-        try:
-            given = json.loads(given)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"not JSON ({error})") from None
-    if not isinstance(given, dict):
-        raise ValueError(f"expected a JSON object, got {type(given).__name__}")
-    return given
 
 
 def question_of(row: Row) -> str:

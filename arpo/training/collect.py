@@ -14,8 +14,8 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from arpo.agent.agent import Agent
 from arpo.agent.traces import check_segments, encode_trace, write_row
@@ -23,7 +23,7 @@ from arpo.algorithm.rollout import sample_trees
 from arpo.cli.display import console, progress_bar
 from arpo.data.gsm8k import Program, make_program
 from arpo.data.rows import read_rows, source_name
-from arpo.data.tasks import as_object
+from arpo.data.tasks import Row
 from arpo.data.traces import Trace
 from arpo.errors import ArpoError
 from arpo.rewards import Scorer, numbers_equal
@@ -41,10 +41,11 @@ async def gsm8k_traces(source: str, out: Path, limit: int | None = None) -> None
     """Write the solutions of GSM8K rows that Python confirms to `out`, as messages: they fit every call format."""
     left_out: Counter[str] = Counter()
     programs: list[tuple[str, str, Program]] = []
-    rows = [(f"{source_name(source)}:{number}", given) for _, number, given in read_rows(source)][:limit]
-    for name, given in rows:
+    rows = list(islice(read_rows(source), limit))
+    for row in rows:
         try:
-            question, solution = _gsm8k_row(given)
+            question, solution = _gsm8k_row(row.parse())
+            name = f"{source_name(source)}:{row.number}"
             programs.append((name, question, make_program(question, solution)))
         except ValueError as reason:
             left_out[str(reason)] += 1
@@ -65,8 +66,7 @@ async def gsm8k_traces(source: str, out: Path, limit: int | None = None) -> None
         _report(f"{written:,} of {len(rows):,} solutions became traces", written, left_out, out)
 
 
-def _gsm8k_row(given: Any) -> tuple[str, str]:
-    row = as_object(given)
+def _gsm8k_row(row: Row) -> tuple[str, str]:
     question, solution = row.get("question"), row.get("answer")
     if not isinstance(question, str) or not isinstance(solution, str) or not question.strip():
         raise ValueError("no question and answer")

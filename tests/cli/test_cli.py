@@ -227,7 +227,7 @@ def test_an_unknown_tool(arpo: Arpo) -> None:
 
 def test_a_corpus_that_is_missing_or_bad(arpo: Arpo) -> None:
     assert mistake(arpo("train", "small.toml", "tools.search=none.jsonl")) == (
-        "cannot read the documents in none.jsonl: No such file or directory"
+        f"none.jsonl: there is no such file (relative paths start in {Path.cwd()})"
     )
     Path("bad.jsonl").write_text('{"text": "fine"}\n{"body": "no text"}\n')
     assert mistake(arpo("train", "small.toml", "tools.search=bad.jsonl")) == (

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from arpo.agent.agent import Agent, fit_prompts
 from arpo.agent.formats import build_format
-from arpo.algorithm.rollout import rollouts
+from arpo.algorithm.rollout import sample_trees
 from arpo.builtin.model import build_model
 from arpo.cli.main import app
 from arpo.config.loading import load_config
@@ -295,7 +295,7 @@ def test_check_takes_settings_and_whole_configs(here: Path) -> None:
     with pytest.raises(ArpoError, match="holds no questions"):
         check("empty.jsonl")
     Path("table.csv").write_text("question,answer")
-    with pytest.raises(ArpoError, match=r"turn it into \.jsonl"):
+    with pytest.raises(ArpoError, match=r"convert the file to \.jsonl"):
         check("table.csv")
     with pytest.raises(ArpoError, match="there is no such file"):
         check("nowhere.jsonl")
@@ -344,7 +344,7 @@ def test_an_example_reads_its_files_and_rolls_out(here: Path, tokenizer: Any, na
         agent = scripted(tokenizer, tools, script)
         tasks = fit_prompts(load_task_set(config), agent, config.data.max_prompt_tokens)
         assert [task.answers for task in tasks.train] == [(str(n),) for n in range(1, 21)]
-        grown = asyncio.run(rollouts(agent, tasks.train, config.rollout, config.branching, range(20)))
+        grown = asyncio.run(sample_trees(agent, tasks.train, config.rollout, config.branching, range(20)))
     reward = build_reward(config.reward.accuracy, config.reward.bonus, config.reward.bonus_tools)
     earned = [reward(tree.task, tree, leaf) for tree in grown for leaf in tree.leaves]
     assert len(earned) == 40

@@ -92,7 +92,7 @@ def test_a_directory(tmp_path: Path) -> None:
 
 def test_a_file_that_is_not_utf8(tmp_path: Path) -> None:
     path = write(tmp_path, '{"question": "Où ?", "answer": "là"}\n'.encode("latin-1"))
-    assert complaint(path).startswith(f"{path}: cannot be read as UTF-8 text: ")
+    assert complaint(path).startswith(f"{path}, line 1: not JSON ('utf-8' codec can't decode byte 0xf9 in position ")
 
 
 def test_a_wrong_column_names_what_is_there_and_the_setting(tmp_path: Path) -> None:
@@ -434,7 +434,9 @@ def test_a_name_that_is_none(hub: FakeHub, source: str) -> None:
 
 def test_a_hub_that_cannot_be_reached(hub: FakeHub) -> None:
     told = complaint("hf:gone")
-    assert told.startswith("hf:gone: cannot be had from the Hugging Face hub: Couldn't reach the Hub\nCheck the name; ")
+    assert told.startswith(
+        "hf:gone: cannot be loaded from the Hugging Face hub: Couldn't reach the Hub\nCheck the name; "
+    )
     assert "hf auth login" in told
 
 

@@ -13,20 +13,17 @@ only mention it. Underscores become spaces.
 
 from __future__ import annotations
 
-import importlib
-import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from arpo.data.rows import RawRow, read_rows, reading
 from arpo.errors import ArpoError
 from arpo.types import Document
 
 SHOWN = 20
 MAX_SUBJECT_CHARS = 1000  # what is known of a subject beyond this goes into a further passage
 EXPECTED = '{"title": "...", "text": "..."}'
-
-Rows = Iterator[tuple[str, Any, float]]  # where the row is, what it is, the share of the file read so far
 
 
 def load_documents(path: str | Path) -> list[Document]:
@@ -36,23 +33,20 @@ def load_documents(path: str | Path) -> list[Document]:
 
 def read_corpus(path: str | Path) -> Iterator[tuple[Document, float]]:
     """The passages of a file one by one, each with the share of the file that has been read."""
-    path = Path(path).expanduser()
+    triples = Path(path).suffix in (".tsv", ".txt")
     problems: list[str] = []
     empty = True
-    try:
-        for where, row, share in _reader(path)(path):
-            empty = False
-            try:
-                document = _document(row)
-            except ValueError as error:
-                problems.append(f"{path}, {where}: {error}")
-                if len(problems) == SHOWN:
-                    break
-            else:
-                if not problems:
-                    yield document, share
-    except OSError as error:
-        raise ArpoError(f"cannot read the documents in {path}: {error.strerror or error}") from error
+    for row in _triples(path) if triples else read_rows(str(path), columns=("title", "text", "contents")):
+        empty = False
+        try:
+            document = _document(row.value if triples else row.parse())
+        except ValueError as error:
+            problems.append(f"{path}, {row.place}: {error}")
+            if len(problems) == SHOWN:
+                break
+        else:
+            if not problems:
+                yield document, row.share
     if problems:
         more = [f"(only the first {SHOWN} are shown)"] if len(problems) == SHOWN else []
         raise ArpoError("\n".join(problems + more))
@@ -79,57 +73,12 @@ def split_contents(contents: str) -> tuple[str, str]:
     return (first[1:-1], rest) if quoted and rest.strip() else ("", contents)
 
 
-def _reader(path: Path) -> Callable[[Path], Rows]:
-    readers = {".json": _json_list, ".parquet": _parquet, ".tsv": _triples, ".txt": _triples}
-    return readers.get(path.suffix, _json_lines)
-
-
-def _json_lines(path: Path) -> Rows:
-    size, done = max(1, path.stat().st_size), 0
-    with path.open("rb") as file:
-        for number, row in enumerate(file, 1):
-            done += len(row)
-            if row.strip():
-                yield f"line {number}", row, done / size
-
-
-def _json_list(path: Path) -> Rows:
-    try:
-        rows = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ArpoError(f"{path}: expected a JSON list of objects like {EXPECTED}: {error}") from None
-    if not isinstance(rows, list):
-        raise ArpoError(f"{path}: expected a JSON list of objects like {EXPECTED}, found {type(rows).__name__}")
-    for number, row in enumerate(rows, 1):
-        yield f"item {number}", row, number / len(rows)
-
-
-def _parquet(path: Path) -> Rows:
-    try:
-        parquet: Any = importlib.import_module("pyarrow.parquet")
-    except ImportError:
-        raise ArpoError(f"reading {path} needs pyarrow: pip install 'arpo[parquet]'") from None
-    with path.open("rb") as file:
-        try:
-            table = parquet.ParquetFile(file)
-            names = table.schema_arrow.names
-            columns = [name for name in ("title", "text", "contents") if name in names]
-            if columns in ([], ["title"]):
-                found = ", ".join(names) or "none"
-                raise ArpoError(f"{path}: expected a column `text` or `contents`, found these columns: {found}")
-            number = 0
-            for batch in table.iter_batches(batch_size=4096, columns=columns):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield f"row {number}", row, number / table.metadata.num_rows
-        except ValueError as error:  # what pyarrow raises for a file that is damaged, or of another kind
-            raise ArpoError(f"{path} cannot be read as parquet: {error}") from None
-
-
-def _triples(path: Path) -> Rows:
+def _triples(path: str | Path) -> Iterator[RawRow]:
     """One row per subject; a line that is no triple comes as a tuple of its fields, to be refused."""
     triples: list[Sequence[str]] = []
-    for number, text in enumerate(path.read_bytes().split(b"\n"), 1):
+    with reading(path, "triples") as file:
+        lines = file.read_bytes().split(b"\n")
+    for number, text in enumerate(lines, 1):
         try:
             fields = tuple(" ".join(field.split()) for field in text.decode().split("\t"))
         except UnicodeDecodeError:
@@ -137,9 +86,9 @@ def _triples(path: Path) -> Rows:
         if len(fields) == 3 and all(fields):
             triples.append(fields)
         elif any(fields):
-            yield f"line {number}", fields, 0.0
+            yield RawRow("line", number, fields)
     for number, (passage, share) in enumerate(subject_passages(triples), 1):
-        yield f"passage {number}", {"title": passage.title, "text": passage.text}, share
+        yield RawRow("passage", number, {"title": passage.title, "text": passage.text}, share)
 
 
 def _parts(relations: dict[str, dict[str, None]]) -> Iterator[str]:
@@ -157,15 +106,8 @@ def _parts(relations: dict[str, dict[str, None]]) -> Iterator[str]:
 
 
 def _document(row: Any) -> Document:
-    if isinstance(row, bytes):
-        try:
-            row = json.loads(row)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"expected a JSON object like {EXPECTED}: {error}") from None
-    elif isinstance(row, tuple):
+    if isinstance(row, tuple):
         raise ValueError(f"expected subject TAB relation TAB object, found {' | '.join(row)[:100]!r}")
-    if not isinstance(row, dict):
-        raise ValueError(f"expected a JSON object, found {type(row).__name__}")
     title, text = row.get("title"), row.get("text")
     if text is None and isinstance(contents := row.get("contents"), str):
         inner, text = split_contents(contents)
