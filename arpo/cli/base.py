@@ -52,7 +52,7 @@ def run_async(work: Coroutine[None, None, T]) -> T:
 
         def stop(number: signal.Signals) -> None:
             loop.remove_signal_handler(number)  # whoever asks twice does not want to wait
-            if launch.ranks() > 1:  # but torchrun only passes on what this process was told already
+            if launch.world_size() > 1:  # but torchrun only passes on what this process was told already
                 for each in (signal.SIGINT, signal.SIGTERM):
                     loop.remove_signal_handler(each)
                     signal.signal(each, signal.SIG_IGN)

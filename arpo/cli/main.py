@@ -50,7 +50,7 @@ CHAT_SETTINGS = ("rollout.temperature=0.7", "rollout.concurrency=1", "reward.bon
 def main() -> None:
     """Run the command line."""
     try:
-        if launch.ranks() > 1 and "train" not in sys.argv[1:2]:
+        if launch.world_size() > 1 and "train" not in sys.argv[1:2]:
             raise ArpoError("only `arpo train` runs on several ranks: leave out torchrun, or use --nproc-per-node 1")
         app()
     except Collapsed as collapse:
@@ -85,13 +85,13 @@ def train(
             from arpo.cluster.connect import on_cluster
 
             grower = stack.enter_context(on_cluster(settings))
-        if launch.ranks() > 1:
+        if launch.world_size() > 1:
             from arpo.models.load import pick_device
             from arpo.trainer.dist.process_group import join_process_group
             from arpo.trainer.dist.worker import worker_loop
 
             ranks = stack.enter_context(join_process_group(pick_device(settings.model.device)))
-            if not ranks.leads:
+            if not ranks.is_leader:
                 return worker_loop(ranks)
         with training.open_run(settings, resume, ranks, grower) as run:
             _run_to_the_end(training.train(run), run.log.directory)

@@ -20,7 +20,7 @@ def on_cluster(config: Config) -> Iterator[Pool]:
     settings = config.cluster
     if settings.address is None:
         raise ValueError("no cluster is named")
-    if launch.ranks() > 1:
+    if launch.world_size() > 1:
         raise ArpoError("cluster.address: leave out torchrun, and give cluster.trainers instead")
     with ray_crew(settings.address) as crew, closing(Pool(crew, config, settings.address)) as pool:
         require_cluster_settings(config, pool)

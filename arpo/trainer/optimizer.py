@@ -1,17 +1,17 @@
-"""AdamW over float32 master weights, so that small updates count in whatever number format the model computes.
+"""AdamW over float32 master weights, so that small updates are not rounded away in bfloat16.
 
-The master of a float32 parameter is the parameter itself. A parameter in another format (bfloat16) has a float32 copy:
-the gradient of every backward pass is added to the copy's, the copy is stepped, and then written into the parameter, in
-place, so that whoever reads the parameter's memory (an engine's CUDA graphs) reads the new weights. Parameters that do
-not require a gradient are left alone; tied ones are stepped once.
+The master of a float32 parameter is the parameter itself. A parameter in another dtype (bfloat16) has a float32 copy:
+the gradient of every backward pass is added to the copy's gradient, the copy is stepped, and then written into the
+parameter in place, so that the engine's CUDA graphs read the new weights. Frozen parameters are left alone; tied ones
+are stepped once.
 
     optimizer = Optimizer(model, lr=1e-6, weight_decay=0.0)
     for micro in batch:
         loss(model, micro).backward()
     norm = optimizer.step(lr=1e-6, max_grad_norm=1.0)
 
-Does not cover: two optimizers of one bfloat16 model at a time; what is rounded inside of one backward pass (where it
-uses a parameter several times, PyTorch adds up in the parameter's own format).
+Not covered: two optimizers of one bfloat16 model at a time; rounding inside one backward pass (where it uses a
+parameter several times, PyTorch adds up in the parameter's own dtype).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from torch.nn.utils import clip_grad_norm_
 from arpo.errors import Diverged
 
 BETAS = (0.9, 0.99)
-_STATE = ("step", "exp_avg", "exp_avg_sq")  # what AdamW remembers of a parameter
+_STATE = ("step", "exp_avg", "exp_avg_sq")  # AdamW's state of a parameter
 
 
 class Optimizer:
-    """Steps the trainable parameters of `model`; `steps` counts how often it did."""
+    """Steps the trainable parameters of `model`; `steps` counts the steps made."""
 
     def __init__(self, model: Any, lr: float, weight_decay: float) -> None:
         self._parameters: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -47,9 +47,9 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, lr: float, max_grad_norm: float) -> float:
-        """Change the weights by the gradients gathered so far, and forget these; returns the norm before clipping."""
+        """Update the weights with the accumulated gradients, and clear them; returns the norm before clipping."""
         try:
-            norm = float(_whole(clip_grad_norm_(self._masters.values(), max_grad_norm)))
+            norm = float(_full(clip_grad_norm_(self._masters.values(), max_grad_norm)))
             if not math.isfinite(norm):
                 raise Diverged(
                     f"the gradient's norm is {norm}: training diverged; "
@@ -67,11 +67,11 @@ class Optimizer:
         return norm
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint needs besides the model: `exp_avg/NAME` and the like, `master/NAME`. Valid until a step."""
+        """The state for a checkpoint, on the CPU: `exp_avg/NAME` and the like, `master/NAME`. Valid until the next step."""
         return {key: value.cpu().contiguous() for key, value in self.state().items()}
 
     def state(self) -> dict[str, Tensor]:
-        """The same where it lies, in shards if the parameters are."""
+        """The state on its device, sharded if the parameters are."""
         found: dict[str, Tensor] = {}
         for name, master in self._masters.items():
             found |= {f"{key}/{name}": value for key, value in self._adamw.state.get(master, {}).items()}
@@ -81,12 +81,12 @@ class Optimizer:
 
     @property
     def parameters(self) -> Mapping[str, Tensor]:
-        """What it trains, by name."""
+        """The trained parameters by name."""
         return self._parameters
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over what `tensors` gave, for a model with the weights of that time; raises ValueError if it misfits."""
+        """Restore what `tensors` returned, for a model with the weights of that time; ValueError if it does not fit."""
         self._check(tensors)
         for name, master in self._masters.items():
             if master is not self._parameters[name]:
@@ -117,22 +117,22 @@ class Optimizer:
                 raise ValueError(f"{key!r} is {found}, not torch.float32 {shape}")
 
 
-def _whole(number: Tensor) -> Tensor:
-    """A number that sharded gradients have together."""
+def _full(number: Tensor) -> Tensor:
+    """The value of a tensor that may be sharded."""
     return number.full_tensor() if isinstance(number, DTensor) else number
 
 
 def _master(parameter: Tensor) -> Tensor:
-    """The float32 tensor that is stepped in place of `parameter`, and gets its gradients."""
+    """The float32 tensor that is stepped in place of `parameter` and receives its gradients."""
     if parameter.dtype == torch.float32:
         return parameter
     master = parameter.detach().float().requires_grad_()
-    parameter.register_post_accumulate_grad_hook(_handing_over(master))  # type: ignore[no-untyped-call]
+    parameter.register_post_accumulate_grad_hook(_move_gradient(master))  # type: ignore[no-untyped-call]
     return master
 
 
-def _handing_over(master: Tensor) -> Callable[[Tensor], None]:
-    def hand_over(parameter: Tensor) -> None:
+def _move_gradient(master: Tensor) -> Callable[[Tensor], None]:
+    def move(parameter: Tensor) -> None:
         assert parameter.grad is not None
         if master.grad is None:
             master.grad = parameter.grad.float()
@@ -140,4 +140,4 @@ def _handing_over(master: Tensor) -> Callable[[Tensor], None]:
             master.grad += parameter.grad
         parameter.grad = None
 
-    return hand_over
+    return move

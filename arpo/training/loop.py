@@ -28,7 +28,7 @@ from arpo.rewards import fault_metrics, unjudged
 from arpo.runs.run_dir import RunDir
 from arpo.trainer.dist.process_group import ProcessGroup
 from arpo.trainer.dist.sharded import ShardedTrainer
-from arpo.trainer.dist.worker import order
+from arpo.trainer.dist.worker import open_message
 from arpo.trainer.trainer import Trainer
 from arpo.training.checkpoints import CheckpointManager, open_directory
 from arpo.training.monitor import CollapseMonitor
@@ -116,7 +116,7 @@ def open_run(
             if ranks is None:
                 return Trainer(*given)
             first, now = (resolve_model(of) for of in (config, latest))
-            with ranks.collective("open", order(config, now, first if apart else None)):
+            with ranks.collective("open", open_message(config, now, first if apart else None)):
                 return ShardedTrainer(*given, ranks)
 
         keeper = stack.enter_context(open_directory(config, resume, load, RESUMABLE_KEYS, RUN_KIND_METRIC))

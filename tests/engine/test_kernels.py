@@ -150,9 +150,9 @@ def test_log_probs_of_tokens_equal_the_plain_ones(vocab: int, temperature: float
     logits_NV, tokens_N = 3 * torch.randn(9, vocab), torch.randint(0, vocab, (9,))
     logits_NV[1, 0], logits_NV[2, :3] = -torch.inf, 500.0
     tokens_N[1:3] = torch.tensor([1, 2])
-    expected = logprobs.numbers(logits_NV, tokens_N, temperature)
-    torch.testing.assert_close(training.numbers(logits_NV, tokens_N, temperature), expected)
+    expected = logprobs.logprob_forward(logits_NV, tokens_N, temperature)
+    torch.testing.assert_close(training.logprob_forward(logits_NV, tokens_N, temperature), expected)
     _, entropy_N, total_N = expected
     for grads in ((torch.randn(9), torch.randn(9)), (torch.randn(9), None), (None, torch.randn(9))):
         given = logits_NV, tokens_N, total_N, entropy_N, *grads, temperature
-        torch.testing.assert_close(training.gradient(*given), logprobs.gradient(*given))
+        torch.testing.assert_close(training.logprob_backward(*given), logprobs.logprob_backward(*given))

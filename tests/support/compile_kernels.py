@@ -55,9 +55,9 @@ def main() -> None:
         types = [pointer, "*fp64", "*fp64", "*i64", "*fp32", "*fp32", "i32", "i32"]
         build(kernels._sample, types, {"CHUNK": kernels.VOCAB_CHUNK}, num_warps=8)
         types = [pointer, "*i64", "*fp32", "*fp32", "*fp32", "fp32", "i32"]
-        build(training._numbers, types, {"CHUNK": training.CHUNK}, num_warps=8)
+        build(training._logprob_forward, types, {"CHUNK": training.CHUNK}, num_warps=8)
         types = [pointer, "*i64", *["*fp32"] * 4, pointer, "fp32", "i32"]
-        build(training._gradient, types, {"CHUNK": training.CHUNK}, num_warps=8)
+        build(training._logprob_backward, types, {"CHUNK": training.CHUNK}, num_warps=8)
         build(fused._rms_norm, [pointer] * 3 + ["fp32"], {"N": 576, "SIZE": 1024, "PLUS_ONE": False})
         build(fused._rms_norm, [pointer] * 3 + ["fp32"], {"N": 576, "SIZE": 1024, "PLUS_ONE": True})
         build(fused._rotate, [pointer] * 4 + ["i32"] * 3, {"H": 9, "D": 64, "HEADS": 16, "HALF": 32})

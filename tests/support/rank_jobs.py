@@ -80,15 +80,15 @@ def learn(case: Case, out: Path, ranks: ProcessGroup | None) -> list[dict[str, f
     """Train, and leave a checkpoint in `out`; returns the steps' metrics."""
     trainer, told = case.trainer(ranks), []
     if case.begin is not None:
-        if ranks is not None and not ranks.leads:
+        if ranks is not None and not ranks.is_leader:
             assert ranks.receive() == ("load", str(case.begin).encode())
         load_checkpoint(trainer, case.begin)
     for step in case.steps:
-        if ranks is not None and not ranks.leads:
+        if ranks is not None and not ranks.is_leader:
             kind, step = ranks.receive()
-            assert kind == "learn"
+            assert kind == "update"
         told.append(trainer.update(*trees_from_bytes(step)))
-    if ranks is None or ranks.leads:
+    if ranks is None or ranks.is_leader:
         out.mkdir(parents=True)
         save_checkpoint(trainer, len(case.steps), out)
         weights = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
@@ -144,9 +144,9 @@ def _is_shard(parameter: Any) -> bool:
 
 def busy_leader(folder: Path) -> None:
     """Rank 0 is busy until the other has heard of it three times, and only then has something to do."""
-    ranks_module.BEAT = 0.05
+    ranks_module.HEARTBEAT = 0.05
     with join_process_group(CPU) as ranks:
-        if ranks.leads:
+        if ranks.is_leader:
             while not (folder / "heard").exists():
                 time.sleep(0.01)
             with ranks.collective("save", b"now"):
@@ -166,9 +166,9 @@ def busy_leader(folder: Path) -> None:
 
 def silent_leader() -> None:
     """Rank 0 says nothing, though it lives."""
-    ranks_module.BEAT, ranks_module.TIMEOUT = 1e6, 3.0
+    ranks_module.HEARTBEAT, ranks_module.TIMEOUT = 1e6, 3.0
     with join_process_group(CPU) as ranks:
-        if ranks.leads:
+        if ranks.is_leader:
             time.sleep(BOUND)
         ranks.receive()
 

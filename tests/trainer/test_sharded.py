@@ -42,8 +42,8 @@ from arpo.models.save import save_pretrained
 from arpo.runs.run_dir import open_run as read_run
 from arpo.trainer.checkpoint import load_checkpoint
 from arpo.trainer.dist import launch
-from arpo.trainer.dist.balance import balance, costs, matched, take
-from arpo.trainer.dist.process_group import is_loss, join_process_group
+from arpo.trainer.dist.balance import balance, match_microbatches, select_trees, tree_costs
+from arpo.trainer.dist.process_group import join_process_group
 from arpo.trainer.dist.sharded import trees_from_bytes, trees_to_bytes
 from arpo.trainer.dist.shards import read_shards
 from arpo.trainer.forward_backward import forward_backward
@@ -83,7 +83,7 @@ def test_a_tree_costs_its_tokens_and_what_they_look_at() -> None:
     for first, last in pairwise(roots):
         seen = sum(int(k <= q < batch.end_N[k]) for q in range(first, last) for k in range(first, last))
         expected.append(last - first + 0.25 * seen)
-    assert costs(batch, 0.25) == pytest.approx(expected)
+    assert tree_costs(batch, 0.25) == pytest.approx(expected)
 
 
 def batch_of(forest: Forest, shared: bool = True, loss: Loss | None = None) -> TreeBatch:
@@ -100,9 +100,9 @@ def same_batch(a: TreeBatch, b: TreeBatch) -> bool:
 def test_all_trees_are_the_whole_and_none_are_nothing(rng: random.Random, shared: bool) -> None:
     batch = batch_of(random_forest(rng, "soft"), shared)
     count = int((batch.parent_S < 0).sum())
-    assert same_batch(take(batch, range(count)), batch)
-    assert take(batch, []).unique_tokens == take(batch, []).total_tokens == 0
-    apart = [take(batch, [tree]) for tree in range(count)]
+    assert same_batch(select_trees(batch, range(count)), batch)
+    assert select_trees(batch, []).unique_tokens == select_trees(batch, []).total_tokens == 0
+    apart = [select_trees(batch, [tree]) for tree in range(count)]
     assert sum(part.total_tokens for part in apart) == batch.total_tokens
     assert sum(part.unique_tokens for part in apart) == batch.unique_tokens
 
@@ -115,7 +115,7 @@ def test_a_tree_that_is_taken_keeps_what_it_weighs_in_the_batch() -> None:
     )
     roots = [part for part in alone if part.unique_tokens]
     for number, other in enumerate(roots):
-        taken = take(whole, [number])
+        taken = select_trees(whole, [number])
         assert torch.equal(taken.tokens_N, other.tokens_N) and torch.equal(taken.parent_N, other.parent_N)
         assert torch.equal(taken.targets_K, other.targets_K) and torch.equal(taken.end_N, other.end_N)
         assert np.array_equal(taken.parent_S, other.parent_S) and np.array_equal(taken.first_S, other.first_S)
@@ -127,8 +127,8 @@ def test_gradients_of_the_shares_add_up_to_that_of_the_whole(kind: str) -> None:
     loss, model, forest = Loss(kind=kind, entropy_coef=0.01), shared_model("llama-gqa"), rich_forest(11)
     batch = batch_of(forest, loss=loss)
     told, expected = once(model, [(batch, None)], loss)
-    shares = [take(batch, share) for share in balance(costs(batch, 0.1), 3)]
-    parts = matched([split_microbatches(share, 9) for share in shares])
+    shares = [select_trees(batch, share) for share in balance(tree_costs(batch, 0.1), 3)]
+    parts = match_microbatches([split_microbatches(share, 9) for share in shares])
     got_told, got = once(model, list(zip(shares, parts, strict=True)), loss)
     assert got_told == pytest.approx(told, rel=1e-4, abs=1e-6)
     for name in expected:
@@ -163,9 +163,9 @@ def holds_nothing(part: MicroBatch) -> bool:
 @given(st.randoms(use_true_random=False), st.integers(1, 30))
 def test_matched_parts_have_one_outline_and_lose_nothing(rng: random.Random, budget: int) -> None:
     batch = batch_of(random_forest(rng, "soft"))
-    shares = [take(batch, share) for share in balance(costs(batch, 0.1), 3)]
+    shares = [select_trees(batch, share) for share in balance(tree_costs(batch, 0.1), 3)]
     before = [split_microbatches(share, budget) for share in shares]
-    after = matched(before)
+    after = match_microbatches(before)
     assert outline(after[0]) == outline(after[1]) == outline(after[2])
     assert [tokens_of(parts) for parts in after] == [tokens_of(parts) for parts in before]
     assert len(after[0]) == max(map(len, before))  # no more passes than the rank with most has
@@ -183,7 +183,7 @@ def test_matched_parts_have_one_outline_and_lose_nothing(rng: random.Random, bud
 def test_the_largest_parts_meet() -> None:
     leaf = MicroBatch(np.arange(3), 0, ())
     nested = MicroBatch(np.arange(5), 0, (leaf, leaf))
-    assert outline(matched([[leaf, nested], [nested, leaf]])[0]) == [[[], []], []]
+    assert outline(match_microbatches([[leaf, nested], [nested, leaf]])[0]) == [[[], []], []]
 
 
 def test_trees_go_to_other_ranks_and_back_to_the_last_bit() -> None:
@@ -234,7 +234,7 @@ def test_the_cases_are_hard_enough() -> None:
     uneven = nested = 0
     for seed in range(1, 7):
         batch = batch_of(step_of(seed))
-        shares = [take(batch, share) for share in balance(costs(batch, 0.1), 2)]
+        shares = [select_trees(batch, share) for share in balance(tree_costs(batch, 0.1), 2)]
         assert all(len(share.targets_K) for share in shares)
         before = [split_microbatches(share, 16) for share in shares]
         uneven += outline(before[0]) != outline(before[1])
@@ -440,9 +440,9 @@ def test_a_rank_that_is_lost_while_saving_is_told_as_that() -> None:
     def error(seen: BaseException) -> CheckpointException:
         return CheckpointException("save", {1: (seen, StackSummary())})
 
-    assert is_loss(error(RuntimeError("Connection closed by peer"))) and is_loss(RuntimeError("gloo"))
-    assert not is_loss(error(OSError("/gloo/timeout: Connection timed out")))
-    assert not is_loss(error(RuntimeError("no room"))) and not is_loss(CheckpointException("save", {}))
+    assert is_lost_rank(error(RuntimeError("Connection closed by peer"))) and is_lost_rank(RuntimeError("gloo"))
+    assert not is_lost_rank(error(OSError("/gloo/timeout: Connection timed out")))
+    assert not is_lost_rank(error(RuntimeError("no room"))) and not is_lost_rank(CheckpointException("save", {}))
 
 
 def test_a_busy_leader_says_so(tmp_path: Path) -> None:
@@ -574,7 +574,7 @@ def test_variables_of_other_programs_make_no_ranks(
         monkeypatch.delenv(name, raising=False)
     for name, value in foreign.items():
         monkeypatch.setenv(name, value)
-    assert (launch.ranks(), launch.rank(), launch.device_number()) == (1, 0, 0)
+    assert (launch.world_size(), launch.rank(), launch.local_rank()) == (1, 0, 0)
     monkeypatch.setattr("sys.argv", ["arpo", "plan", "no.toml"])
     with pytest.raises(SystemExit):
         cli.main()
@@ -583,7 +583,7 @@ def test_variables_of_other_programs_make_no_ranks(
 
 def test_what_torchrun_tells_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     as_torchrun(monkeypatch, 2, 3)
-    assert (launch.ranks(), launch.rank(), launch.device_number()) == (3, 2, 2)
+    assert (launch.world_size(), launch.rank(), launch.local_rank()) == (3, 2, 2)
 
 
 def test_more_ranks_than_gpus_are_refused_before_anything_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:

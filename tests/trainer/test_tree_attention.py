@@ -59,7 +59,7 @@ def test_it_equals_a_dense_mask(
 ) -> None:
     """Also where runs are cut into short ones, which real trees only are from 128 or 1,024 tokens on."""
     monkeypatch.setattr(attention, "ENDLESS", longest)
-    monkeypatch.setattr(attention, "SHORT", 2)
+    monkeypatch.setattr(attention, "MIN_QUERIES", 2)
     rng = random.Random(f"{window} {context} {longest}")
     for heads, group, width in ((2, 3, 6), (1, 1, 8)):
         tokens = 40

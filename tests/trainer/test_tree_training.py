@@ -48,7 +48,7 @@ from trees import prompt, tool, tree, two_branches, with_credits, with_rewards
 
 from arpo.algorithm.batch import MicroBatch, build_batch, split_microbatches
 from arpo.config.schema import Advantage, Loss
-from arpo.trainer.attention import _answer, _ask
+from arpo.trainer.attention import _attn_backward, _attn_forward
 from arpo.trainer.forward_backward import compute_logprobs, forward_backward
 from arpo.types import RolloutTree
 
@@ -166,10 +166,10 @@ def test_a_prompt_without_tokens_predicts_nothing() -> None:
 EXTRAS: dict[str, dict[str, Any]] = {
     "plain": {},
     "importance": {"importance_cap": 1.1},
-    "kl": {"kl": 0.3},
-    "entropy": {"entropy": 0.2},
+    "kl": {"kl_coef": 0.3},
+    "entropy": {"entropy_coef": 0.2},
     "no dual clip": {"dual_clip": None},
-    "all": {"importance_cap": 1.2, "kl": 0.2, "entropy": 0.1},
+    "all": {"importance_cap": 1.2, "kl_coef": 0.2, "entropy_coef": 0.1},
 }
 CASES = [
     (kind, attribution, aggregation, extra)
@@ -481,13 +481,13 @@ def test_plain_products_equal_the_kernel_of_the_cpu(sight: str) -> None:
         behind = torch.arange(4, 4 + tokens[0]).unsqueeze(1) - torch.arange(tokens[1])
         mask = torch.zeros(behind.shape).masked_fill_((behind < 0) | (behind >= 3), -1e30)
     how = (mask, sight == "causal", 0.3)
-    expected = _ask(q, k, v, *how)
-    found = _ask(*(x.as_subclass(Elsewhere) for x in (q, k, v)), *how)
+    expected = _attn_forward(q, k, v, *how)
+    found = _attn_forward(*(x.as_subclass(Elsewhere) for x in (q, k, v)), *how)
     for got, wanted in zip(found, expected, strict=True):
         torch.testing.assert_close(got.as_subclass(Tensor), wanted)
     wider = expected[1] + 0.5  # as if the queries saw other keys, too
-    expected_grads = _answer(grad, q, k, v, expected[0], wider, *how)
-    found_grads = _answer(*(x.as_subclass(Elsewhere) for x in (grad, q, k, v, expected[0], wider)), *how)
+    expected_grads = _attn_backward(grad, q, k, v, expected[0], wider, *how)
+    found_grads = _attn_backward(*(x.as_subclass(Elsewhere) for x in (grad, q, k, v, expected[0], wider)), *how)
     for got, wanted in zip(found_grads, expected_grads, strict=True):
         torch.testing.assert_close(got.as_subclass(Tensor), wanted)
 

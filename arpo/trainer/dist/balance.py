@@ -1,15 +1,15 @@
-"""A forest divided among ranks, and their forward passes made to match. Pure functions.
+"""Load balancing: a forest divided among ranks, with matching forward passes. Pure functions.
 
-    costs(batch, per_seen)             what each tree of the forest costs, in tokens
-    balance(costs, ranks)              which trees each rank takes
-    take(batch, trees)                 the forest of these trees alone
-    matched(parts of every rank)       the same for every rank, with empty parts where one has fewer
+    tree_costs(batch, attention_cost)  the cost of each tree of the forest, in tokens
+    balance(costs, world_size)         which trees each rank takes
+    select_trees(batch, trees)         the forest of these trees alone
+    match_microbatches(per rank)       micro-batches of equal number and shape, with empty ones where a rank has fewer
 
-Promises: everything is decided from the batch alone, so that every rank decides the same without asking. What a target
-weighs stays what it weighs in the whole batch: losses and gradients of all ranks add up to those of the whole.
-Does not cover: dividing one tree. A forward pass takes as long as on the rank where it is longest.
+Guarantees: everything follows from the batch alone, so every rank computes the same result without communication. The
+weight of a target stays that in the whole batch: losses and gradients of all ranks add up to those of the whole.
+Not covered: dividing one tree. A forward pass takes as long as on the rank where it is longest.
 
-Letters as in `arpo.algorithm.batch`; R trees (roots) of the forest.
+Shape suffixes as in `arpo.algorithm.batch`; R trees (roots) of the forest.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from arpo.types import TreeBatch
 Ints = npt.NDArray[np.int64]
 
 
-def costs(batch: TreeBatch, per_seen: float) -> list[float]:
-    """Of each tree: its unique tokens, and `per_seen` for every token that one of them attends to, itself included."""
-    seen_N = np.cumsum(np.concatenate([[0], batch.depth_N.numpy() + 1]))
-    return [float(last - first + per_seen * (seen_N[last] - seen_N[first])) for first, last in _stretches(batch)]
+def tree_costs(batch: TreeBatch, attention_cost: float) -> list[float]:
+    """Per tree: its unique tokens, plus `attention_cost` for every pair of a query and a key."""
+    keys_N = np.cumsum(np.concatenate([[0], batch.depth_N.numpy() + 1]))
+    return [float(last - first + attention_cost * (keys_N[last] - keys_N[first])) for first, last in _token_ranges(batch)]
 
 
-def per_seen(model_parameters: int, layers: int, width: int) -> float:
-    """What attending to one token costs, against what a token costs in the weights: multiplications over those."""
+def attention_cost(model_parameters: int, layers: int, width: int) -> float:
+    """The cost of one query-key pair in units of one token's pass through the weights, counted in multiplications."""
     return 2 * layers * width / model_parameters
 
 
-def balance(costs: Sequence[float], ranks: int) -> list[list[int]]:
-    """Which trees each rank takes, so that the largest sum is small: never more than 4/3 of the smallest possible.
+def balance(costs: Sequence[float], world_size: int) -> list[list[int]]:
+    """Which trees each rank takes, so that the largest load is small: at most 4/3 of the smallest possible.
 
-    The most expensive first, each to the rank that has least; then trees change places while that helps.
+    Greedy, the most expensive tree first to the least loaded rank; then trees are moved or swapped while that helps.
     """
-    shares: list[list[int]] = [[] for _ in range(ranks)]
-    load = [0.0] * ranks
+    shares: list[list[int]] = [[] for _ in range(world_size)]
+    load = [0.0] * world_size
     for tree in sorted(range(len(costs)), key=lambda tree: (-costs[tree], tree)):
-        least = min(range(ranks), key=lambda rank: (load[rank], rank))
+        least = min(range(world_size), key=lambda rank: (load[rank], rank))
         shares[least].append(tree)
         load[least] += costs[tree]
     while _improve(costs, shares):
@@ -55,7 +55,7 @@ def balance(costs: Sequence[float], ranks: int) -> list[list[int]]:
 
 
 def _improve(costs: Sequence[float], shares: list[list[int]]) -> bool:
-    """Give a tree of the busiest rank to another, perhaps against one of its own, if that lowers the higher of both."""
+    """Move a tree from the busiest rank to another, or swap it, if that lowers the larger of both loads."""
     load = [sum(costs[tree] for tree in share) for share in shares]
     busiest = max(range(len(shares)), key=lambda rank: (load[rank], -rank))
     for mine in shares[busiest]:
@@ -74,26 +74,26 @@ def _improve(costs: Sequence[float], shares: list[list[int]]) -> bool:
     return False
 
 
-def take(batch: TreeBatch, trees: Sequence[int]) -> TreeBatch:
-    """The forest of these trees (ascending), each token with the weight that it has in the whole batch."""
+def select_trees(batch: TreeBatch, trees: Sequence[int]) -> TreeBatch:
+    """The forest of these trees (ascending), each token with its weight in the whole batch."""
     root_S = np.flatnonzero(batch.parent_S < 0)
     edge_R = np.append(root_S, len(batch.parent_S))
-    stretches = _stretches(batch)
-    keep_N = _ranges([stretches[tree] for tree in trees])
-    keep_S = _ranges([(int(edge_R[tree]), int(edge_R[tree + 1])) for tree in trees])
-    place_N = _places(batch.unique_tokens, keep_N)
-    span_S = _places(len(batch.parent_S), keep_S)
+    ranges = _token_ranges(batch)
+    keep_N = _concatenated_ranges([ranges[tree] for tree in trees])
+    keep_S = _concatenated_ranges([(int(edge_R[tree]), int(edge_R[tree + 1])) for tree in trees])
+    place_N = _new_indices(batch.unique_tokens, keep_N)
+    span_S = _new_indices(len(batch.parent_S), keep_S)
     shift_N = torch.from_numpy(place_N[keep_N] - keep_N)
     parent_N = batch.parent_N[keep_N]
     at_K = place_N[batch.targets_K.numpy()]
     keep_K = np.flatnonzero(at_K >= 0)
     keep_M, node_K = np.unique(batch.node_K.numpy()[keep_K], return_inverse=True)
-    node_M = _places(batch.nodes, keep_M)
+    node_M = _new_indices(batch.nodes, keep_M)
     pair_X = node_M[batch.pair_node_X.numpy()]
     keep_X = np.flatnonzero(pair_X >= 0)
     keep_I, trajectory_X = np.unique(batch.pair_trajectory_X.numpy()[keep_X], return_inverse=True)
     depth_N = batch.depth_N[keep_N]
-    last_M = np.zeros(len(keep_M), dtype=np.int64)  # tokens on the way to the end of a model node
+    last_M = np.zeros(len(keep_M), dtype=np.int64)  # tokens from the root to the end of a model node
     np.maximum.at(last_M, node_K, depth_N.numpy()[at_K[keep_K]] + 1)
     last_I = np.zeros(len(keep_I), dtype=np.int64)
     np.maximum.at(last_I, trajectory_X, last_M[pair_X[keep_X]])
@@ -119,47 +119,46 @@ def take(batch: TreeBatch, trees: Sequence[int]) -> TreeBatch:
     )
 
 
-def matched(parts: Sequence[Sequence[MicroBatch]]) -> list[list[MicroBatch]]:
-    """The parts of every rank, such that all have the same shape: the first with the first, each with its children.
+def match_microbatches(ranks: Sequence[Sequence[MicroBatch]]) -> list[list[MicroBatch]]:
+    """The micro-batches of every rank, padded so that all ranks have the same number at every level.
 
-    The largest come first, so that they meet. A part that only others have is empty: no tokens, and none of its
-    children has any.
+    The largest come first, so that they run at the same time. A rank's missing micro-batches are empty: they and their
+    children have no tokens.
     """
-    ordered = [_ordered(own) for own in parts]
-    return [[*own] for own in _filled(ordered)]
+    return [[*own] for own in _padded([_ordered(own) for own in ranks])]
 
 
-def _ordered(parts: Sequence[MicroBatch]) -> list[MicroBatch]:
-    sorted_inside = [MicroBatch(part.tokens, part.prefix_length, tuple(_ordered(part.children))) for part in parts]
-    return sorted(sorted_inside, key=lambda part: (_count(part), len(part.tokens)), reverse=True)
+def _ordered(micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    inside = [MicroBatch(m.tokens, m.prefix_length, tuple(_ordered(m.children))) for m in micro_batches]
+    return sorted(inside, key=lambda micro: (_count(micro), len(micro.tokens)), reverse=True)
 
 
-def _count(part: MicroBatch) -> int:
-    return 1 + sum(map(_count, part.children))
+def _count(micro: MicroBatch) -> int:
+    return 1 + sum(map(_count, micro.children))
 
 
-def _filled(parts: Sequence[Sequence[MicroBatch]]) -> list[tuple[MicroBatch, ...]]:
+def _padded(ranks: Sequence[Sequence[MicroBatch]]) -> list[tuple[MicroBatch, ...]]:
     empty = MicroBatch(np.empty(0, dtype=np.int64), 0, ())
     columns = []
-    for together in zip_longest(*parts, fillvalue=empty):
-        children = _filled([part.children for part in together])
-        columns.append([MicroBatch(p.tokens, p.prefix_length, below) for p, below in zip(together, children, strict=True)])
-    return list(zip(*columns, strict=True)) if columns else [() for _ in parts]
+    for column in zip_longest(*ranks, fillvalue=empty):
+        children = _padded([micro.children for micro in column])
+        columns.append([MicroBatch(m.tokens, m.prefix_length, own) for m, own in zip(column, children, strict=True)])
+    return list(zip(*columns, strict=True)) if columns else [() for _ in ranks]
 
 
-def _stretches(batch: TreeBatch) -> list[tuple[int, int]]:
-    """First token and one past the last of each tree."""
+def _token_ranges(batch: TreeBatch) -> list[tuple[int, int]]:
+    """The first token of each tree, and one past its last."""
     first_R = batch.first_S[batch.parent_S < 0]
     last_R = first_R + batch.size_S[batch.parent_S < 0]
     return list(zip(first_R.tolist(), last_R.tolist(), strict=True))
 
 
-def _ranges(stretches: Sequence[tuple[int, int]]) -> Ints:
-    return np.concatenate([np.empty(0, dtype=np.int64), *(np.arange(first, last) for first, last in stretches)])
+def _concatenated_ranges(ranges: Sequence[tuple[int, int]]) -> Ints:
+    return np.concatenate([np.empty(0, dtype=np.int64), *(np.arange(first, last) for first, last in ranges)])
 
 
-def _places(count: int, kept: Ints) -> Ints:
-    """Where each of `count` things stands among those kept; -1 if it is not."""
-    place = np.full(count, -1, dtype=np.int64)
-    place[kept] = np.arange(len(kept))
-    return place
+def _new_indices(count: int, kept: Ints) -> Ints:
+    """The index of each of `count` items among those kept; -1 if it is not kept."""
+    index = np.full(count, -1, dtype=np.int64)
+    index[kept] = np.arange(len(kept))
+    return index

@@ -1,7 +1,7 @@
-"""How many processes train together, as `torchrun` tells each of them in its environment. Nothing heavy is imported.
+"""The process group as `torchrun` describes it in environment variables. Imports nothing heavy.
 
-Other programs set some of these variables too. So there are several processes only where all that is needed to meet the
-others is set: RANK, WORLD_SIZE and MASTER_ADDR, the numbers being numbers.
+Other programs set some of these variables too. There are several processes only where everything that is needed to
+join them is set: RANK, WORLD_SIZE and MASTER_ADDR, with valid numbers.
 """
 
 from __future__ import annotations
@@ -9,20 +9,20 @@ from __future__ import annotations
 import os
 
 
-def ranks() -> int:
-    """Processes of this run; 1 without `torchrun`."""
+def world_size() -> int:
+    """The number of processes of this run; 1 without `torchrun`."""
     count = _number("WORLD_SIZE")
-    told = _number("RANK") is not None and "MASTER_ADDR" in os.environ
-    return count if count and told else 1
+    complete = _number("RANK") is not None and "MASTER_ADDR" in os.environ
+    return count if count and complete else 1
 
 
 def rank() -> int:
-    """Which of them this is; 0 leads."""
-    return (_number("RANK") or 0) if ranks() > 1 else 0
+    """The rank of this process; 0 leads."""
+    return (_number("RANK") or 0) if world_size() > 1 else 0
 
 
-def device_number() -> int:
-    """Which of its machine's GPUs belongs to this process."""
+def local_rank() -> int:
+    """The index of this process's GPU on its machine."""
     return _number("LOCAL_RANK") or 0
 
 

@@ -26,119 +26,119 @@ from torch.distributed.checkpoint.api import CheckpointException
 from arpo.trainer.dist import launch
 from arpo.errors import ArpoError, Diverged
 
-TIMEOUT = 600.0  # seconds without a word from another rank
-BEAT = 20.0  # seconds between words of a rank 0 that is busy
+TIMEOUT = 600.0  # seconds without a message from another rank
+HEARTBEAT = 20.0  # seconds between heartbeats of rank 0
 _WAIT, _END = "wait", "end"
-_KINDS = (_WAIT, _END, "open", "load", "learn", "save")
-_SIGNS = ("gloo", "nccl", "connection closed", "connection reset", "broken pipe", "timed out", "timeout")
-"""Words in the errors of collective operations; they have no type of their own."""
+_COMMANDS = (_WAIT, _END, "open", "load", "update", "save")
+_LOSS_WORDS = ("gloo", "nccl", "connection closed", "connection reset", "broken pipe", "timed out", "timeout")
+"""Words in the errors of collective operations, which have no type of their own."""
 
 
 class ProcessGroup:
-    """This process among the others; `group` is for words, kept apart from what training sends."""
+    """This process among the others; `handle` is a gloo group for commands, apart from the group used in training."""
 
-    def __init__(self, group: Any) -> None:
-        self.group, self.rank, self.count = group, dist.get_rank(), dist.get_world_size()
+    def __init__(self, handle: Any) -> None:
+        self.handle, self.rank, self.world_size = handle, dist.get_rank(), dist.get_world_size()
         self._lock, self._stop = threading.Lock(), threading.Event()
-        self._together = False  # in the midst of something that all do
-        self._lost: RuntimeError | None = None  # noticed while this rank was busy alone
+        self._in_collective = False
+        self._lost: RuntimeError | None = None  # noticed by a heartbeat
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether this is rank 0."""
         return self.rank == 0
 
     @contextmanager
     def collective(self, kind: str, payload: bytes = b"") -> Iterator[None]:
-        """Rank 0 tells the others what to do, and does the same in the block; they only do it."""
-        with self._lock if self.leads else threading.Lock(), translate_dist_errors():
-            self._together = True
+        """Rank 0 broadcasts a command and executes it in the block; the others only execute it."""
+        with self._lock if self.is_leader else threading.Lock(), translate_dist_errors():
+            self._in_collective = True
             if self._lost is not None:
                 raise self._lost
-            if self.leads:
-                self._say(kind, payload)
+            if self.is_leader:
+                self._broadcast(kind, payload)
             try:
                 yield
-            except Diverged:  # which all ranks see alike
-                self._together = False
+            except Diverged:  # raised on all ranks alike
+                self._in_collective = False
                 raise
-            self._together = False
+            self._in_collective = False
 
     def receive(self) -> tuple[str, bytes]:
-        """What rank 0 says next; "end" if it has nothing more to do."""
+        """The next command of rank 0 and its payload; "end" when the run is over."""
         with translate_dist_errors():
             while True:
                 head = torch.zeros(2, dtype=torch.long)
-                dist.broadcast(head, 0, group=self.group)
-                kind, length = _KINDS[int(head[0])], int(head[1])
+                dist.broadcast(head, 0, group=self.handle)
+                kind, length = _COMMANDS[int(head[0])], int(head[1])
                 body = torch.empty(length, dtype=torch.uint8)
                 if length:
-                    dist.broadcast(body, 0, group=self.group)
+                    dist.broadcast(body, 0, group=self.handle)
                 if kind != _WAIT:
                     return kind, body.numpy().tobytes()
 
-    def summed(self, numbers: Mapping[str, float]) -> dict[str, float]:
-        """Each number summed over all ranks, which must have the same names."""
+    def all_sum(self, numbers: Mapping[str, float]) -> dict[str, float]:
+        """Each value summed over all ranks, which must have the same names."""
         values = torch.tensor([numbers[name] for name in sorted(numbers)], dtype=torch.float64)
-        dist.all_reduce(values, group=self.group)
+        dist.all_reduce(values, group=self.handle)
         return dict(zip(sorted(numbers), values.tolist(), strict=True))
 
-    def _say(self, kind: str, payload: bytes = b"") -> None:
-        dist.broadcast(torch.tensor([_KINDS.index(kind), len(payload)]), 0, group=self.group)
+    def _broadcast(self, kind: str, payload: bytes = b"") -> None:
+        dist.broadcast(torch.tensor([_COMMANDS.index(kind), len(payload)]), 0, group=self.handle)
         if payload:
-            dist.broadcast(torch.frombuffer(bytearray(payload), dtype=torch.uint8), 0, group=self.group)
+            dist.broadcast(torch.frombuffer(bytearray(payload), dtype=torch.uint8), 0, group=self.handle)
 
-    def _keep_beating(self) -> None:
-        while not self._stop.wait(BEAT):
+    def _send_heartbeats(self) -> None:
+        while not self._stop.wait(HEARTBEAT):
             with self._lock:
                 try:
-                    self._say(_WAIT)
-                except RuntimeError as error:  # the next thing to be done together says so
+                    self._broadcast(_WAIT)
+                except RuntimeError as error:  # the next collective raises it
                     self._lost = error
                     return
 
     def begin(self) -> None:
-        """Rank 0 begins to say that it is there."""
-        if self.leads:
-            threading.Thread(target=self._keep_beating, name="arpo-ranks", daemon=True).start()
+        """Start the heartbeats of rank 0."""
+        if self.is_leader:
+            threading.Thread(target=self._send_heartbeats, name="arpo-ranks", daemon=True).start()
 
     def end(self) -> None:
-        """Rank 0 lets the others go, unless they were left in the midst of something: these see its connection end."""
+        """Rank 0 ends the others, unless a collective was interrupted: then they see its connection break."""
         self._stop.set()
-        if self._together or self._lost is not None:
+        if self._in_collective or self._lost is not None:
             return
-        if self.leads:
+        if self.is_leader:
             with self._lock, suppress(RuntimeError):
-                self._say(_END)
+                self._broadcast(_END)
         dist.destroy_process_group()
 
 
 @contextmanager
 def join_process_group(device: torch.device) -> Iterator[ProcessGroup]:
-    """Meet the other processes; `device` is what this one computes on."""
+    """Join the other processes; `device` is that of this process."""
     timeout = timedelta(seconds=TIMEOUT)
     if device.type == "cuda":
-        number, there = launch.device_number(), torch.cuda.device_count()
-        if number >= there:
-            raise ArpoError(f"rank {launch.rank()} has no GPU: this machine has {there}; use --nproc-per-node {there}")
+        number, count = launch.local_rank(), torch.cuda.device_count()
+        if number >= count:
+            raise ArpoError(f"rank {launch.rank()} has no GPU: this machine has {count}; use --nproc-per-node {count}")
         torch.cuda.set_device(number)
     with translate_dist_errors():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
-        ranks = ProcessGroup(dist.new_group(backend="gloo", timeout=timeout))
-    ranks.begin()
+        group = ProcessGroup(dist.new_group(backend="gloo", timeout=timeout))
+    group.begin()
     try:
-        yield ranks
+        yield group
     finally:
-        ranks.end()
+        group.end()
 
 
 @contextmanager
 def translate_dist_errors() -> Iterator[None]:
-    """Errors of collective operations inside say that another rank is lost, and how to go on."""
+    """Turn errors of collective operations into an ArpoError that says a rank was lost and how to resume."""
     try:
         yield
     except (RuntimeError, CheckpointException) as error:
-        if not is_loss(error):
+        if not is_lost_rank(error):
             raise
         first = str(error).strip().partition("\n")[0][:200]
         raise ArpoError(
@@ -148,10 +148,10 @@ def translate_dist_errors() -> Iterator[None]:
         ) from error
 
 
-def is_loss(error: BaseException) -> bool:
-    """Whether this is what a rank sees when another one is gone; of a checkpoint's error, what the ranks saw counts."""
+def is_lost_rank(error: BaseException) -> bool:
+    """Whether this error means that another rank is gone; a checkpoint error counts by what the ranks raised."""
     if isinstance(error, CheckpointException):
-        return any(is_loss(seen) for seen, _ in error.failures.values())
+        return any(is_lost_rank(seen) for seen, _ in error.failures.values())
     if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, RuntimeError):
         return False
-    return isinstance(error, dist.DistError) or any(sign in str(error).lower() for sign in _SIGNS)
+    return isinstance(error, dist.DistError) or any(word in str(error).lower() for word in _LOSS_WORDS)

@@ -1,7 +1,7 @@
-"""What every rank but the first does: load the model that rank 0 names, then train as it says, until it ends.
+"""The worker loop of every rank but the first: load the model that rank 0 names, then execute its commands.
 
-Promises: it writes nothing but its shards of checkpoints. Ctrl-C and a polite kill are for rank 0, which saves and then
-ends all; a rank 0 that is gone ends this too.
+Guarantees: a worker writes nothing but its shards of checkpoints. SIGINT and SIGTERM are left to rank 0, which saves
+and then ends all; a worker whose rank 0 is gone ends too.
 """
 
 from __future__ import annotations
@@ -20,39 +20,39 @@ from arpo.trainer.dist.sharded import ShardedTrainer, trees_from_bytes
 from arpo.errors import Diverged
 
 
-def worker_loop(ranks: ProcessGroup) -> None:
-    """Do what rank 0 says, until it has nothing more to do."""
+def worker_loop(group: ProcessGroup) -> None:
+    """Execute the commands of rank 0 until it ends the run."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     trainer: ShardedTrainer | None = None
     while True:
-        kind, payload = ranks.receive()
-        if kind == "end":
+        command, payload = group.receive()
+        if command == "end":
             return
-        if kind == "open":
-            trainer = _open(json.loads(payload), ranks)
+        if command == "open":
+            trainer = _open(json.loads(payload), group)
         elif trainer is None:
-            raise ValueError(f"rank 0 says {kind!r} before it opened a model")
-        elif kind == "learn":
+            raise ValueError(f"command {command!r} before a model was opened")
+        elif command == "update":
             try:
                 trainer.update(trees_from_bytes(payload))
             except Diverged:
-                continue  # rank 0 saw the same and decides
-        elif kind == "save":
+                continue  # rank 0 raised the same and decides
+        elif command == "save":
             trainer.save_optimizer(Path(payload.decode()))
-        elif kind == "load":
+        elif command == "load":
             load_checkpoint(trainer, Path(payload.decode()))
 
 
-def order(config: Config, model: Model, reference: Model | None) -> bytes:
-    """What `follow` needs to open the trainer that rank 0 opens: settings, model, and what a KL term compares with."""
+def open_message(config: Config, model: Model, reference: Model | None) -> bytes:
+    """The payload of "open": the settings, the model, and the reference model of the KL term."""
     models = {"model": model.model_dump(mode="json"), "reference": reference and reference.model_dump(mode="json")}
     return json.dumps({"config": config.resolved(), **models}).encode()
 
 
-def _open(given: dict[str, Any], ranks: ProcessGroup) -> ShardedTrainer:
-    config = config_from_resolved(given["config"])
-    model, tokenizer = load_trainable(Model(**given["model"]), config.train, config.seed)
-    reference = given["reference"] and load_trainable(Model(**given["reference"]), config.train, config.seed)[0]
-    with ranks.collective("open"):
-        return ShardedTrainer(model, tokenizer, config, reference, ranks)
+def _open(message: dict[str, Any], group: ProcessGroup) -> ShardedTrainer:
+    config = config_from_resolved(message["config"])
+    model, tokenizer = load_trainable(Model(**message["model"]), config.train, config.seed)
+    reference = message["reference"] and load_trainable(Model(**message["reference"]), config.train, config.seed)[0]
+    with group.collective("open"):
+        return ShardedTrainer(model, tokenizer, config, reference, group)
