@@ -43,7 +43,7 @@ from arpo.runs.run_dir import open_run as read_run
 from arpo.trainer.checkpoint import load_checkpoint
 from arpo.trainer.dist import launch
 from arpo.trainer.dist.balance import balance, match_microbatches, select_trees, tree_costs
-from arpo.trainer.dist.process_group import join_process_group
+from arpo.trainer.dist.process_group import is_lost_rank, join_process_group
 from arpo.trainer.dist.sharded import trees_from_bytes, trees_to_bytes
 from arpo.trainer.dist.shards import read_shards
 from arpo.trainer.forward_backward import forward_backward
