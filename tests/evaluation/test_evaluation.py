@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import xml.etree.ElementTree as ElementTree
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm_process
 from chat_server import ChatServer, chat_server, said
 from cli_runs import Outcome, call, mistake
 from questions import rows
@@ -200,8 +200,9 @@ main()
 def test_killed_at_any_moment_and_gone_on_with_it_equals_one_that_was_not(arpo: Arpo, model_dir: Path) -> None:
     command = ["eval", str(model_dir), "--benchmarks", "gsm8k,hotpotqa", "--data-dir", "sets", *SMALL]
     command += ["--samples", "5", "--k", "1,5", "rollout.concurrency=4"]
-    done = subprocess.run([sys.executable, "-c", SHORT_LIVED, *command, "--out", "out"], capture_output=True)
-    assert done.returncode == -signal.SIGALRM, "it was done before it could be killed"
+    process = warm_process.start(SHORT_LIVED, *command, "--out", "out", output=Path("output.txt"))
+    process.join()
+    assert process.exitcode == -signal.SIGALRM, Path("output.txt").read_text()
     path = Path("out/samples/gsm8k.jsonl")
     with path.open("ab") as file:
         file.write(b'{"benchmark": "gsm8k", "task')  # as if it had been in the middle of a line

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm_process
 from training_runs import SMALL, config_for
 
 import arpo.studies.compare.runner
@@ -309,25 +310,19 @@ def test_from_end_to_end(model_path: Path, tmp_path: Path) -> None:
 def test_a_run_stops_and_saves_when_whoever_started_it_is_gone(model_path: Path, tmp_path: Path) -> None:
     config = config_for(model_path, tmp_path / "run", "train.steps=100000", "run.checkpoint_every=100000")
     (tmp_path / "config.json").write_text(json.dumps(config.resolved()))
-    command = [
-        sys.executable,
-        "-m",
-        "arpo.studies.compare.trial",
-        str(tmp_path / "config.json"),
-        str(tmp_path / "result.json"),
-    ]
-    process = subprocess.Popen(
-        [*command, "--samples", "1"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
-    )
+    code = "import runpy; runpy.run_module('arpo.studies.compare.trial', run_name='__main__')"
+    given = [str(tmp_path / "config.json"), str(tmp_path / "result.json"), "--samples", "1"]
+    stdin, starter = multiprocessing.Pipe(duplex=False)
+    process = warm_process.start(code, *given, output=tmp_path / "output.txt", stdin=stdin)
+    stdin.close()
     try:
         metrics = tmp_path / "run" / "metrics.jsonl"
-        while process.poll() is None and not (metrics.exists() and metrics.stat().st_size):
-            time.sleep(0.05)
-        assert process.stdin is not None
-        process.stdin.close()
-        assert process.wait() == 130
+        while process.is_alive() and not (metrics.exists() and metrics.stat().st_size):
+            time.sleep(0.02)
+        starter.close()
+        process.join()
+        assert process.exitcode == 130
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
     assert not (tmp_path / "result.json").exists()
     assert runlog.open_run(tmp_path / "run").latest_checkpoint() is not None

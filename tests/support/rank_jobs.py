@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import resource
 import signal
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from models import make_model
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
+from warm_process import FORKS
 
 from arpo.config.loading import load_config
 from arpo.models.lora import add_adapter
@@ -32,8 +32,6 @@ from arpo.trainer.dist.process_group import ProcessGroup, join_process_group
 from arpo.trainer.dist.sharded import ShardedTrainer, trees_from_bytes
 from arpo.trainer.trainer import Trainer
 
-_PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(["arpo.training.loop", "arpo.cli.main", "arpo.trainer.dist.worker", "peft"])
 CPU = torch.device("cpu")
 BOUND = 120  # seconds; only something that hangs reaches it
 
@@ -225,7 +223,7 @@ def start(count: int, folder: Path, job: Callable[..., None], *given: Any) -> li
         port = free.getsockname()[1]
     folder.mkdir(parents=True, exist_ok=True)
     started = [
-        _PROCESSES.Process(target=_enter, args=(rank, count, port, folder / f"rank_{rank}.txt", job, given))
+        FORKS.Process(target=_enter, args=(rank, count, port, folder / f"rank_{rank}.txt", job, given))
         for rank in range(count)
     ]
     for process in started:

@@ -6,8 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm_process
 from safetensors.torch import load_file
 from training_runs import SMALL, assert_same, config_for, even_share, run_to_the_end, what_it_left
 
@@ -178,21 +177,19 @@ def test_ctrl_c_ends_cleanly_with_a_checkpoint(model_path: Path, tmp_path: Path,
     directory = tmp_path / "run"
     config = tmp_path / "config.toml"
     config.write_text("")
-    command = [sys.executable, "-c", "from arpo.cli.main import main; main()", "train", str(config), *SMALL]
-    command += ["train.steps=100000", "run.checkpoint_every=100000", f"model.path={model_path}", f"run.dir={directory}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=environment, start_new_session=True
-    )
+    command = ["train", str(config), *SMALL, f"model.path={model_path}", f"run.dir={directory}"]
+    command += ["train.steps=100000", "run.checkpoint_every=100000"]
+    process = warm_process.start(warm_process.CLI, *command, output=tmp_path / "output.txt")
     try:
         metrics = directory / "metrics.jsonl"
-        while process.poll() is None and not (metrics.exists() and metrics.read_text()):
-            time.sleep(0.1)
-        process.send_signal(number)
-        _, said = process.communicate()
+        while process.is_alive() and not (metrics.exists() and metrics.read_text()):
+            time.sleep(0.02)
+        os.kill(process.pid or 0, number)
+        process.join()
     finally:
         process.kill()
-    assert process.returncode == 130
+    said = (tmp_path / "output.txt").read_text()
+    assert process.exitcode == 130
     assert "Traceback" not in said
     assert "--resume" in said
     log = read_run(directory)

@@ -7,8 +7,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm_process
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -343,20 +342,17 @@ def test_ctrl_c_ends_cleanly_with_a_checkpoint(folder: Path) -> None:
     config.write_text(
         json.dumps(sums_config(folder, *FAST, "sft.epochs=5000", "run.checkpoint_every=100000").resolved())
     )
-    command = [sys.executable, "-c", "from arpo.cli.main import main; main()", "sft", str(config)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=environment, start_new_session=True
-    )
+    process = warm_process.start(warm_process.CLI, "sft", str(config), output=folder / "output.txt")
     try:
         metrics = folder / "run" / "metrics.jsonl"
-        while process.poll() is None and not (metrics.exists() and metrics.read_text()):
-            time.sleep(0.1)
-        process.send_signal(signal.SIGINT)
-        _, said = process.communicate()
+        while process.is_alive() and not (metrics.exists() and metrics.read_text()):
+            time.sleep(0.02)
+        os.kill(process.pid or 0, signal.SIGINT)
+        process.join()
     finally:
         process.kill()
-    assert process.returncode == 130
+    said = (folder / "output.txt").read_text()
+    assert process.exitcode == 130
     assert "Traceback" not in said
     assert "--resume" in said
     log = read_run(folder / "run")
