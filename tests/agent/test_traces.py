@@ -194,7 +194,6 @@ def test_the_tokens_are_those_of_a_rollout(tokenizer: Any, tmp_path: Path, name:
     assert [(node.kind, node.tokens) for node in tree.nodes] == [(kind, tuple(ids)) for kind, ids in lesson.pieces]
     whole = encode_trace(trace, tokenizer, fmt)
     assert whole.tokens > lesson.tokens
-    assert [(node.kind, node.tokens) for node in lesson.tree().nodes] == [
-        (node.kind, node.tokens) for node in tree.nodes
-    ]
-    assert lesson.credit().by_node == {1: 1.0, 3: 1.0}
+    scored = lesson.scored_tree()
+    assert [(node.kind, node.tokens) for node in scored.tree.nodes] == [(node.kind, node.tokens) for node in tree.nodes]
+    assert [credit.by_node for credit in scored.credits] == [{1: 1.0, 3: 1.0}]

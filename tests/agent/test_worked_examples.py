@@ -37,7 +37,7 @@ from arpo.tools.python.tool import build_python
 from arpo.tools.search import build_search
 from arpo.training.collect import right_traces
 from arpo.training.sampler import load_tasks_and_tools
-from arpo.types import Document, Kind, Reward, RolloutTree, Task, ToolCall
+from arpo.types import Document, Kind, Reward, RolloutTree, ScoredTree, Task, ToolCall
 
 TASK = Task("q", "What is 3 plus 4?", ("7",))
 SHIPPED = Path(__file__).parents[2] / "examples"
@@ -208,7 +208,7 @@ def test_paths_that_began_with_examples_become_traces(tmp_path: Path) -> None:
     agent = player(tokenizer, fmt, encode_examples(shots(tmp_path), tokenizer, fmt, 512))
     left_out: Counter[str] = Counter()
     right = Reward(1.0, {"correct": 1.0, "format": 1.0})
-    (trace,) = right_traces(agent, path_of(agent, TASK), [right], 4, left_out)
+    (trace,) = right_traces(agent, ScoredTree(path_of(agent, TASK), (right,)), 4, left_out)
     assert trace.task == TASK and not left_out
     assert [kind for kind, _ in trace.segments] == [Kind.MODEL, Kind.TOOL, Kind.MODEL]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,14 @@ from arpo.rewards import overlong
 from arpo.runs.run_dir import open_run as read_run
 from arpo.trainer.trainer import Trainer
 from arpo.training.loop import open_run, sample_step, train
-from arpo.types import Leaf, Reward, RolloutTree, StopReason, Task, derive_seed
+from arpo.types import Reward, ScoredTree, StopReason, Trajectory, derive_seed
 
 
 def rewarded_by(settled: set[str], counts: dict[str, int]) -> Any:
     """Paths of a settled question all earn the same; of others, one after another earns 1, 0, 1, ..."""
 
-    def reward(task: Task, rollout: RolloutTree, leaf: Leaf) -> Reward:
+    def reward(trajectory: Trajectory) -> Reward:
+        task = trajectory.task
         counts[task.id] = counts.get(task.id, 0) + 1
         right = 1.0 if task.id in settled else float(counts[task.id] % 2)
         return Reward(right, {"correct": right, "format": 1.0})
@@ -43,7 +45,7 @@ def test_questions_that_teach_nothing_are_replaced(model_path: Path, tmp_path: P
         every = [task.id for task in (*first, *others[0], *others[1])]
         teaching = set(list(dict.fromkeys(reversed(every)))[:open_questions])  # the last ones in the order of asking
         session = replace(run.session, reward=rewarded_by({t.id for t in parts[0].tasks} - teaching, {}))
-        trees, rewards = asyncio.run(sample_step(session, 5))
+        trees = asyncio.run(sample_step(session, 5))
     expected: list[str] = []
     taught = 0
     for tasks in (first, *others):
@@ -52,8 +54,8 @@ def test_questions_that_teach_nothing_are_replaced(model_path: Path, tmp_path: P
         taught += sum(name in teaching for name in asked)
         if taught == 3:
             break
-    assert [rollout.task.id for rollout in trees] == expected
-    assert sum(len({reward.total for reward in group}) > 1 for group in rewards) == taught
+    assert [scored.tree.task.id for scored in trees] == expected
+    assert sum(len({reward.total for reward in scored.rewards}) > 1 for scored in trees) == taught
 
 
 def test_only_questions_with_unequal_rewards_get_all_their_paths(model_path: Path, tmp_path: Path) -> None:
@@ -69,11 +71,10 @@ def test_only_questions_with_unequal_rewards_get_all_their_paths(model_path: Pat
         tasks = [task.id for task in batch_of(run.session.tasks.sources, 4, 1, config.seed)]
         disputed = {tasks[1], tasks[2]}
         session = replace(run.session, reward=rewarded_by(every - disputed, {}))
-        trees, rewards = asyncio.run(sample_step(session, 1))
-    assert [(tree.task.id, len(tree.leaves)) for tree in trees] == [
+        trees = asyncio.run(sample_step(session, 1))
+    assert [(scored.tree.task.id, len(scored.rewards)) for scored in trees] == [
         (name, 6 if name in disputed else 2) for name in tasks
     ]
-    assert [len(group) for group in rewards] == [len(tree.leaves) for tree in trees]
 
 
 def test_only_questions_that_teach_are_trained_on_and_all_sampling_is_charged(
@@ -82,9 +83,9 @@ def test_only_questions_that_teach_are_trained_on_and_all_sampling_is_charged(
     given: list[list[str]] = []
     update = Trainer.update
 
-    def spy(trainer: Trainer, trees: Any, credits: Any) -> dict[str, float]:
-        given.append([tree.task.id for tree in trees])
-        return update(trainer, trees, credits)
+    def spy(trainer: Trainer, trees: Sequence[ScoredTree]) -> dict[str, float]:
+        given.append([scored.tree.task.id for scored in trees])
+        return update(trainer, trees)
 
     monkeypatch.setattr(Trainer, "update", spy)
     config = config_for(
@@ -159,12 +160,12 @@ def test_a_stopped_run_remembers_what_it_spent(model_path: Path, tmp_path: Path)
 
 
 def test_long_paths_pay_in_the_last_share_of_their_room() -> None:
-    def plain(task: Task, rollout: RolloutTree, leaf: Leaf) -> Reward:
+    def plain(trajectory: Trajectory) -> Reward:
         return Reward(1.1, {"correct": 1.0, "format": 1.0})
 
     def lost(length: int, end: StopReason = StopReason.ANSWER) -> float:
         rollout = tree([prompt([1] * 7), model(0, [3] * (length - 2)), tool(1, [9]), model(2, [4])], [3], end=end)
-        reward = overlong(plain, 0.2, 50)(rollout.task, rollout, rollout.leaves[0])
+        reward = overlong(plain, 0.2, 50)(rollout.trajectories[0])
         assert reward.parts == {"correct": 1.0, "format": 1.0, "overlong": pytest.approx(reward.total - 1.1)}
         return 1.1 - reward.total
 

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from trees import model, prompt, tool, tree, two_branches
+from trees import model, prompt, tool, tree, two_branches, with_credits
 
-from arpo.algorithm.advantage import attribute
-from arpo.algorithm.batch import tree_batch
+from arpo.algorithm.batch import build_batch
 from arpo.algorithm.loss import policy_loss
 from arpo.config.schema import Loss
 from arpo.types import RolloutTree, TreeBatch
@@ -43,7 +42,7 @@ def loss_of(
 def single(advantage: float, options: Loss) -> TreeBatch:
     """One path of a prompt and one model token; a second path, which adds nothing, makes its weight a half."""
     rollout = tree([prompt(), model(0, [3], logprobs=[ENGINE]), model(0, [])], [1, 2])
-    return tree_batch([rollout], [attribute(rollout, [advantage, 0.0], "soft")], options, 1)
+    return build_batch([with_credits(rollout, [advantage, 0.0])], options, 1)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +123,7 @@ def by_token(batch: TreeBatch, values: dict[int, float]) -> list[float]:
 def test_a_shared_token_is_clipped_for_each_path_by_itself() -> None:
     """The bad path has twice the advantage. One minimum with the sum of both would clip at 0.8, or not at all."""
     options = Loss(clip_low=0.2, clip_high=0.2, dual_clip=None, aggregation="token-mean")
-    batch = tree_batch([shared()], [attribute(shared(), [1.0, -2.0], "soft")], options, 1)
+    batch = build_batch([with_credits(shared(), [1.0, -2.0])], options, 1)
     for ratio, term, slope in ((1.5, 1.2 - 3.0, -3.0), (0.5, 0.5 - 1.6, 0.5), (1.1, -1.1, -1.1)):
         moves = by_token(batch, {3: math.log(ratio), 4: 0.0, 5: 0.0, 6: 0.0, 7: 0.0})
         loss, slopes, metrics = loss_of(batch, moves, options)
@@ -136,7 +135,7 @@ def test_a_shared_token_is_clipped_for_each_path_by_itself() -> None:
 def test_gspo_has_one_ratio_for_each_path() -> None:
     """Path one: tokens 3, 4. Path two: 3, 5, 6, 7. The shared token pulls both ratios along."""
     options = Loss(kind="gspo", clip_low=0.2, clip_high=0.2, dual_clip=None)
-    batch = tree_batch([shared()], [attribute(shared(), [1.0, -2.0], "soft")], options, 1)
+    batch = build_batch([with_credits(shared(), [1.0, -2.0])], options, 1)
     moves = by_token(batch, {3: 0.1, 4: 0.05, 5: -0.2, 6: 0.3, 7: 0.4})
     good, bad = math.exp(0.15 / 2), math.exp(0.6 / 4)
     loss, slopes, metrics = loss_of(batch, moves, options)
@@ -159,7 +158,7 @@ def test_gspo_has_one_ratio_for_each_path() -> None:
 def test_disjoint_targets_add_up(kind: Any) -> None:
     options = Loss(kind=kind, kl_coef=0.1, entropy_coef=0.2, importance_cap=1.1, dual_clip=1.5)
     rollout = two_branches()
-    batch = tree_batch([rollout], [attribute(rollout, [2.0, -1.0, -1.0], "soft")], options, 1)
+    batch = build_batch([with_credits(rollout, [2.0, -1.0, -1.0])], options, 1)
     torch.manual_seed(0)
     given = [torch.randn(len(batch.targets_K)).tolist() for _ in range(3)]
     whole_loss, whole_slopes, whole = loss_of(batch, given[0], options, given[1], given[2])

@@ -14,7 +14,7 @@ import arpo.cli.display as display
 from arpo.algorithm.metrics import rollout_metrics, tool_metrics
 from arpo.cli.display import HEADER, print_tree, printable, step_line, tool_lines
 from arpo.tools.stats import ToolStats
-from arpo.types import Decision, Fault, Leaf, Node, Reward, RolloutTree, StopReason, Task, ToolResult
+from arpo.types import Decision, Fault, Leaf, Node, Reward, RolloutTree, ScoredTree, StopReason, Task, ToolResult
 
 
 def decided(node: Node, entropy: float, branches: int, initial: float = 0.5) -> Node:
@@ -38,8 +38,8 @@ def branched() -> RolloutTree:
 
 def test_the_numbers_of_two_trees() -> None:
     broken = searched(fault=Fault.INFRA)
-    rewards = [[scored(1.1, 1.0), scored(0.0), scored(-1.0, format_=0.0)], [scored(0.3)]]
-    assert rollout_metrics([branched(), broken], rewards, 20) == {
+    first = (scored(1.1, 1.0), scored(0.0), scored(-1.0, format_=0.0))
+    assert rollout_metrics([ScoredTree(branched(), first), ScoredTree(broken, (scored(0.3),))], 20) == {
         "reward": pytest.approx((1.1 + 0.0 - 1.0 + 0.3) / 4),
         "accuracy": 0.25,
         "format": 0.75,
@@ -105,19 +105,19 @@ def test_what_each_tool_did_is_a_table() -> None:
 
 def test_whose_fault_a_failed_call_was() -> None:
     trees = [searched(fault=fault) for fault in (None, Fault.MODEL, Fault.TIMEOUT, Fault.INFRA, Fault.INFRA)]
-    metrics = rollout_metrics(trees, [[scored(0.0)]] * 5, 20)
+    metrics = rollout_metrics([ScoredTree(tree, (scored(0.0),)) for tree in trees], 20)
     assert (metrics["tool_calls"], metrics["tool_faults"], metrics["infra_faults"]) == (5, 2, 2)
 
 
 def test_entropies_at_the_start_are_those_of_the_probe() -> None:
-    rewards = [[scored(0.0)] * 3]
-    found = [rollout_metrics([branched()], rewards, count)["entropy_start"] for count in (1, 2, 3, 4, 9)]
+    trees = [ScoredTree(branched(), (scored(0.0),) * 3)]
+    found = [rollout_metrics(trees, count)["entropy_start"] for count in (1, 2, 3, 4, 9)]
     assert found == pytest.approx([0.5, 0.75, 0.75, 1.0, 1.0])  # turns of (1, 2) and (0, 0, 0, 2)
 
 
 def test_without_tools_and_with_an_unsampled_path_the_numbers_are_zero() -> None:
     only_prompt = tree([prompt([1, 2, 3])], [0], end=StopReason.MAX_SECONDS)
-    metrics = rollout_metrics([only_prompt], [[scored(-1.0, format_=0.0)]], 20)
+    metrics = rollout_metrics([ScoredTree(only_prompt, (scored(-1.0, format_=0.0),))], 20)
     assert metrics == {
         "reward": -1.0,
         "accuracy": 0.0,
@@ -143,7 +143,7 @@ def test_without_tools_and_with_an_unsampled_path_the_numbers_are_zero() -> None
 def test_several_branches_at_one_point_are_all_counted() -> None:
     nodes = [prompt(), model(0, [3]), decided(tool(1), 0.5, 2), model(2, [4]), model(2, [5]), model(2, [6])]
     nodes += [decided(tool(3), 0.25, 0), model(6, [7])]
-    metrics = rollout_metrics([tree(nodes, [4, 5, 7])], [[scored(0.0)] * 3], 20)
+    metrics = rollout_metrics([ScoredTree(tree(nodes, [4, 5, 7]), (scored(0.0),) * 3)], 20)
     assert (metrics["branches"], metrics["entropy_after_tool"], metrics["informative_groups"]) == (2, 0.375, 0.0)
 
 
@@ -216,7 +216,7 @@ def show(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     def run(shown: RolloutTree, rewards: list[Reward]) -> str:
         out.seek(0)
         out.truncate()
-        print_tree(shown, rewards)
+        print_tree(ScoredTree(shown, tuple(rewards)))
         return out.getvalue()
 
     yield run
@@ -236,13 +236,13 @@ def test_a_tree_is_shown_with_its_decisions_and_ends(show: Shown) -> None:
     assert [line.rstrip() for line in show(shown, [scored(0.0), scored(1.1), scored(-1.0)]).splitlines()] == [
         "Where was Mira born?",
         "└── <search>mira</search>",
-        "    ├── path 3: calls, reward -1.00",
+        "    ├── trajectory 3: max_tool_calls, reward -1.00",
         "    └── <result>Mira: Kelso</result>",
         "        [H 0.750, at the start 0.500, dH +0.2500, P 0.5500: a reason]",
         "        ├── <answer>Kelso</answer>",
-        "        │   └── path 2: answer, reward 1.10",
+        "        │   └── trajectory 2: answer, reward 1.10",
         "        └── <answer>Rome</answer>",
-        "            └── path 1: answer, reward 0.00",
+        "            └── trajectory 1: answer, reward 0.00",
         "right answer: Upper Kelso",
     ]
 

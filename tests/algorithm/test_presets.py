@@ -64,7 +64,7 @@ def tree_and_group(given: Rewarded) -> float:
     """As in a group, and once more among the paths that share its first turn."""
     trees, rewards, number, leaf = given
     tree = trees[number]
-    ways = [tree.path(end.node)[:2] for end in tree.leaves]
+    ways = [tree.prefix(end.node)[:2] for end in tree.leaves]
     same = [reward for way, reward in zip(ways, rewards[number], strict=True) if way == ways[leaf]]
     std = statistics.pstdev(same)
     return group(given) + ((rewards[number][leaf] - statistics.fmean(same)) / std if std else 0.0)
@@ -164,7 +164,7 @@ def boosts(trees: Trees, weight: float) -> dict[tuple[int, int, int], float]:
     taught = {
         (number, index, at): entropy
         for number, tree in enumerate(trees)
-        for index in {i for leaf in tree.leaves for i in tree.path(leaf.node)}
+        for index in {i for leaf in tree.leaves for i in tree.prefix(leaf.node)}
         if tree.nodes[index].kind is Kind.MODEL
         for at, entropy in enumerate(tree.nodes[index].entropies)
     }
@@ -190,7 +190,7 @@ def slow_loss(
             statistics.fmean(
                 a
                 for (number, leaf), a in zip(leaves, own, strict=True)
-                if number == tree and node in trees[tree].path(trees[tree].leaves[leaf].node)
+                if number == tree and node in trees[tree].prefix(trees[tree].leaves[leaf].node)
             )
             if reference.hard
             else advantage

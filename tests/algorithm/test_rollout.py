@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 
 from arpo.agent.agent import Agent
 from arpo.agent.formats import build_format
-from arpo.algorithm.rollout import rollout, rollouts
+from arpo.algorithm.rollout import rollout, sample_tree, sample_trees
 from arpo.config.schema import Branching, Rollout
 from arpo.engine.scripted import Script, ScriptedEngine
 from arpo.errors import ArpoError
 from arpo.rewards import build_reward
 from arpo.tools.base import Tool, ToolError, ToolUnavailable, tool
-from arpo.types import Fault, Kind, Node, RolloutTree, StopReason, Task
+from arpo.types import Fault, Kind, Node, Reward, RolloutTree, ScoredTree, StopReason, Task
 
 TASK = Task("q1", "Where was Mira Tolven born?", ("Upper Kelso",))
 SEARCH = "<think> Find it.</think><search> birthplace of Mira Tolven</search>"
@@ -67,7 +67,7 @@ async def timed(growing: Coroutine[Any, Any, T]) -> tuple[T, float]:
 
 def check(tree: RolloutTree, how: Rollout) -> None:
     """What holds for every tree."""
-    assert len(tree.leaves) == how.leaves
+    assert len(tree.leaves) == how.num_trajectories
     children = [node.parent for node in tree.nodes]
     for index, node in enumerate(tree.nodes):
         if node.kind is Kind.TOOL:  # one child per continuation: the probed path and the branches opened here
@@ -75,12 +75,17 @@ def check(tree: RolloutTree, how: Rollout) -> None:
             assert children.count(index) <= 1 + opened
         if node.kind is Kind.MODEL and node.parent:
             assert tree.nodes[node.parent].kind is Kind.TOOL
-        assert len(node.ends) == (len(node.tokens) if node.kind is Kind.MODEL else 0)
-        assert not node.ends or node.ends[-1] == len(node.text)
+        assert len(node.char_offsets) == (len(node.tokens) if node.kind is Kind.MODEL else 0)
+        assert not node.char_offsets or node.char_offsets[-1] == len(node.text)
     for leaf in tree.leaves:
-        on_path = [tree.nodes[i] for i in tree.path(leaf.node)]
+        on_path = [tree.nodes[i] for i in tree.prefix(leaf.node)]
         assert sum(node.kind is Kind.TOOL for node in on_path) <= how.max_tool_calls
         assert sum(len(node.tokens) for node in on_path[1:]) <= how.max_tokens
+
+
+async def unscored(tree: RolloutTree) -> ScoredTree:
+    """The tree without rewards."""
+    return ScoredTree(tree)
 
 
 def turns(*texts: str | tuple[str, list[float]]) -> Script:
@@ -100,7 +105,7 @@ def test_one_path(tokenizer: Any) -> None:
         "<result>found: birthplace of Mira Tolven</result>\n",
         ANSWER,
     ]
-    assert [(leaf.node, leaf.end) for leaf in tree.leaves] == [(3, StopReason.ANSWER)]
+    assert [(leaf.node, leaf.stop_reason) for leaf in tree.leaves] == [(3, StopReason.ANSWER)]
     assert tree.nodes[2].call is not None
     assert dict(tree.nodes[2].call.args) == {"query": "birthplace of Mira Tolven"}
     assert tokenizer.decode(list(tree.tokens(3))) == "".join(node.text for node in tree.nodes)
@@ -188,32 +193,35 @@ def test_call_limit_ends_the_path_without_a_call(tokenizer: Any) -> None:
         return "nothing"
 
     tree = grow(agent(tokenizer, turns(SEARCH), search), Rollout(num_trajectories=1, num_initial=1, max_tool_calls=2))
-    assert tree.leaves[0].end is StopReason.MAX_TOOL_CALLS
+    assert tree.leaves[0].stop_reason is StopReason.MAX_TOOL_CALLS
     assert tree.tool_calls == len(calls) == 2
 
 
 def test_token_limit(tokenizer: Any) -> None:
     how = Rollout(num_trajectories=1, num_initial=1, max_tokens=10)
     tree = grow(agent(tokenizer, lambda prefix, seed: "word " * 50), how)
-    assert (tree.leaves[0].end, len(tree.nodes[1].tokens)) == (StopReason.LENGTH, 10)
+    assert (tree.leaves[0].stop_reason, len(tree.nodes[1].tokens)) == (StopReason.LENGTH, 10)
 
 
 def test_a_result_that_does_not_fit_ends_the_path(tokenizer: Any) -> None:
     used = len(tokenizer(SEARCH, add_special_tokens=False).input_ids)
     tree = grow(agent(tokenizer, turns(SEARCH)), Rollout(num_trajectories=1, num_initial=1, max_tokens=used + 3))
-    assert (tree.leaves[0].end, kinds(tree)) == (StopReason.LENGTH, [(None, "prompt"), (0, "model"), (1, "tool")])
+    assert (tree.leaves[0].stop_reason, kinds(tree)) == (
+        StopReason.LENGTH,
+        [(None, "prompt"), (0, "model"), (1, "tool")],
+    )
     assert (tree.nodes[2].tokens, tree.tool_calls) == ((), 1)  # the call was made: it counts, but nobody saw its result
 
 
 def test_the_context_limits_a_path_too(tokenizer: Any) -> None:
     prompt = len(grow(agent(tokenizer, turns(ANSWER))).nodes[0].tokens)
     tree = grow(agent(tokenizer, lambda prefix, seed: "word " * 50, max_context=prompt + 7))
-    assert (tree.leaves[0].end, len(tree.nodes[1].tokens)) == (StopReason.LENGTH, 7)
+    assert (tree.leaves[0].stop_reason, len(tree.nodes[1].tokens)) == (StopReason.LENGTH, 7)
 
 
 def test_ending_without_an_answer(tokenizer: Any) -> None:
     tree = grow(agent(tokenizer, lambda prefix, seed: "I do not know."))
-    assert tree.leaves[0].end is StopReason.EOS
+    assert tree.leaves[0].stop_reason is StopReason.EOS
 
 
 def result_node(tree: RolloutTree) -> Node:
@@ -235,7 +243,7 @@ def test_malformed_and_empty_calls_get_an_answer_to_learn_from(tokenizer: Any, s
     node = result_node(tree)
     assert node.result is not None
     assert (node.result.fault, told in node.result.text) == (Fault.MODEL, True), node.result.text
-    assert tree.leaves[0].end is StopReason.ANSWER
+    assert tree.leaves[0].stop_reason is StopReason.ANSWER
 
 
 def failing(error: Callable[[], Exception]) -> Tool:
@@ -261,8 +269,8 @@ def test_tool_failures_become_results(tokenizer: Any, error: Callable[[], Except
     node = result_node(tree)
     assert node.result is not None
     assert node.result.fault is fault
-    assert tree.leaves[0].end is StopReason.ANSWER
-    assert tree.infra_fault(tree.leaves[0]) == (fault is Fault.INFRA)
+    assert tree.leaves[0].stop_reason is StopReason.ANSWER
+    assert tree.trajectories[0].infra_fault == (fault is Fault.INFRA)
 
 
 def test_tool_timeout_does_not_stop_the_path(tokenizer: Any) -> None:
@@ -275,7 +283,7 @@ def test_tool_timeout_does_not_stop_the_path(tokenizer: Any) -> None:
     tree = grow(agent(tokenizer, turns(SEARCH, ANSWER), search))
     node = result_node(tree)
     assert node.result is not None
-    assert (node.result.fault, tree.leaves[0].end) == (Fault.TIMEOUT, StopReason.ANSWER)
+    assert (node.result.fault, tree.leaves[0].stop_reason) == (Fault.TIMEOUT, StopReason.ANSWER)
     assert node.seconds == pytest.approx(0.05)
 
 
@@ -295,7 +303,7 @@ def test_a_path_waits_only_for_its_own_tool(tokenizer: Any) -> None:
     who = agent(tokenizer, turns(SEARCH, SEARCH, ANSWER), search)
     tree, taken = clock.run(timed(rollout(who, TASK, how, Branching(policy="never"), 0)))
     assert tree.tool_calls == calls == 16
-    met = [sum(tree.nodes[i].seconds for i in tree.path(leaf.node)) for leaf in tree.leaves]
+    met = [sum(tree.nodes[i].seconds for i in tree.prefix(leaf.node)) for leaf in tree.leaves]
     assert taken == pytest.approx(max(met)) and taken < 1.01  # 4 slow calls of 0.5 s, at most two on one path
     assert met == sorted(met)  # leaves are listed as they end: all that met no slow call came first
     assert 0 < sum(seconds > 0.4 for seconds in met) < 8
@@ -315,8 +323,9 @@ def test_a_slow_tool_on_one_path_in_ten_costs_its_own_second_only(tokenizer: Any
 
     who = agent(tokenizer, turns(SEARCH, SEARCH, SEARCH, ANSWER), search)
     how, tasks = Rollout(num_trajectories=8, num_initial=8, concurrency=40), [TASK] * 5
-    trees, taken = clock.run(timed(rollouts(who, tasks, how, Branching(policy="never"), range(5))))
-    slowest = max(sum(tree.nodes[i].seconds for i in tree.path(leaf.node)) for tree in trees for leaf in tree.leaves)
+    scored, taken = clock.run(timed(sample_trees(who, tasks, how, Branching(policy="never"), range(5), unscored)))
+    trees = [one.tree for one in scored]
+    slowest = max(sum(tree.nodes[i].seconds for i in tree.prefix(leaf.node)) for tree in trees for leaf in tree.leaves)
     assert sum(tree.tool_calls for tree in trees) == calls == 120
     assert sum(node.seconds > 0.9 for tree in trees for node in tree.nodes) == 4
     assert slowest == pytest.approx(1.02) == taken  # one after another it would be 4 s of tools, and step by step 3 s
@@ -331,7 +340,7 @@ def test_time_limit_keeps_what_was_sampled(tokenizer: Any) -> None:
 
     how = Rollout(num_trajectories=2, num_initial=2, max_seconds=0.2)
     tree = grow(agent(tokenizer, turns(SEARCH, ANSWER), search), how)
-    assert [leaf.end for leaf in tree.leaves] == [StopReason.MAX_SECONDS, StopReason.MAX_SECONDS]
+    assert [leaf.stop_reason for leaf in tree.leaves] == [StopReason.MAX_SECONDS, StopReason.MAX_SECONDS]
     assert [node.text for node in tree.nodes if node.kind is Kind.MODEL] == [SEARCH, SEARCH]
     assert [node.tokens for node in tree.nodes if node.kind is Kind.TOOL] == [(), ()]
     assert tree.tool_calls == 2
@@ -344,14 +353,14 @@ def test_a_path_whose_time_ends_while_nothing_can_sample_is_not_the_models_fault
     who = agent(tokenizer, turns(SEARCH, ANSWER), delay=0.15)
     who.engine.down = down  # type: ignore[misc]
     tree = grow(who, Rollout(num_trajectories=1, num_initial=1, max_seconds=0.2))
-    assert [leaf.end for leaf in tree.leaves] == [end]
-    assert [tree.infra_fault(leaf) for leaf in tree.leaves] == [down]
+    assert [leaf.stop_reason for leaf in tree.leaves] == [end]
+    assert [trajectory.infra_fault for trajectory in tree.trajectories] == [down]
 
 
 def test_time_spent_waiting_for_a_slot_does_not_count(tokenizer: Any) -> None:
     how = Rollout(num_trajectories=6, num_initial=6, max_seconds=0.25, concurrency=1)
     tree = grow(agent(tokenizer, turns(ANSWER), delay=0.1), how)  # 0.6 s one after another
-    assert [leaf.end for leaf in tree.leaves] == [StopReason.ANSWER] * 6
+    assert [leaf.stop_reason for leaf in tree.leaves] == [StopReason.ANSWER] * 6
 
 
 def test_a_branch_inherits_the_time_of_its_trunk(tokenizer: Any) -> None:
@@ -359,8 +368,8 @@ def test_a_branch_inherits_the_time_of_its_trunk(tokenizer: Any) -> None:
     tree = grow(agent(tokenizer, turns((SEARCH, LOW), (SEARCH, HIGH)), delay=0.15), how)
     assert any(node.decision and node.decision.branches for node in tree.nodes)
     for leaf in tree.leaves:
-        assert leaf.end is StopReason.MAX_SECONDS
-        assert sum(tree.nodes[i].seconds for i in tree.path(leaf.node)) <= 0.5  # with time of its own it would be 0.6
+        assert leaf.stop_reason is StopReason.MAX_SECONDS
+        assert sum(tree.nodes[i].seconds for i in tree.prefix(leaf.node)) <= 0.5  # with time of its own it would be 0.6
 
 
 def test_paths_of_many_tasks_share_the_slots_and_one_failure_stops_them_all(tokenizer: Any) -> None:
@@ -379,11 +388,11 @@ def test_paths_of_many_tasks_share_the_slots_and_one_failure_stops_them_all(toke
     tasks = [Task(str(i), f"Question {i}?", ("x",)) for i in range(5)]
     how, never = Rollout(num_trajectories=4, num_initial=4, concurrency=3), Branching(policy="never")
     who = agent(tokenizer, turns(SEARCH, ANSWER), search)
-    heard: list[RolloutTree] = []
-    trees = clock.run(rollouts(who, tasks, how, never, range(5), heard.append))
-    assert [tree.task.id for tree in trees] == ["0", "1", "2", "3", "4"]
+    reported: list[ScoredTree] = []
+    trees = clock.run(sample_trees(who, tasks, how, never, range(5), unscored, on_tree=reported.append))
+    assert [scored.tree.task.id for scored in trees] == ["0", "1", "2", "3", "4"]
     assert most == 3
-    assert sorted(map(id, heard)) == sorted(map(id, trees))
+    assert sorted(map(id, reported)) == sorted(map(id, trees))
 
     def broken(prefix: str, seed: int) -> str:
         if "Question 3" in prefix:
@@ -392,7 +401,7 @@ def test_paths_of_many_tasks_share_the_slots_and_one_failure_stops_them_all(toke
 
     async def fail() -> int:
         with pytest.raises(RuntimeError, match="the engine failed"):
-            await rollouts(agent(tokenizer, broken, delay=0.01), tasks, how, never, range(5))
+            await sample_trees(agent(tokenizer, broken, delay=0.01), tasks, how, never, range(5), unscored)
         return len(asyncio.all_tasks())
 
     assert clock.run(fail()) == 1
@@ -401,7 +410,10 @@ def test_paths_of_many_tasks_share_the_slots_and_one_failure_stops_them_all(toke
 def test_time_limit_before_the_first_token(tokenizer: Any) -> None:
     how = Rollout(num_trajectories=2, num_initial=2, max_seconds=0.05)
     tree = grow(agent(tokenizer, turns(ANSWER), delay=10.0), how)
-    assert [(leaf.node, leaf.end) for leaf in tree.leaves] == [(0, StopReason.MAX_SECONDS), (0, StopReason.MAX_SECONDS)]
+    assert [(leaf.node, leaf.stop_reason) for leaf in tree.leaves] == [
+        (0, StopReason.MAX_SECONDS),
+        (0, StopReason.MAX_SECONDS),
+    ]
 
 
 def test_a_prompt_longer_than_the_context_is_refused(tokenizer: Any) -> None:
@@ -433,7 +445,7 @@ def test_tool_text_cannot_close_its_result_or_answer(tokenizer: Any) -> None:
     assert tokens.count(tokenizer.convert_tokens_to_ids("</result>")) == 1
     assert tokenizer.convert_tokens_to_ids("<answer>") not in tokens
     assert tokenizer.eos_token_id not in tokens
-    reward = build_reward("em", 0.1, ["search"])(TASK, tree, tree.leaves[0])
+    reward = build_reward("em", 0.1, ["search"])(tree.trajectories[0])
     assert (reward.total, reward.parts["correct"]) == (0.0, 0.0)
 
 
@@ -452,7 +464,7 @@ def test_no_model_output_crashes_a_rollout(tokenizer: Any, text: str, seed: int)
     said = text.encode("utf-8", "replace").decode()
     tree = grow(agent(tokenizer, lambda prefix, seed: (said, [seed % 7 * 1.0])), how, seed=seed)
     reward = build_reward("f1", 0.1, ["search", "python"])
-    assert all(-1 <= reward(TASK, tree, leaf).total <= 1.1 for leaf in tree.leaves)
+    assert all(-1 <= reward(trajectory).total <= 1.1 for trajectory in tree.trajectories)
 
 
 def test_later_starts_the_rest_at_drawn_results_one_for_each_first_path(tokenizer: Any) -> None:
@@ -464,7 +476,7 @@ def test_later_starts_the_rest_at_drawn_results_one_for_each_first_path(tokenize
         tree = grow(who, how, Branching(policy="posthoc_random"), seed)
         firsts = [index for index, node in enumerate(tree.nodes) if node.parent == 0]
         assert len(firsts) == 3  # nothing is filled from the prompt while there are results
-        assert [sum(first in tree.path(leaf.node) for leaf in tree.leaves) for first in firsts] == [3, 3, 3]
+        assert [sum(first in tree.prefix(leaf.node) for leaf in tree.leaves) for first in firsts] == [3, 3, 3]
         drawn = [node.decision for node in tree.nodes if node.decision and node.decision.branches]
         assert sum(decision.branches for decision in drawn) == 6
         assert {decision.reason for decision in drawn} == {"drawn when all paths had ended"}
@@ -476,10 +488,10 @@ def test_later_starts_the_rest_at_drawn_results_one_for_each_first_path(tokenize
                 children = sum(other.parent == index for other in tree.nodes)
                 assert children == 1 + (node.decision.branches if node.decision else 0)
                 if node.decision and node.decision.branches:
-                    seen.add(sum(tree.nodes[i].kind is Kind.TOOL for i in tree.path(index)))
-        calls = [sum(tree.nodes[i].kind is Kind.TOOL for i in tree.path(leaf.node)) for leaf in tree.leaves]
+                    seen.add(sum(tree.nodes[i].kind is Kind.TOOL for i in tree.prefix(index)))
+        calls = [sum(tree.nodes[i].kind is Kind.TOOL for i in tree.prefix(leaf.node)) for leaf in tree.leaves]
         assert calls == [3] * 9  # a path that starts at a result has the calls above it behind it
-        assert {leaf.end for leaf in tree.leaves} == {StopReason.ANSWER}
+        assert {leaf.stop_reason for leaf in tree.leaves} == {StopReason.ANSWER}
         again = grow(who, how, Branching(policy="posthoc_random"), seed)
         assert [(n.parent, n.text, n.decision) for n in tree.nodes] == [
             (n.parent, n.text, n.decision) for n in again.nodes
@@ -495,7 +507,7 @@ def test_top_starts_the_rest_where_entropy_rose_most(tokenizer: Any, rounds: int
     firsts = [index for index, node in enumerate(tree.nodes) if node.parent == 0]
     assert len(firsts) == 2
     for first in firsts:
-        below = [tree.path(index) for index in range(len(tree.nodes)) if first in tree.path(index)]
+        below = [tree.prefix(index) for index in range(len(tree.nodes)) if first in tree.prefix(index)]
         opened = {path: tree.nodes[path[-1]].decision for path in below}
         chosen = {path: decision for path, decision in opened.items() if decision and decision.branches}
         assert sorted(sum(tree.nodes[i].kind is Kind.TOOL for i in path) for path in chosen) == depths
@@ -516,41 +528,42 @@ def test_later_without_any_result_fills_from_the_prompt(tokenizer: Any) -> None:
 def test_where_rewards_are_equal_the_missing_paths_are_left_out(tokenizer: Any, policy: Any) -> None:
     how = Rollout(num_trajectories=6, num_initial=2, max_tool_calls=3)
     who = agent(tokenizer, turns((SEARCH, HIGH), (SEARCH, LOW), (ANSWER, LOW)))  # entropy falls: nothing branches
-    asked: list[RolloutTree] = []
+    scored: list[ScoredTree] = []
 
-    def grown(fill: Any, answer: bool | None) -> RolloutTree:
-        async def mixed(tree: RolloutTree) -> bool:
-            asked.append(tree)
-            assert answer is not None
-            return answer
+    def grown(fill: Any, informative: bool) -> ScoredTree:
+        async def score(tree: RolloutTree) -> ScoredTree:
+            rewards = [Reward(float(informative and number == 0)) for number in range(len(tree.leaves))]
+            scored.append(ScoredTree(tree, tuple(rewards)))
+            return scored[-1]
 
-        return clock.run(rollout(who, TASK, how, Branching(policy=policy, fill=fill), seed=4, mixed=mixed))
+        scored.clear()
+        return clock.run(sample_tree(who, TASK, how, Branching(policy=policy, fill=fill), 4, score))
 
-    full = grown("all", None)  # nobody is asked
-    assert len(full.leaves) == 6 and not asked
+    full = grown("all", False).tree
+    assert len(full.leaves) == 6 and len(scored) == 1  # nothing is scored before the tree is complete
     small = grown("informative", False)
-    assert len(small.leaves) == 2 and small is asked[0]  # whoever scored it need not do so again
-    assert [node.text for node in small.nodes] == [node.text for node in full.nodes[: len(small.nodes)]]
-    filled = grown("informative", True)
-    assert len(asked) == 2 and asked[1].leaves == small.leaves
+    assert len(small.tree.leaves) == 2 and len(scored) == 1 and small is scored[0]  # it is not scored again
+    assert [node.text for node in small.tree.nodes] == [node.text for node in full.nodes[: len(small.tree.nodes)]]
+    filled = grown("informative", True).tree
+    assert len(scored) == 2 and scored[0].tree.leaves == small.tree.leaves
     assert [(node.parent, node.text, node.decision) for node in filled.nodes] == [
         (node.parent, node.text, node.decision) for node in full.nodes
     ]
     how = Rollout(num_trajectories=2, num_initial=2, max_tool_calls=3)
-    assert len(grown("informative", None).leaves) == 2  # none is missing: nobody is asked
+    assert len(grown("informative", False).tree.leaves) == 2 and len(scored) == 1  # none is missing: scored once
 
 
 def test_a_path_started_later_ends_at_the_call_limit_of_its_whole_length(tokenizer: Any) -> None:
     how = Rollout(num_trajectories=6, num_initial=2, max_tool_calls=2)
     tree = grow(agent(tokenizer, turns(SEARCH)), how, Branching(policy="posthoc_random"))
-    assert [leaf.end for leaf in tree.leaves] == [StopReason.MAX_TOOL_CALLS] * 6
+    assert [leaf.stop_reason for leaf in tree.leaves] == [StopReason.MAX_TOOL_CALLS] * 6
     for leaf in tree.leaves:
-        assert sum(tree.nodes[i].kind is Kind.TOOL for i in tree.path(leaf.node)) == 2
+        assert sum(tree.nodes[i].kind is Kind.TOOL for i in tree.prefix(leaf.node)) == 2
     short = Rollout(num_trajectories=8, num_initial=2, max_tool_calls=99, max_tokens=150)
     tree = grow(
         agent(tokenizer, turns(SEARCH)), short, Branching(policy="posthoc_random")
     )  # checks the length of every path
-    assert [leaf.end for leaf in tree.leaves] == [StopReason.LENGTH] * 8
+    assert [leaf.stop_reason for leaf in tree.leaves] == [StopReason.LENGTH] * 8
 
 
 @pytest.mark.parametrize(
@@ -572,7 +585,7 @@ def test_a_first_path_decides_how_many_start_at_the_prompt(
     )
     tree = grow(agent(tokenizer, turns((SEARCH, start), (SEARCH, after), (ANSWER, after))), how, branching)
     assert [node.parent for node in tree.nodes].count(0) == roots  # whatever rollout.num_initial says
-    first = [tree.nodes[i] for i in tree.path(5)]
+    first = [tree.nodes[i] for i in tree.prefix(5)]
     assert [node.kind.value for node in first[1:]] == ["model", "tool", "model", "tool", "model"]
     opened = [node.decision.branches for node in first if node.decision]
     assert opened == [8 - roots, 0]  # the first path is branched from when the others have started
@@ -587,7 +600,7 @@ def test_results_in_a_row_are_branched_from_less(tokenizer: Any, balance: float 
     for index, node in enumerate(tree.nodes):
         if node.decision is None:
             continue
-        above = [tree.nodes[i].decision for i in tree.path(index)[:-1] if tree.nodes[i].kind is Kind.TOOL]
+        above = [tree.nodes[i].decision for i in tree.prefix(index)[:-1] if tree.nodes[i].kind is Kind.TOOL]
         row = 0
         while row < len(above) and (decision := above[-1 - row]) and decision.branches:
             row += 1

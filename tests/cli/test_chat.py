@@ -539,7 +539,7 @@ def test_what_chat_takes_for_a_model(tmp_path: Path) -> None:
         with pytest.raises(ArpoError, match="has no checkpoint yet"):
             model_config(str(run), [])
         log.commit_checkpoint(3, lambda directory: (directory / "model").mkdir(), keep=1)
-    toml.write_text('[model]\npath = "owner/name"\n[rollout]\nmax_calls = 7\n')
+    toml.write_text('[model]\npath = "owner/name"\n[rollout]\nmax_tool_calls = 7\n')
     for given_, path in [
         ("tiny", "tiny"),
         ("owner/name", "owner/name"),

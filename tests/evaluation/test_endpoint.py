@@ -72,7 +72,7 @@ def test_a_trajectory_with_a_call(server: ChatServer) -> None:
     ]
     assert tree.nodes[1].text == "<think>look</think><search>Mira Tolven</search>"
     assert tree.nodes[2].call == ToolCall("search", {"query": "Mira Tolven"})
-    assert (tree.leaves[0].node, tree.leaves[0].end, tokens, tree.tool_calls) == (3, StopReason.ANSWER, 19, 1)
+    assert (tree.leaves[0].node, tree.leaves[0].stop_reason, tokens, tree.tool_calls) == (3, StopReason.ANSWER, 19, 1)
     first, second = server.requests
     system, question = first["messages"]
     assert system["role"] == "system" and "<search>query</search>: Look something up." in system["content"]
@@ -84,7 +84,7 @@ def test_a_trajectory_with_a_call(server: ChatServer) -> None:
     ]
     assert (first["max_tokens"], second["max_tokens"]) == (200, 200 - 10 - -(-len(tree.nodes[2].text) // 4))
     assert first["seed"] != second["seed"] and (first["temperature"], first["top_p"]) == (0.5, 0.9)
-    reward = build_reward("f1", 0.1, ["search"])(TASK, tree, tree.leaves[0])
+    reward = build_reward("f1", 0.1, ["search"])(tree.trajectories[0])
     assert (reward.total, reward.parts["correct"], reward.parts["format"]) == (1.1, 1.0, 1.0)
     scored = ScoredTree(tree, (reward,), (Credit(0.0, {}),))
     assert tree_from_json(json.loads(json.dumps(tree_to_json(scored)))) == scored
@@ -102,25 +102,29 @@ def test_the_json_format(server: ChatServer) -> None:
     told = server.requests[1]["messages"][-1]
     assert told["role"] == "user" and told["content"].startswith("<tool_response>\nMira was born")
     assert server.requests[0]["stop"] == ["</tool_call>", "</answer>"]
-    assert tree.leaves[0].end is StopReason.ANSWER
+    assert tree.leaves[0].stop_reason is StopReason.ANSWER
 
 
 def test_trajectories_end_as_in_a_rollout(server: ChatServer) -> None:
     server.reply = lambda request: said("<search>more")
     tree, _ = walk(server, max_tool_calls=2)
-    assert (tree.leaves[0].end, tree.tool_calls, tree.nodes[-1].kind) == (StopReason.MAX_TOOL_CALLS, 2, Kind.MODEL)
+    assert (tree.leaves[0].stop_reason, tree.tool_calls, tree.nodes[-1].kind) == (
+        StopReason.MAX_TOOL_CALLS,
+        2,
+        Kind.MODEL,
+    )
     server.reply = lambda request: said("no call")
-    assert walk(server)[0].leaves[0].end is StopReason.EOS
+    assert walk(server)[0].leaves[0].stop_reason is StopReason.EOS
     server.reply = lambda request: said("", "length")
     tree, _ = walk(server)
-    assert (len(tree.nodes), tree.leaves[0].end) == (1, StopReason.LENGTH)
-    assert build_reward("f1", 0.1, [])(TASK, tree, tree.leaves[0]).total == -1.0
+    assert (len(tree.nodes), tree.leaves[0].stop_reason) == (1, StopReason.LENGTH)
+    assert build_reward("f1", 0.1, [])(tree.trajectories[0]).total == -1.0
     server.reply = lambda request: said("<search>more", usage=(10, 300))
-    assert walk(server)[0].leaves[0].end is StopReason.LENGTH
+    assert walk(server)[0].leaves[0].stop_reason is StopReason.LENGTH
     server.reply = lambda request: said("</search>")
     tree, _ = walk(server, max_tool_calls=1)
     assert tree.nodes[2].call is not None and "was not opened" in (tree.nodes[2].call.error or "")
-    assert walk(server, max_seconds=1e-9)[0].leaves[0].end is StopReason.MAX_SECONDS
+    assert walk(server, max_seconds=1e-9)[0].leaves[0].stop_reason is StopReason.MAX_SECONDS
 
 
 def test_the_endpoints_counts_decide_what_room_is_left(server: ChatServer) -> None:
@@ -136,7 +140,7 @@ def test_where_nothing_is_counted_four_characters_are_a_token(server: ChatServer
     tree, tokens = walk(server, max_tool_calls=5, max_tokens=1000)
     first, second, *_ = (request["max_tokens"] for request in server.requests)
     assert (first, second) == (1000, 1000 - 103 - -(-len(tree.nodes[2].text) // 4)) and tokens is None
-    assert tree.leaves[0].end is StopReason.LENGTH
+    assert tree.leaves[0].stop_reason is StopReason.LENGTH
 
 
 def test_long_results_are_cut_and_a_broken_tool_is_seen(server: ChatServer) -> None:
@@ -145,7 +149,7 @@ def test_long_results_are_cut_and_a_broken_tool_is_seen(server: ChatServer) -> N
     assert tree.nodes[2].text == "<result>Mira Tolven wa [cut]</result>\n"
     server.reply = lambda request: said("<search>down") if len(request["messages"]) == 2 else said(ANSWER)
     tree, _ = walk(server)
-    assert tree.infra_fault(tree.leaves[0])
+    assert tree.trajectories[0].infra_fault
     assert tree.nodes[2].result is not None and tree.nodes[2].result.fault is Fault.INFRA
 
 

@@ -15,7 +15,7 @@ from arpo.config.loading import load_config
 from arpo.config.schema import Config
 from arpo.runs.run_dir import open_run as read_run
 from arpo.training.loop import Run, open_run, train
-from arpo.types import Kind, Leaf, Reward, RolloutTree, Task
+from arpo.types import Reward, Trajectory
 
 SMALL = [
     "world.entities=60", "world.train_questions=12", "world.test_questions=4", "eval.questions=2", "train.batch_size=3",
@@ -24,9 +24,9 @@ SMALL = [
 ]  # fmt: skip
 
 
-def even_share(task: Task, tree: RolloutTree, leaf: Leaf) -> Reward:
-    """A reward that any model can earn: the share of even token ids on the path."""
-    tokens = [t for i in tree.path(leaf.node) if tree.nodes[i].kind is Kind.MODEL for t in tree.nodes[i].tokens]
+def even_share(trajectory: Trajectory) -> Reward:
+    """A reward that any model can earn: the share of even token ids among those it sampled."""
+    tokens = [token for node in trajectory.model_nodes for token in node.tokens]
     share = fmean(token % 2 == 0 for token in tokens)
     return Reward(share, {"correct": share, "format": 1.0})
 
