@@ -27,7 +27,20 @@ from typing import Any
 
 from arpo.config.loading import load_config
 from arpo.runs.run_dir import RunDir, create
-from arpo.types import Credit, Decision, Kind, Leaf, Node, Reward, RolloutTree, StopReason, Task, ToolCall, ToolResult
+from arpo.types import (
+    Credit,
+    Decision,
+    Kind,
+    Leaf,
+    Node,
+    Reward,
+    RolloutTree,
+    ScoredTree,
+    StopReason,
+    Task,
+    ToolCall,
+    ToolResult,
+)
 
 WORDS = [f" word{number}" for number in range(500)]
 SERVER = "from arpo.cli.main import main; main()"
@@ -60,11 +73,9 @@ def main() -> None:
 def make_run(directory: Path, options: argparse.Namespace) -> None:
     """A run with the shape that is asked for."""
     rng = random.Random(0)
-    trees = [make_tree(rng, number, options) for number in range(options.prompts)]
-    rewards = [[Reward(rng.random(), {"correct": 0.5, "format": 1.0}) for _ in tree.leaves] for tree in trees]
-    credits = [[Credit(0.1, {leaf.node: 0.1}) for leaf in tree.leaves] for tree in trees]
+    trees = [score_tree(rng, make_tree(rng, number, options)) for number in range(options.prompts)]
     with create(directory, load_config(None, [f"run.dir={directory}"]).resolved()) as log:
-        log.write_trees(1, trees, rewards, credits)
+        log.write_trees(1, trees)
         data, index = log.tree_files(1)
         for step in range(1, options.steps + 1):
             if step > 1:
@@ -72,6 +83,12 @@ def make_run(directory: Path, options: argparse.Namespace) -> None:
                 copy.hardlink_to(data)
                 own.write_bytes(index.read_bytes())
             add_record(log, rng, step)
+
+
+def score_tree(rng: random.Random, tree: RolloutTree) -> ScoredTree:
+    """The tree with random rewards."""
+    rewards = tuple(Reward(rng.random(), {"correct": 0.5, "format": 1.0}) for _ in tree.leaves)
+    return ScoredTree(tree, rewards, tuple(Credit(0.1, {leaf.node: 0.1}) for leaf in tree.leaves))
 
 
 def add_record(log: RunDir, rng: random.Random, step: int) -> None:
@@ -98,10 +115,10 @@ def make_tree(rng: random.Random, number: int, options: argparse.Namespace) -> R
         at = first if path % 2 else 0
         for turn in range(1 if at else 0, options.turns):
             words = [rng.choice(WORDS) for _ in range(options.tokens)]
-            ends = tuple(accumulate(map(len, words)))
+            offsets = tuple(accumulate(map(len, words)))
             numbers = tuple(rng.random() for _ in words)
             ids = tuple(rng.randrange(150_000) for _ in words)
-            nodes.append(Node(at, Kind.MODEL, ids, "".join(words), numbers, numbers, seconds=1.0, ends=ends))
+            nodes.append(Node(at, Kind.MODEL, ids, "".join(words), numbers, numbers, seconds=1.0, char_offsets=offsets))
             at = len(nodes) - 1
             if turn < options.turns - 1:
                 text = "".join(rng.choice(WORDS) for _ in range(options.tokens))

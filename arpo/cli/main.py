@@ -211,7 +211,7 @@ def rollout(
         print_tree(ScoredTree(tree, tuple(map(session.reward, tree.trajectories))))
         shared = 1 - tree.unique_tokens / tree.total_tokens
         console.print(
-            f"{len(tree.leaves)} paths, {tree.tool_calls} tool calls, {tree.branch_points} branch points, "
+            f"{len(tree.leaves)} trajectories, {tree.tool_calls} tool calls, {tree.branch_points} branch points, "
             f"{shared:.0%} of tokens shared"
         )
 
@@ -281,6 +281,6 @@ def _show_evaluation(result: Evaluation, tools: Toolset) -> None:
         console.print(f"  {kind:<12} {accuracy:.1%}")
     for name, count in result.faults.items():
         console.print(f"  {count:.0f} answers count as wrong because they could not be judged: {name}")
-    console.print(f"right format {result.format_rate:.1%}, {result.tool_calls:.2f} tool calls per path")
+    console.print(f"right format {result.format_rate:.1%}, {result.tool_calls:.2f} tool calls per trajectory")
     for line in tool_lines(tools.stats()):
         console.print(line)

@@ -28,10 +28,10 @@ from itertools import count
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from arpo.errors import ArpoError
 from arpo.runs.locks import LOCK, take_lock
 from arpo.runs.trees import TreeEntry, pack_trees, unpack_tree
 from arpo.types import ScoredTree
-from arpo.errors import ArpoError
 
 CONFIG, METRICS = "config.json", "metrics.jsonl"
 

@@ -24,13 +24,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from arpo.config.loading import shareable
 from arpo.cli.display import console, printable
-from arpo.runs.run_dir import RunDir
+from arpo.config.loading import shareable
 from arpo.config.schema import Config
-from arpo.types import ScoredTree
-from arpo.figures.tree import tree_png, tree_svg
 from arpo.errors import ArpoError
+from arpo.figures.tree import tree_png, tree_svg
+from arpo.runs.run_dir import RunDir
+from arpo.types import ScoredTree
 
 PATIENCE = 60.0  # seconds that a tracker has, at the end, for what it was not given yet
 PROJECT = "arpo"

@@ -15,7 +15,21 @@ from typing import Any
 
 import zstandard
 
-from arpo.types import Credit, Decision, StopReason, Fault, Kind, Leaf, Node, Reward, RolloutTree, ScoredTree, Task, ToolCall, ToolResult
+from arpo.types import (
+    Credit,
+    Decision,
+    Fault,
+    Kind,
+    Leaf,
+    Node,
+    Reward,
+    RolloutTree,
+    ScoredTree,
+    StopReason,
+    Task,
+    ToolCall,
+    ToolResult,
+)
 
 MAX_TREE_BYTES = 1 << 29  # of one tree as JSON: a small file must not fill the memory
 QUESTION_CHARS = 300  # of a question in an index

@@ -85,7 +85,7 @@ def test_eval_of_a_run_and_of_a_file(arpo: Arpo, trained: Path) -> None:
         lines = outcome.out.splitlines()
         assert lines[0] == "accuracy 0.0% over 4 questions"
         told = [line for line in lines if line.startswith("right format ")]
-        assert len(told) == 1 and told[0].endswith(" tool calls per path")
+        assert len(told) == 1 and told[0].endswith(" tool calls per trajectory")
         assert lines[-1].split()[0] in ("search", "python", "(no") and lines[lines.index(told[0]) + 1].startswith(
             "tool "
         )
@@ -110,8 +110,8 @@ def test_rollout_shows_a_tree(arpo: Arpo, trained: Path) -> None:
     assert outcome.code == 0
     config = json.loads((trained / "config.json").read_text())
     assert config["world"]["test_questions"] == 6
-    assert sum(f"path {n}: " in outcome.out for n in range(1, 6)) == 4
-    assert outcome.out.splitlines()[-1].startswith("4 paths, ")
+    assert sum(f"trajectory {n}: " in outcome.out for n in range(1, 6)) == 4
+    assert outcome.out.splitlines()[-1].startswith("4 trajectories, ")
     assert "right answer: " in outcome.out
     assert arpo("rollout", trained, "--number", 5).out == outcome.out
 
@@ -122,7 +122,7 @@ def test_rollout_answers_a_question_of_ones_own(arpo: Arpo, trained: Path) -> No
     )
     assert outcome.code == 0
     assert "Who is [bold]Ada[/] Lom?" in outcome.out
-    assert outcome.out.splitlines()[-1].startswith("2 paths, ")
+    assert outcome.out.splitlines()[-1].startswith("2 trajectories, ")
 
 
 def test_questions_and_documents_of_ones_own(arpo: Arpo) -> None:

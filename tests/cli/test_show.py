@@ -12,7 +12,7 @@ from trees import branched, searched
 from arpo.cli import display
 from arpo.cli.main import main
 from arpo.runs.run_dir import create
-from arpo.types import Credit, Fault, Reward, RolloutTree, Task, ToolResult
+from arpo.types import Credit, Fault, Reward, RolloutTree, ScoredTree, Task, ToolResult
 
 
 def outcome(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
@@ -43,11 +43,12 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     odd = replace(searched(result="\x1b[2J[bold]hm[/]"), task=Task("odd\u202e", "Who?", ("me", "you")))
     first = with_results(branched(), ToolResult("a result", seconds=0.25, cached=True))
     second = with_results(odd, ToolResult("", Fault.TIMEOUT, 2.5, 3))
-    rewards = [Reward(0.5, {"format": 1.0, "correct": 0.25}), Reward(-1.0), Reward(1.0)]
-    credits = [Credit(0.5, {1: 0.125, 3: 0.5}), Credit(-1.5, {}), Credit(0.0, {}, kept=False)]
+    rewards = (Reward(0.5, {"format": 1.0, "correct": 0.25}), Reward(-1.0), Reward(1.0))
+    credits = (Credit(0.5, {1: 0.125, 3: 0.5}), Credit(-1.5, {}), Credit(0.0, {}))
+    scored = ScoredTree(first, rewards, credits, (True, True, False))
     with create(directory, {"rollout": {}}) as log:
-        log.write_trees(2, [first], [rewards], [credits])
-        log.write_trees(5, [first, second], [rewards, rewards[:1]], [credits, credits[:1]])
+        log.write_trees(2, [scored])
+        log.write_trees(5, [scored, ScoredTree(second, rewards[:1], credits[:1])])
     return directory
 
 
@@ -58,11 +59,11 @@ def test_the_last_tree_is_shown_with_all_that_is_known_of_it(run: Path, capsys: 
         "step 5, question 0 of 2: q1",
         "[search: cached]",
         "[H 0.300, at the start 0.100, dH +0.1250, P 0.6000: P > tau]",
-        "path 1: answer, reward 0.50 (format 1, correct 0.25), advantage +0.500\n",
-        "path 2: answer, reward -1.00, advantage -1.500\n",
-        "path 3: answer, reward 1.00, advantage +0.000, left out of training\n",
+        "trajectory 1: answer, reward 0.50 (format 1, correct 0.25), advantage +0.500\n",
+        "trajectory 2: answer, reward -1.00, advantage -1.500\n",
+        "trajectory 3: answer, reward 1.00, advantage +0.000, left out of training\n",
         "right answer: Upper Kelso",
-        "3 paths, 1 tool calls (0 failed), 1 branch points, 13 tokens (20 path by path)",
+        "3 trajectories, 1 tool calls (0 failed), 1 branch points, 13 tokens (20 without sharing)",
     ):
         assert part in text
     assert outcome(capsys, run, "--step", 2)[1] == text.replace("step 5, question 0 of 2", "step 2, question 0 of 1")
@@ -79,7 +80,7 @@ def test_failed_calls_are_told_and_text_stays_text(run: Path, capsys: pytest.Cap
 
 
 def test_a_path_reads_as_a_conversation(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, text = outcome(capsys, run, "--path", 1)
+    code, text = outcome(capsys, run, "--trajectory", 1)
     assert code == 0
     heads = [line for line in text.splitlines() if line.startswith("---")]
     assert heads == [
@@ -88,8 +89,8 @@ def test_a_path_reads_as_a_conversation(run: Path, capsys: pytest.CaptureFixture
         "--- tool, 1 tokens",
         "--- model, 3 tokens, entropy 0.500, advantage +0.500",
     ]
-    assert text.index("question") < text.index("a result") < text.index("path 1: answer")
-    assert "path 2" not in text
+    assert text.index("question") < text.index("a result") < text.index("trajectory 1: answer")
+    assert "trajectory 2" not in text
 
 
 def test_the_list_has_every_question(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,7 +111,9 @@ def test_mistakes_are_told_with_what_there_is(run: Path, capsys: pytest.CaptureF
     assert told(run, "--prompt", 2) == ("error: --prompt 2: step 5 has 2 questions, counted from 0; --list has them\n")
     assert "--prompt -1: step 5 has 2" in told(run, "--prompt", -1)
     for number in (0, 4):
-        assert f"--path {number}: question 0 of step 5 has 3 paths, counted from 1" in told(run, "--path", number)
+        assert f"--trajectory {number}: question 0 of step 5 has 3 trajectories, counted from 1" in told(
+            run, "--trajectory", number
+        )
     assert told(run.parent) == f"error: {run.parent}: not a run (it has no config.json of one); runs in it: {run}\n"
     assert told(run / "nowhere") == f"error: {run / 'nowhere'}: not a run (it has no config.json of one)\n"
     create(run.parent / "new", {"rollout": {}}).close()

@@ -14,50 +14,54 @@ from arpo.errors import ArpoError
 from arpo.evaluation.samples import Sample, SampleLog, completion_tokens, open_samples, refuse_other, sample_of
 from arpo.rewards import build_reward
 from arpo.runs.trees import tree_from_json
-from arpo.types import Fault, Reward, RolloutTree, Task
+from arpo.types import Fault, Reward, RolloutTree, ScoredTree, Task
 
 SETTINGS = {"seed": 0, "rollout": {"format": "tags", "max_tool_calls": 3}}
 TASKS = [replace(TASK, id=f"q{n}") for n in range(3)]
 F1 = build_reward("f1", 0.1, ["search"])
 
 
-def scored(path: RolloutTree, number: int = 0, tokens: int | None = None) -> Sample:
-    return sample_of("hotpotqa", number, path, F1(path.task, path, path.leaves[0]), tokens)
+def scored(tree: RolloutTree) -> ScoredTree:
+    return ScoredTree(tree, tuple(map(F1, tree.trajectories)))
+
+
+def sample(tree: RolloutTree, number: int = 0, tokens: int | None = None) -> Sample:
+    return sample_of("hotpotqa", number, scored(tree), tokens)
 
 
 def answered(task: Task, text: str = "Upper Kelso") -> RolloutTree:
-    path = searched(last=f"<think>so</think><answer>\\boxed{{{text}}}</answer>")
-    return replace(path, task=task)
+    return replace(searched(last=f"<think>so</think><answer>\\boxed{{{text}}}</answer>"), task=task)
 
 
 def fill(log: SampleLog, count: int) -> None:
     for number in range(count):
-        path = answered(TASKS[number % 3], "Lower Kelso" if number % 2 else "Upper Kelso")
-        log.append(scored(path, number // 3), path, F1(path.task, path, path.leaves[0]))
+        tree = answered(TASKS[number % 3], "Lower Kelso" if number % 2 else "Upper Kelso")
+        log.append(sample(tree, number // 3), scored(tree))
 
 
 def test_scores_of_trees_made_by_hand() -> None:
-    right = scored(searched(), tokens=7)
+    right = sample(searched(), tokens=7)
     assert right == Sample("hotpotqa", "q1", 0, "", 1.0, 1.0, 1.0, 1, 7, 0.0)
-    half = scored(answered(replace(TASK, kind="hard"), "Kelso"))
+    half = sample(answered(replace(TASK, kind="hard"), "Kelso"))
     assert (half.score, half.correct, half.level) == (pytest.approx(2 / 3), 0.0, "hard")  # one of two words
-    no_format = scored(tree([prompt(), model(0, [3], "<answer>\\boxed{Upper Kelso}</answer>")], [1]))
+    no_format = sample(tree([prompt(), model(0, [3], "<answer>\\boxed{Upper Kelso}</answer>")], [1]))
     assert (no_format.score, no_format.correct, no_format.format, no_format.calls) == (1.0, 1.0, 0.0, 0)
-    silent = scored(tree([prompt(), model(0, [3], "well")], [1]))
+    silent = sample(tree([prompt(), model(0, [3], "well")], [1]))
     assert (silent.score, silent.correct, silent.format, silent.failed) == (0.0, 0.0, 0.0, None)
     wrong_call = tree([prompt(), model(0, [3], "x"), tool(1, fault=Fault.MODEL), model(2, [4], "y")], [3])
-    assert (scored(wrong_call).failed, scored(wrong_call).calls) == (None, 1)
-    assert scored(searched(fault=Fault.INFRA)).failed == "a tool was unavailable"
+    assert (sample(wrong_call).failed, sample(wrong_call).calls) == (None, 1)
+    assert sample(searched(fault=Fault.INFRA)).failed == "a tool was unavailable"
     timed = replace(searched(), nodes=tuple(replace(node, seconds=1.5) for node in searched().nodes))
-    assert scored(timed).seconds == 6.0
+    assert sample(timed).seconds == 6.0
     assert completion_tokens(searched()) == 2
 
 
 def test_what_the_judge_could_not_say() -> None:
     parts = {"accuracy": 0.0, "correct": 0.0, "format": 1.0}
-    long = sample_of("gaia", 0, searched(), Reward(0.0, {**parts, "judge.long": 1.0}), None)
+    long = sample_of("gaia", 0, ScoredTree(searched(), (Reward(0.0, {**parts, "judge.long": 1.0}),)), None)
     assert (long.faults, long.failed) == (("judge.long",), None)
-    down = sample_of("gaia", 0, searched(), Reward(0.0, {**parts, "judge.unavailable": 1.0}), None)
+    unjudged = ScoredTree(searched(), (Reward(0.0, {**parts, "judge.unavailable": 1.0}),))
+    down = sample_of("gaia", 0, unjudged, None)
     assert down.failed == "the judge was unavailable"
 
 
@@ -71,7 +75,7 @@ def test_what_is_kept_can_be_read_again(tmp_path: Path) -> None:
         lines = log.path("hotpotqa").read_text().splitlines()
     assert list(found) == [("q0", 0), ("q1", 0), ("q2", 0), ("q0", 1), ("q1", 1)]
     assert [s.correct for s in found.values()] == [1.0, 0.0, 1.0, 0.0, 1.0]
-    assert found["q0", 0] == scored(answered(TASKS[0]))
+    assert found["q0", 0] == sample(answered(TASKS[0]))
     kept = tree_from_json(json.loads(lines[0])["tree"])
     assert kept.tree == answered(TASKS[0]) and kept.rewards[0].total == 1.1
 
@@ -88,7 +92,7 @@ def test_a_line_that_was_cut_off_anywhere_is_dropped(tmp_path: Path) -> None:
             found = log.read("hotpotqa", TASKS)
             assert list(found) == [("q0", 0), ("q1", 0)]
             assert path.read_bytes() == whole[:last]  # what is appended next starts on a line of its own
-            log.append(scored(answered(TASKS[2])), answered(TASKS[2]), Reward(1.1, {"correct": 1.0}))
+            log.append(sample(answered(TASKS[2])), scored(answered(TASKS[2])))
             assert list(log.read("hotpotqa", TASKS)) == [("q0", 0), ("q1", 0), ("q2", 0)]
 
 
@@ -106,7 +110,7 @@ def test_other_damage_is_named(tmp_path: Path, damage: bytes) -> None:
 def test_of_two_lines_for_an_answer_the_last_counts(tmp_path: Path) -> None:
     with open_samples(tmp_path, SETTINGS) as log:
         broken = replace(searched(fault=Fault.INFRA), task=TASKS[0])
-        log.append(scored(broken), broken, F1(TASKS[0], broken, broken.leaves[0]))
+        log.append(sample(broken), scored(broken))
         assert log.read("hotpotqa", TASKS)["q0", 0].failed is not None
         fill(log, 1)
         assert log.read("hotpotqa", TASKS)["q0", 0].failed is None

@@ -17,12 +17,25 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
+from arpo.errors import ArpoError
 from arpo.runs import run_dir as runlog
 from arpo.runs.run_dir import RunDir, create, open_run
 from arpo.runs.trees import pack_trees, tree_from_json, tree_to_json, unpack_tree
-from arpo.types import ScoredTree
-from arpo.errors import ArpoError
-from arpo.types import Credit, Decision, StopReason, Fault, Kind, Leaf, Node, Reward, RolloutTree, Task, ToolCall, ToolResult
+from arpo.types import (
+    Credit,
+    Decision,
+    Fault,
+    Kind,
+    Leaf,
+    Node,
+    Reward,
+    RolloutTree,
+    ScoredTree,
+    StopReason,
+    Task,
+    ToolCall,
+    ToolResult,
+)
 
 
 def _tree(name: str = "q1", text: str = "hm <search>x</search>") -> RolloutTree:
@@ -48,15 +61,16 @@ def _tree(name: str = "q1", text: str = "hm <search>x</search>") -> RolloutTree:
 
 
 REWARDS = (Reward(1.1, {"accuracy": 1.0, "bonus": 0.1}), Reward(-1.0))
-CREDITS = (Credit(0.7, {1: 0.1, 3: 0.7}), Credit(0.0, {}, kept=False))
+CREDITS = (Credit(0.7, {1: 0.1, 3: 0.7}), Credit(0.0, {}))
+MASK = (True, False)
 
 
 def _scored(name: str = "q1") -> ScoredTree:
-    return ScoredTree(_tree(name), REWARDS, CREDITS)
+    return ScoredTree(_tree(name), REWARDS, CREDITS, MASK)
 
 
 def _save(log: RunDir, step: int, *names: str) -> None:
-    log.write_trees(step, [_tree(name) for name in names], [REWARDS] * len(names), [CREDITS] * len(names))
+    log.write_trees(step, [_scored(name) for name in names])
 
 
 def _checkpoint(text: str) -> Any:
@@ -75,7 +89,7 @@ def test_tree_round_trip_is_exact() -> None:
     back = tree_from_json(json.loads(json.dumps(tree_to_json(scored), allow_nan=False)))
     assert back == scored
     assert [type(node.kind) for node in back.tree.nodes] == [Kind] * 5
-    assert type(back.tree.leaves[0].end) is StopReason
+    assert type(back.tree.leaves[0].stop_reason) is StopReason
     assert back.tree.nodes[2].result is not None and type(back.tree.nodes[2].result.fault) is Fault
     assert math.copysign(1, back.tree.nodes[3].logprobs[0]) == -1
     hash(back.tree.nodes[1].tokens)  # tuples, not lists
@@ -84,7 +98,7 @@ def test_tree_round_trip_is_exact() -> None:
 
 @given(st.text(st.characters() | st.characters(categories=["Cs"], max_codepoint=0xDBFF)))
 def test_any_text_survives_lone_surrogates_too(text: str) -> None:
-    scored = ScoredTree(_tree(text=text), REWARDS, CREDITS)
+    scored = ScoredTree(_tree(text=text), REWARDS, CREDITS, MASK)
     assert unpack_tree(pack_trees([scored])[0]) == scored
 
 
@@ -92,7 +106,7 @@ def test_any_text_survives_lone_surrogates_too(text: str) -> None:
 def test_floats_survive_to_the_last_bit(values: list[float]) -> None:
     node = Node(0, Kind.MODEL, (1,) * len(values), "", tuple(values), tuple(values))
     tree = RolloutTree(_tree().task, (_tree().nodes[0], node), (Leaf(1, StopReason.EOS),))
-    scored = ScoredTree(tree, (Reward(0.0),), (Credit(0.0, {}, kept=False),))
+    scored = ScoredTree(tree, (Reward(0.0),), (Credit(0.0, {}),), (False,))
     assert repr(unpack_tree(pack_trees([scored])[0]).tree.nodes[1]) == repr(node)
 
 
@@ -106,7 +120,7 @@ def test_a_frame_that_would_fill_the_memory_or_hides_its_size_is_damaged(monkeyp
 
 
 def test_a_reward_too_few_is_refused() -> None:
-    with pytest.raises(ValueError, match="2 leaves, 1 rewards, 2 credits"):
+    with pytest.raises(ValueError, match="2 leaves, 1 rewards"):
         ScoredTree(_tree(), REWARDS[:1], CREDITS)
 
 
@@ -145,9 +159,9 @@ def test_a_damaged_index_is_told(tmp_path: Path, bad: str) -> None:
         log.read_tree(1, 0)
 
 
-def test_a_node_with_ends_has_one_for_every_token() -> None:
-    with pytest.raises(ValueError, match="2 tokens, 1 ends"):
-        Node(0, Kind.MODEL, (1, 2), "ab", (0.0, 0.0), (0.0, 0.0), ends=(1,))
+def test_a_node_with_char_offsets_has_one_for_every_token() -> None:
+    with pytest.raises(ValueError, match="2 tokens, 1 character offsets"):
+        Node(0, Kind.MODEL, (1, 2), "ab", (0.0, 0.0), (0.0, 0.0), char_offsets=(1,))
 
 
 def test_one_tree_is_read_without_its_neighbours(tmp_path: Path) -> None:

@@ -17,18 +17,18 @@ from traces import sum_row, sums_config, write_model, write_rows
 from trees import two_branches
 
 import arpo.training.loop
+from arpo.builtin.model import build_model
+from arpo.config.loading import load_config, shareable
+from arpo.config.schema import Config
+from arpo.errors import ArpoError
+from arpo.models.save import save_pretrained
 from arpo.runs import run_dir as runlog
 from arpo.runs import trackers
-from arpo.config.loading import load_config, shareable
 from arpo.runs.run_dir import RunDir
-from arpo.config.schema import Config
-from arpo.training.sft import open_sft, train_sft
 from arpo.runs.trackers import Start, Trackers, require_trackers, run_name, telling_tree
 from arpo.training.loop import open_run, train
-from arpo.models.save import save_pretrained
-from arpo.builtin.model import build_model
-from arpo.errors import ArpoError
-from arpo.types import Credit, Reward
+from arpo.training.sft import open_sft, train_sft
+from arpo.types import Credit, Reward, ScoredTree
 
 
 @dataclass
@@ -113,7 +113,9 @@ def test_the_settings_of_a_run_read_back() -> None:
 
 def test_numbers_are_sent_and_nothing_else(log: RunDir, fakes: dict[str, Fake]) -> None:
     tracked = Trackers(config("wandb"), log, 0)
-    tracked.record(1, {"step": 1, "reward": 0.5, "calls": 3, "loss": float("nan"), "up": float("inf"), "collapse_warnings": "bad"})
+    tracked.record(
+        1, {"step": 1, "reward": 0.5, "calls": 3, "loss": float("nan"), "up": float("inf"), "collapse_warnings": "bad"}
+    )
     tracked.record(2, {"tool.a<b>\n.calls": 1, "yes": True, "none": None})
     tracked.close()
     assert fakes["wandb"].steps == [1, 2]
@@ -227,9 +229,9 @@ def test_the_tree_with_the_most_branch_points_is_drawn(log: RunDir, fakes: dict[
     from trees import branched
 
     plain, told = two_branches(), branched()
-    scores = [Reward(1.0)] * 3, [Credit(0.0, {})] * 3
+    scores = (Reward(1.0),) * 3, (Credit(0.0, {}),) * 3
     for step in (1, 2, 3, 4):
-        log.write_trees(step, [plain, told, told], [scores[0]] * 3, [scores[1]] * 3)
+        log.write_trees(step, [ScoredTree(tree, *scores) for tree in (plain, told, told)])
     found = telling_tree(log, 1)
     assert found is not None and found.tree == told
     assert telling_tree(log, 9) is None
@@ -238,7 +240,7 @@ def test_the_tree_with_the_most_branch_points_is_drawn(log: RunDir, fakes: dict[
     assert [(step, name) for step, name, _ in fakes["wandb"].pictures] == []
     tracked = Trackers(config("wandb", "tensorboard", trees=2), log, 5)
     for step in (6, 7, 8):
-        log.write_trees(step, [told], [scores[0]], [scores[1]])
+        log.write_trees(step, [ScoredTree(told, *scores)])
         tracked.record(step, {})
     tracked.close()
     assert [(step, name) for step, name, _ in fakes["wandb"].pictures] == [(6, "tree"), (8, "tree")]
@@ -442,7 +444,7 @@ def test_tensorboard_for_real(log: RunDir, monkeypatch: pytest.MonkeyPatch) -> N
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from trees import branched
 
-    log.write_trees(2, [branched()], [[Reward(1.0)] * 3], [[Credit(0.0, {})] * 3])
+    log.write_trees(2, [ScoredTree(branched(), (Reward(1.0),) * 3, (Credit(0.0, {}),) * 3)])
     for first, last, value in ((1, 4, 0.25), (3, 5, 0.75)):
         tracked = Trackers(config("tensorboard", trees=2), log, first - 1)
         for step in range(first, last + 1):

@@ -30,6 +30,7 @@ from arpo.types import (
     Node,
     Reward,
     RolloutTree,
+    ScoredTree,
     StopReason,
     Task,
     ToolCall,
@@ -60,8 +61,8 @@ def words(text: str) -> list[str]:
     return re.findall(r"\s*\S+|\s+$", text)
 
 
-def model_node(parent: int, text: str, *, stop: str | None = None, ends: bool = True, seconds: float = 0.5) -> Node:
-    """A turn with one token a word; without `ends` it is as older runs stored it."""
+def model_node(parent: int, text: str, *, stop: str | None = None, offsets: bool = True, seconds: float = 0.5) -> Node:
+    """A turn with one token a word; without `offsets` it has no character offsets."""
     tokens = words(text)
     return Node(
         parent,
@@ -73,7 +74,7 @@ def model_node(parent: int, text: str, *, stop: str | None = None, ends: bool = 
         stop=stop,
         policy_version=1,
         seconds=seconds,
-        ends=tuple(accumulate(map(len, tokens))) if ends else (),
+        char_offsets=tuple(accumulate(map(len, tokens))) if offsets else (),
     )
 
 
@@ -106,7 +107,7 @@ def prompt_node(question: str) -> Node:
     return Node(None, Kind.PROMPT, (1, 2, 3), f"Answer the question.\n\nQuestion: {question}\nAnswer:")
 
 
-def branched_tree(*, ends: bool = True) -> RolloutTree:
+def branched_tree(*, offsets: bool = True) -> RolloutTree:
     """Four paths. 0-1-2 is shared by three: the result of node 2 was branched from, so 3 and 4 follow it; node 5, a
     cached result after 3, was looked at and not branched from, so 6 alone follows. Node 7 is a path of its own; it
     calls wrongly (8 failed) and ends without an answer (9).
@@ -115,14 +116,16 @@ def branched_tree(*, ends: bool = True) -> RolloutTree:
     """
     nodes = (
         prompt_node(BRANCHED.question),
-        model_node(0, "<think>I look her up.</think> <search>mira tolven</search>", stop="</search>", ends=ends),
+        model_node(0, "<think>I look her up.</think> <search>mira tolven</search>", stop="</search>", offsets=offsets),
         tool_node(
             1,
             "Mira Tolven was born in Upper Kelso.",
             decision=Decision(0.3, 0.9, 0.12, 0.62, 2, "P > tau", 4),
         ),
-        model_node(2, "<think>Check again.</think> <search>upper kelso</search>", stop="</search>", ends=ends),
-        model_node(2, "<think>Kelso it is.</think> <answer>\\boxed{Lower Kelso}</answer>", stop="</answer>", ends=ends),
+        model_node(2, "<think>Check again.</think> <search>upper kelso</search>", stop="</search>", offsets=offsets),
+        model_node(
+            2, "<think>Kelso it is.</think> <answer>\\boxed{Lower Kelso}</answer>", stop="</answer>", offsets=offsets
+        ),
         tool_node(
             3,
             "Upper Kelso is a town.",
@@ -130,11 +133,13 @@ def branched_tree(*, ends: bool = True) -> RolloutTree:
             cached=True,
             decision=Decision(0.3, 0.2, -0.02, 0.48, 0, "P <= tau", 4),
         ),
-        model_node(5, "<think>So it is.</think> <answer>\\boxed{Upper Kelso}</answer>", stop="</answer>", ends=ends),
-        model_node(0, "<think>Calculate.</think> <python>1/0</python>", stop="</python>", ends=ends),
+        model_node(
+            5, "<think>So it is.</think> <answer>\\boxed{Upper Kelso}</answer>", stop="</answer>", offsets=offsets
+        ),
+        model_node(0, "<think>Calculate.</think> <python>1/0</python>", stop="</python>", offsets=offsets),
         tool_node(7, "ZeroDivisionError: division by zero", name="python", args={"code": "1/0"}, fault=Fault.MODEL),
-        model_node(8, "I do not know.", ends=ends),
-        model_node(2, "<think>Cut off in", ends=ends),
+        model_node(8, "I do not know.", offsets=offsets),
+        model_node(2, "<think>Cut off in", offsets=offsets),
     )
     ends_of = (
         Leaf(6, StopReason.ANSWER),
@@ -155,30 +160,27 @@ BRANCHED_CREDITS = (
     Credit(1.5, {1: 0.2, 3: 1.5, 6: 1.5}),
     Credit(0.3, {1: 0.2, 4: 0.3}),
     Credit(-0.9, {7: -0.9, 9: -0.9}),
-    Credit(-0.9, {1: 0.2, 10: -0.9}, kept=False),
+    Credit(-0.9, {1: 0.2, 10: -0.9}),
 )
-Scored = tuple[RolloutTree, tuple[Reward, ...], tuple[Credit, ...]]
 
 
-def branched(*, ends: bool = True) -> Scored:
+def branched(*, offsets: bool = True) -> ScoredTree:
     """The branched tree with its rewards and credits."""
-    return branched_tree(ends=ends), BRANCHED_REWARDS, BRANCHED_CREDITS
+    mask = (True, True, True, False)
+    return ScoredTree(branched_tree(offsets=offsets), BRANCHED_REWARDS, BRANCHED_CREDITS, mask)
 
 
-def straight(task: Task = PLAIN, right: bool = True, paths: int = 2) -> Scored:
+def straight(task: Task = PLAIN, right: bool = True, paths: int = 2) -> ScoredTree:
     """Paths that only answer, and all earn the same."""
     text = f"<think>Easy.</think> <answer>\\boxed{{{task.answers[0] if right else 'no idea'}}}</answer>"
     nodes = (prompt_node(task.question), *(model_node(0, text, stop="</answer>") for _ in range(paths)))
     reward = Reward(float(right), {"correct": float(right), "format": 1.0})
     leaves = tuple(Leaf(path + 1, StopReason.ANSWER) for path in range(paths))
-    return (
-        RolloutTree(task, nodes, leaves),
-        (reward,) * paths,
-        tuple(Credit(0.0, {path + 1: 0.0}) for path in range(paths)),
-    )
+    credits = tuple(Credit(0.0, {path + 1: 0.0}) for path in range(paths))
+    return ScoredTree(RolloutTree(task, nodes, leaves), (reward,) * paths, credits)
 
 
-def broken_tool() -> Scored:
+def broken_tool() -> ScoredTree:
     """One path with a call that was malformed, one that timed out and one whose tool is broken."""
     task = Task("q-tools", "Which tools work?", ("none",), kind="tools")
     nodes = (
@@ -192,10 +194,10 @@ def broken_tool() -> Scored:
         model_node(6, "<answer>\\boxed{all}</answer>", stop="</answer>"),
     )
     tree = RolloutTree(task, nodes, (Leaf(7, StopReason.ANSWER),))
-    return tree, (Reward(0.0, {"correct": 0.0, "format": 1.0}),), (Credit(0.0, {}, kept=False),)
+    return ScoredTree(tree, (Reward(0.0, {"correct": 0.0, "format": 1.0}),), (Credit(0.0, {}),), (False,))
 
 
-def hostile(long: int = 0) -> Scored:
+def hostile(long: int = 0) -> ScoredTree:
     """A tree in which everything that comes from outside is hostile; `long` more characters make its last token."""
     nodes = [prompt_node(HOSTILE_TASK.question)]
     for text in HOSTILE:
@@ -203,7 +205,7 @@ def hostile(long: int = 0) -> Scored:
         nodes.append(tool_node(len(nodes) - 1, text, name="<u>tool</u>", args={"<k>": text}))
     nodes.append(model_node(len(nodes) - 1, "<answer>end</answer> " + "x" * long, stop="</answer>"))
     tree = RolloutTree(HOSTILE_TASK, tuple(nodes), (Leaf(len(nodes) - 1, StopReason.ANSWER),))
-    return tree, (Reward(0.5, {"correct": 0.0, "<part>": 0.5}),), (Credit(0.0, {len(nodes) - 1: 0.5}),)
+    return ScoredTree(tree, (Reward(0.5, {"correct": 0.0, "<part>": 0.5}),), (Credit(0.0, {len(nodes) - 1: 0.5}),))
 
 
 def record(step: int, **more: float | str) -> dict[str, float | str]:
@@ -234,10 +236,10 @@ def record(step: int, **more: float | str) -> dict[str, float | str]:
     }
 
 
-def write_step(log: RunDir, step: int, trees: Sequence[Scored] = (), **more: float | str) -> None:
+def write_step(log: RunDir, step: int, trees: Sequence[ScoredTree] = (), **more: float | str) -> None:
     """What a training step leaves: trees, if any, then its record."""
     if trees:
-        log.write_trees(step, [t for t, _, _ in trees], [r for _, r, _ in trees], [c for _, _, c in trees])
+        log.write_trees(step, trees)
     log.append(step, record(step, **more))
 
 
@@ -248,12 +250,12 @@ def settings(directory: Path, *overrides: str) -> dict[str, Any]:
 
 def make_branched(directory: Path, *, close: bool = True) -> RunDir:
     """Five steps, tested after 2 and 4. Step 2: branched, straight (all right), straight (all wrong), broken tools.
-    Step 4: the branched tree as older runs stored it, without `ends`. Step 5: straight. Unless closed, it is live."""
+    Step 4: the branched tree without character offsets. Step 5: straight. Unless closed, it is live."""
     log = create(directory, settings(directory))
     wrong = Task("q-wrong", "Who knows?", ("nobody",), kind="hop2")
-    steps: dict[int, list[Scored]] = {
+    steps: dict[int, list[ScoredTree]] = {
         2: [branched(), straight(), straight(wrong, right=False), broken_tool()],
-        4: [branched(ends=False)],
+        4: [branched(offsets=False)],
         5: [straight()],
     }
     for step in range(1, 6):

@@ -31,7 +31,6 @@ from arpo.runs import locks
 from arpo.runs.locks import is_live, take_lock
 from arpo.runs.run_dir import create, open_run
 from arpo.runs.trees import tree_from_json, tree_to_json
-from arpo.types import ScoredTree
 from arpo.viewer import data, export
 from arpo.viewer.export import bundle, collect, escaped, make_page, spread, write_page
 from arpo.viewer.folder import Folder
@@ -279,20 +278,13 @@ def test_prompts_need_no_tree_to_be_read_unless_the_index_is_old(own: tuple[Path
 
 def test_a_tree_comes_whole(site: Site) -> None:
     found = site.get("tree", run="branched", step=2, n=0)
-    scored = ScoredTree(*view_runs.branched())
+    scored = view_runs.branched()
     assert tree_from_json(found) == scored
     assert found == json.loads(json.dumps(tree_to_json(scored)))
     node = found["nodes"][4]
-    shaded = [node["text"][a:b] for a, b in zip([0, *node["ends"]], node["ends"], strict=False)]
+    shaded = [node["text"][a:b] for a, b in zip([0, *node["char_offsets"]], node["char_offsets"], strict=False)]
     assert shaded == view_runs.words(node["text"]) and len(shaded) == len(node["entropies"]) == 5
-    assert site.get("tree", run="branched", step=4, n=0)["nodes"][1]["ends"] == []
-
-
-def test_a_tree_of_an_older_run_has_no_ends(own: tuple[Path, Site]) -> None:
-    value = tree_to_json(ScoredTree(*view_runs.branched(ends=False)))
-    for node in value["nodes"]:
-        del node["ends"]
-    assert tree_from_json(json.loads(json.dumps(value))) == ScoredTree(*view_runs.branched(ends=False))
+    assert site.get("tree", run="branched", step=4, n=0)["nodes"][1]["char_offsets"] == []
 
 
 def test_hostile_text_comes_as_it_is(site: Site) -> None:
@@ -587,7 +579,7 @@ def test_a_damaged_tree_is_told_and_others_are_read(own: tuple[Path, Site], valu
     import zstandard
 
     root, site = own
-    whole = tree_to_json(ScoredTree(*view_runs.branched()))
+    whole = tree_to_json(view_runs.branched())
     if value == "nan":
         text = json.dumps({**whole, "rewards": [{"total": float("nan"), "parts": {}}] * 4})
     else:

@@ -216,7 +216,7 @@ def escaped(text: str) -> str:
 
 def test_hostile_text_is_text(pages: Open, known: str) -> None:
     page = pages(known + "#tab=trees&at=hostile&step=1&n=0")
-    tree = hostile(1_000_000)[0]
+    tree = hostile(1_000_000).tree
     for place, text in enumerate(HOSTILE):
         open_item(page, f"n{2 * place + 1}")
         page.locator("h3", has_text=f"Node {2 * place + 1}: model").wait_for()
