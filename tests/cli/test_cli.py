@@ -185,7 +185,7 @@ def test_all_mistakes_are_told_at_once(arpo: Arpo) -> None:
 def test_a_missing_data_file(arpo: Arpo) -> None:
     expected = f"none.jsonl: there is no such file (relative paths start in {Path.cwd()})"
     assert mistake(arpo("train", "small.toml", "data.train=none.jsonl")) == expected
-    told = f"{expected}\n(it is data.test; training can do without: data.test=none)"
+    told = f"{expected}\n(this is data.test; training works without it: data.test=none)"
     assert mistake(arpo("eval", "small.toml", "data.test=none.jsonl")) == told
     assert not Path("run").exists()
 
