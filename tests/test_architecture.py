@@ -15,12 +15,11 @@ from arpo.config.loading import settings_table
 
 PACKAGE = Path(arpo.__file__).parent
 FILES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
-TOP = {"__init__.py", "__main__.py", "errors.py", "text.py", "types.py", "py.typed"}
+TOP = {"__init__.py", "__main__.py", "errors.py", "types.py", "py.typed"}
 # A room imports only rooms of earlier lines; inside a room imports are free. `arpo` is the public interface.
 ORDER = (
     "types",
     "errors",
-    "text",
     "config",
     "net",
     "figures",
@@ -129,7 +128,7 @@ ABSTRACT = {"CallFormat"}  # classes whose methods are described once, for all t
 
 def test_the_top_of_the_package_holds_rooms_only() -> None:
     found = {path.name for path in PACKAGE.iterdir()} - {"__pycache__"}
-    assert found == TOP | set(PLACE) - {"types", "errors", "text", "arpo", "__main__"}
+    assert found == TOP | set(PLACE) - {"types", "errors", "arpo", "__main__"}
 
 
 def test_imports_between_rooms_go_one_way() -> None:

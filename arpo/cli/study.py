@@ -10,52 +10,74 @@ from typing import Annotated
 import typer
 
 from arpo.cli.base import Overrides, model_config, run_async
-from arpo.cli.display import console
+from arpo.cli.display import console, print_table, progress_bar
 from arpo.errors import ArpoError
 from arpo.runs.run_dir import is_run
 
-ALGORITHMS = (
-    "presets or TOML files, like arpo,grpo,mine.toml; `arpo compare` shows the presets if it knows none of them"
-)
+ALGORITHMS = "presets or TOML files, like arpo,grpo,mine.toml; an unknown name lists the presets"
 
 
 def compare(
-    config: Annotated[Path, typer.Argument(help="a TOML file with settings; an algorithm's own lie above these")],
+    config: Annotated[
+        Path, typer.Argument(help="a TOML file with settings; an algorithm's own settings override these")
+    ],
     overrides: Overrides = None,
     algorithms: Annotated[str, typer.Option(help=ALGORITHMS)] = "arpo,grpo,arpo-random",
-    seeds: Annotated[int, typer.Option(min=1, help="runs of each algorithm; the first seed is the config's")] = 3,
-    match: Annotated[str, typer.Option(help="what all spend alike: tool-calls, trajectories or tokens")] = "tool-calls",
+    seeds: Annotated[int, typer.Option(min=1, help="runs of each algorithm; the first seed is the one in CONFIG")] = 3,
+    match: Annotated[
+        str, typer.Option(help="unit of the common budget: tool-calls, trajectories or tokens")
+    ] = "tool-calls",
     budget: Annotated[
-        int | None, typer.Option(min=1, help="how much of it; not given: what the baseline spends in train.steps steps")
+        int | None, typer.Option(min=1, help="the budget; default: what the baseline spends in train.steps steps")
     ] = None,
     baseline: Annotated[
-        str | None, typer.Option(help="what the others are compared with: grpo if it is among them, else the first")
+        str | None, typer.Option(help="the algorithm to compare with; default: grpo if it is listed, else the first")
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="answers to each test question at the end, for pass@k")] = 5,
     jobs: Annotated[int, typer.Option(min=1, help="runs at the same time")] = 1,
-    out: Annotated[Path | None, typer.Option(help="directory for all of it; not given: runs/compare-CONFIG")] = None,
-    drop_models: Annotated[bool, typer.Option(help="delete a run's model when its numbers are known")] = False,
+    out: Annotated[Path | None, typer.Option(help="output directory; default: runs/compare-CONFIG")] = None,
+    drop_models: Annotated[bool, typer.Option(help="delete the checkpoints of finished runs")] = False,
 ) -> None:
-    """Train with several algorithms and seeds on one budget, and tell them apart. A stopped comparison goes on."""
+    """Compare algorithms over several seeds with the same budget. A stopped comparison can be resumed."""
     from arpo.figures.style import require_matplotlib
-    from arpo.studies.compare.report import show_comparison, write_comparison
-    from arpo.studies.compare.runner import compare as work
-    from arpo.studies.compare.runner import the_plan
+    from arpo.studies.compare import report
+    from arpo.studies.compare import runner as comparison
 
     require_matplotlib()
-    plan = the_plan(
-        config, overrides or [], algorithms, seeds, match, budget, baseline, samples, jobs, out, drop_models
+    plan = comparison.plan_from_options(
+        config,
+        overrides or [],
+        algorithms=algorithms,
+        seeds=seeds,
+        match=match,
+        budget=budget,
+        baseline=baseline,
+        samples=samples,
+        jobs=jobs,
+        out=out,
+        drop_models=drop_models,
     )
     try:
-        found = run_async(work(plan))
+        with progress_bar("runs", 0) as bar:
+
+            def show(progress: comparison.Progress) -> None:
+                if progress.message:
+                    console.print(progress.message)
+                bar.update(bar.task_ids[0], completed=progress.done, total=progress.total, note=progress.running)
+
+            found = run_async(comparison.compare(plan, show))
     except asyncio.CancelledError:
-        print(f"stopped; all runs are saved in {plan.out}, and the same command goes on", file=sys.stderr)
+        print(f"stopped; all runs are saved in {plan.out}, and the same command resumes them", file=sys.stderr)
         raise typer.Exit(130) from None
-    write_comparison(plan.out, found)
-    show_comparison(found)
-    console.print(f"The table, the pictures and every run are in {plan.out}.")
+    report.write_comparison(plan.out, found)
+    if missing := report.missing_note(found):
+        console.print(missing)
+    for head, rows in report.terminal_tables(found):
+        print_table(head, rows)
+    console.print(report.reading_note(found))
+    console.print(f"The tables, the figures and every run are in {plan.out}.")
     if any(trial.problem for trial in found.trials):
-        console.print("PARTIAL: not every run came to its end; the same command tries these again.")
+        console.print("PARTIAL: not every run finished; the same command tries these again.")
         raise typer.Exit(1)
 
 

@@ -20,7 +20,7 @@ from training_runs import SMALL, config_for
 import arpo.studies.compare.runner
 from arpo.errors import ArpoError
 from arpo.runs import run_dir as runlog
-from arpo.studies.compare.runner import COLD_START, Plan, compare, the_plan
+from arpo.studies.compare.runner import COLD_START, ComparisonPlan, compare, plan_from_options
 from arpo.studies.compare.stats import Comparison
 
 CALLS = {"grpo": 10, "arpo": 7, "dapo": 16, "mine": 3}  # tool calls of a step
@@ -35,7 +35,7 @@ def config(tmp_path: Path) -> Path:
 
 def plan_for(
     config: Path, algorithms: str = "arpo,grpo,dapo", seeds: int = 2, more: Sequence[str] = (), **options: Any
-) -> Plan:
+) -> ComparisonPlan:
     given: dict[str, Any] = {
         "match": "tool-calls",
         "budget": None,
@@ -46,7 +46,7 @@ def plan_for(
         "drop_models": False,
         **options,
     }
-    return the_plan(config, ["seed=3", *more], algorithms, seeds, **given)
+    return plan_from_options(config, ["seed=3", *more], algorithms=algorithms, seeds=seeds, **given)
 
 
 class Processes:
@@ -56,7 +56,7 @@ class Processes:
         self.started: list[str] = []
         self.dies: dict[str, list[int]] = {}  # exit codes of the next attempts
 
-    async def spawn(self, plan: Plan, directory: Path, untrained: bool) -> int:
+    async def spawn(self, plan: ComparisonPlan, directory: Path, untrained: bool) -> int:
         name = f"{directory.parent.name} {directory.name}"
         self.started.append(name)
         await asyncio.sleep(0)
@@ -89,11 +89,11 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> Processes:
     return made
 
 
-def run(plan: Plan) -> Comparison:
+def run(plan: ComparisonPlan) -> Comparison:
     return asyncio.run(compare(plan))
 
 
-def settings_of(plan: Plan, algorithm: str, seed: int) -> dict[str, Any]:
+def settings_of(plan: ComparisonPlan, algorithm: str, seed: int) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((plan.directory(algorithm, seed) / "config.json").read_bytes())
     return found
 
@@ -179,9 +179,9 @@ def test_a_run_that_was_not_matched_is_told(
     config: Path, processes: Processes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(CALLS, "arpo", 0)
-    monkeypatch.setattr(arpo.studies.compare.runner, "MOST_STEPS", 1)
+    monkeypatch.setattr(arpo.studies.compare.runner, "MAX_STEPS_FACTOR", 1)
     found = {trial.algorithm: trial.problem for trial in run(plan_for(config, "arpo,grpo", seeds=1)).trials}
-    assert found == {"arpo": "spent 0 tool calls where the budget is 120", "grpo": ""}
+    assert found == {"arpo": "spent 0 tool calls but the budget is 120", "grpo": ""}
 
 
 def test_a_baseline_that_spends_nothing_is_no_measure(
@@ -205,7 +205,7 @@ def test_a_result_of_other_settings_is_not_taken(config: Path, processes: Proces
     mine.write_text("[train]\nlr = 1e-4\n")
     run(plan_for(config, f"grpo,{mine}", seeds=1))
     mine.write_text("[train]\nlr = 2e-4\n")
-    with pytest.raises(ArpoError, match=r"mine/seed-3 was done with other settings:\ntrain\.lr: 0\.0001 -> 0\.0002"):
+    with pytest.raises(ArpoError, match=r"mine/seed-3 was made with other settings:\ntrain\.lr: 0\.0001 -> 0\.0002"):
         run(plan_for(config, f"grpo,{mine}", seeds=1))
 
 
@@ -223,7 +223,7 @@ def test_a_collapse_is_told_as_one_and_errors_are_shown_whole(config: Path, proc
     processes.dies = {"arpo seed-3": [3], "dapo seed-3": [2]}
     spawn = processes.spawn
 
-    async def say(plan: Plan, directory: Path, untrained: bool) -> int:
+    async def say(plan: ComparisonPlan, directory: Path, untrained: bool) -> int:
         code = await spawn(plan, directory, untrained)
         if code:
             (directory / "log.txt").write_text("step 1\nerror: the run collapsed.\nreward \x1b[31mfell\n")
@@ -231,7 +231,7 @@ def test_a_collapse_is_told_as_one_and_errors_are_shown_whole(config: Path, proc
 
     arpo.studies.compare.runner._spawn = say  # put back by the fixture
     found = {trial.algorithm: trial.problem for trial in run(plan_for(config, seeds=1)).trials}
-    assert found["arpo"].startswith("collapsed: error: the run collapsed. reward \\x1b[31mfell (all of it: ")
+    assert found["arpo"].startswith("collapsed: error: the run collapsed. reward \\x1b[31mfell (full log: ")
     assert found["dapo"].startswith("exit code 2: error: ")
     assert processes.started.count("arpo seed-3") == 1
 
@@ -246,7 +246,7 @@ def test_a_mistake_in_the_settings_ends_it_at_once(config: Path, processes: Proc
 def test_two_at_a_time(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made, running, most = Processes(), 0, 0
 
-    async def spawn(plan: Plan, directory: Path, untrained: bool) -> int:
+    async def spawn(plan: ComparisonPlan, directory: Path, untrained: bool) -> int:
         nonlocal running, most
         running += 1
         most = max(most, running)
@@ -269,12 +269,12 @@ def test_two_at_a_time(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda c: plan_for(c, "arpo,x/arpo.toml"), "the same short name"),
         (lambda c: plan_for(c, baseline="rloo"), "--baseline: rloo is not among"),
         (lambda c: plan_for(c, "arpo,results.json.toml"), "has a dot in its name"),
-        (lambda c: plan_for(c, more=["preset=dapo"]), "--algorithms names the presets"),
+        (lambda c: plan_for(c, more=["preset=dapo"]), "use --algorithms to name presets"),
         (lambda c: plan_for(c, more=["train.budget=9"]), "a comparison sets it"),
         (lambda c: plan_for(c, more=["seed=9999999999999999999"]), "seed: got"),
     ],
 )
-def test_mistakes_are_named(config: Path, change: Callable[[Path], Plan], message: str) -> None:
+def test_mistakes_are_named(config: Path, change: Callable[[Path], ComparisonPlan], message: str) -> None:
     with pytest.raises(ArpoError, match=message):
         change(config)
 

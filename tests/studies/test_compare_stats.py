@@ -16,8 +16,8 @@ from comparisons import comparison, noisy, trial
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arpo.studies.compare import stats as versus
-from arpo.studies.compare.report import comparison_json, markdown, show_comparison
+from arpo.studies.compare import stats
+from arpo.studies.compare.report import comparison_json, markdown, missing_note, terminal_tables
 from arpo.studies.compare.stats import (
     Comparison,
     Difference,
@@ -26,12 +26,12 @@ from arpo.studies.compare.stats import (
     complete,
     cost_ratios,
     first_cost,
+    fraction_interval,
     mean_curve,
     mean_interval,
     missing_runs,
     rows,
-    share_interval,
-    student,
+    student_t,
 )
 
 # Intervals
@@ -39,23 +39,23 @@ from arpo.studies.compare.stats import (
 
 @pytest.mark.parametrize("degrees", [1, 2, 3, 4, 5, 6, 9, 10, 29, 30, 101])
 def test_between_the_quantiles_lies_the_integral_of_the_density(degrees: int) -> None:
-    x = np.linspace(0, student(degrees), 200_001)
+    x = np.linspace(0, student_t(degrees), 200_001)
     log_density = math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2) - math.log(degrees * math.pi) / 2
     density = np.exp(log_density - (degrees + 1) / 2 * np.log1p(x * x / degrees))
     assert 2 * np.trapezoid(density, x) == pytest.approx(0.95, abs=1e-8)
 
 
 def test_quantiles_are_those_of_the_usual_tables() -> None:
-    assert [round(student(n), 3) for n in (1, 2, 4, 9, 30)] == [12.706, 4.303, 2.776, 2.262, 2.042]
+    assert [round(student_t(n), 3) for n in (1, 2, 4, 9, 30)] == [12.706, 4.303, 2.776, 2.262, 2.042]
 
 
 def test_intervals_by_hand() -> None:
     assert mean_interval([0.5]) == Mean(0.5, None, None)
     assert mean_interval([1.0, 3.0]) == pytest.approx((2.0, 2 - 12.7062, 2 + 12.7062), abs=1e-4)
     assert mean_interval([1.0, 2.0, 3.0]) == pytest.approx((2, 2 - 4.30265 / 3**0.5, 2 + 4.30265 / 3**0.5), abs=1e-4)
-    assert share_interval([0.9, 1.0]) == Mean(pytest.approx(0.95), pytest.approx(0.3147, abs=1e-4), 1.0)
-    assert share_interval([0.0, 0.1])[1:] == (0.0, pytest.approx(0.6853, abs=1e-4))
-    assert share_interval([0.5]) == Mean(0.5, None, None)
+    assert fraction_interval([0.9, 1.0]) == Mean(pytest.approx(0.95), pytest.approx(0.3147, abs=1e-4), 1.0)
+    assert fraction_interval([0.0, 0.1])[1:] == (0.0, pytest.approx(0.6853, abs=1e-4))
+    assert fraction_interval([0.5]) == Mean(0.5, None, None)
 
 
 @pytest.mark.parametrize("seeds", [2, 3, 5])
@@ -193,8 +193,8 @@ def test_draws_without_a_gain_widen_both_ends() -> None:
 
 def test_the_ends_leave_out_as_many_draws_as_they_should() -> None:
     draws = [float(number) for number in Random(1).sample(range(1, 1001), k=1000)]
-    assert versus._percentiles(draws) == (26.0, 975.0)  # 2.5 % of the draws lie outside at either end
-    assert versus._percentiles([None] * 10 + draws[:990])[0] <= 26.0
+    assert stats._percentiles(draws) == (26.0, 975.0)  # 2.5 % of the draws lie outside at either end
+    assert stats._percentiles([None] * 10 + draws[:990])[0] <= 26.0
 
 
 def test_a_curve_that_begins_at_a_level_has_reached_it() -> None:
@@ -210,7 +210,7 @@ def test_seeds_that_ended_alike_are_neither_better_nor_worse() -> None:
     difference = rows(found)[1].difference
     assert difference is not None and (difference.better, difference.worse, difference.seeds) == (1, 1, 3)
     assert [one.seed for one in complete(found, "b")] == [0, 1, 2]
-    assert versus.cold_start(found) == pytest.approx((0.2 * 5 + 0.1) / 6)
+    assert stats.cold_start(found) == pytest.approx((0.2 * 5 + 0.1) / 6)
 
 
 def test_rows_by_hand() -> None:
@@ -303,7 +303,7 @@ def test_a_table_for_people() -> None:
             trial("arpo", 2, [(0, 0.2), (1000, 0.8)], pass_at={4: 0.8}),
         )
     )
-    assert "PARTIAL" not in shown and "One seed" not in shown
+    assert "PARTIAL" not in shown and "only one seed" not in shown
     lines = [line for line in shown.splitlines() if line.startswith(("| grpo", "| arpo"))]
     assert lines[0] == "| grpo | 2 | 55.0 (0.0 to 100.0) | - | - | 75.0 (75.0 to 75.0) | 1,000 | 1.00 | 1.00 | 1.00 |"
     assert lines[1] == (
@@ -325,7 +325,7 @@ def test_what_is_missing_comes_first() -> None:
 def test_one_seed_has_no_intervals_and_says_so() -> None:
     shown = markdown(comparison(trial("grpo", 1, [(0, 0.2), (9, 0.5)]), trial("arpo", 1, [(0, 0.2), (9, 0.3)])))
     assert "| arpo | 1 | 30.0 (-) | -20.0 (-) | 0, 1 | 9 | not reached | not reached | not reached |" in shown
-    assert "One seed is an anecdote" in shown and "Student" not in shown
+    assert "There is only one seed" in shown and "Student" not in shown
 
 
 def test_open_ends_are_told() -> None:
@@ -344,13 +344,18 @@ def test_names_are_no_markup() -> None:
     assert "| \\[red\\]x\\[/red\\] \\# head\\\\x1b\\[31m |" in shown
 
 
-def test_the_terminal_shows_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    whole = noisy(["grpo", "[red]x[/red]\x1b"], 2)
-    show_comparison(replace(whole, trials=whole.trials[:-1]))
-    shown = capsys.readouterr().out
-    assert shown.startswith("PARTIAL: 1 of 4 runs are missing: [red]x[/red]\\x1b seed 1 (not run).")
-    assert shown.count("[red]x[/red]\\x1b") == 3 and "\x1b" not in shown
-    assert "1 of 2" in shown and "calls a question" in shown
+def test_the_terminal_shows_the_same() -> None:
+    whole = noisy(["grpo", "[red]x[/red]\x1b\n"], 2)
+    partial = replace(whole, trials=whole.trials[:-1])
+    name = "[red]x[/red]\\x1b "
+    assert missing_note(whole) == ""
+    assert missing_note(partial) == f"PARTIAL: 1 of 4 runs are missing: {name} seed 1 (not run)."
+    accuracy, costs = terminal_tables(partial)
+    for head, body in (accuracy, costs):
+        assert [len(row) for row in body] == [len(head)] * 2
+        assert [row[0] for row in body] == ["grpo", name]
+    assert [row[1] for row in accuracy[1]] == ["2", "1 of 2"]
+    assert "calls per question" in costs[0] and not any("pass@" in title for title in accuracy[0])
 
 
 def test_the_json_holds_everything_and_no_infinity() -> None:

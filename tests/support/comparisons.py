@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from arpo.studies.compare.stats import Comparison, Point, Trial
+from arpo.studies.compare.stats import Comparison, Point, TrialResult
 
 
-def trial(algorithm: str, seed: int, curve: Sequence[tuple[int, float]], problem: str = "", **more: object) -> Trial:
-    """A run with these tool calls and accuracies; a path has two calls, a call ten tokens and half a second."""
+def trial(
+    algorithm: str, seed: int, curve: Sequence[tuple[int, float]], problem: str = "", **more: object
+) -> TrialResult:
+    """A run with these tool calls and accuracies; a trajectory has two calls, a call ten tokens and half a second."""
     points = tuple(
         Point(step, calls, calls // 2, 10 * calls, calls / 2, right) for step, (calls, right) in enumerate(curve)
     )
     given = {"pass_at": {}, "format": None, "calls_per_question": None, **more}
-    return Trial(algorithm, seed, points, problem=problem, **given)  # type: ignore[arg-type]
+    return TrialResult(algorithm, seed, points, problem=problem, **given)  # type: ignore[arg-type]
 
 
-def comparison(*trials: Trial, baseline: str = "grpo", title: str = "a title") -> Comparison:
+def comparison(*trials: TrialResult, baseline: str = "grpo", title: str = "a title") -> Comparison:
     """Of the algorithms and seeds of these runs, in the order in which they come."""
     algorithms = tuple(dict.fromkeys(each.algorithm for each in trials))
     return Comparison(title, "tool_calls", baseline, algorithms, tuple(sorted({t.seed for t in trials})), trials)

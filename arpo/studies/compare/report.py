@@ -1,10 +1,9 @@
-"""What a comparison came to, for people and programs: results.json, results.md, pictures, a table on the terminal.
+"""The results of a comparison: results.json, results.md, figures, and tables for the terminal.
 
     write_comparison(directory, comparison)
 
-Promises: `markdown` and `comparison_json` are pure functions of the comparison; files appear whole. A comparison with
-runs missing says so before anything else. Names come from outside and are escaped wherever they are shown.
-Does not cover: the pictures themselves (`curves`), and the numbers (`versus`).
+Guarantees: everything but `write_comparison` is a pure function of the comparison. Files are written atomically. Missing
+runs are reported before anything else. Untrusted names are escaped wherever they are shown.
 """
 
 from __future__ import annotations
@@ -16,17 +15,12 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
-from arpo.cli.display import console
-from arpo.figures.text import markdown_cell, markdown_table, printable
+from arpo.figures.text import markdown_cell, markdown_table, one_line
 from arpo.runs.run_dir import write_atomically
-from arpo.studies.compare.figures import draw_bars, draw_curves, pictures
+from arpo.studies.compare.figures import draw_comparison
 from arpo.studies.compare.stats import (
     DRAWS,
-    SHARES,
+    GAIN_FRACTIONS,
     Comparison,
     Difference,
     Mean,
@@ -38,131 +32,119 @@ from arpo.studies.compare.stats import (
 )
 
 NONE = "-"
-WORDS = {"tool_calls": "tool calls", "trajectories": "trajectories", "tokens": "tokens"}
-PICTURES = {
-    "final": "accuracy at the end",
-    "curves": "accuracy against tool calls",
-    "time": "accuracy against minutes of training",
+BUDGETS = {"tool_calls": "tool calls", "trajectories": "trajectories", "tokens": "tokens"}
+CAPTIONS = {
+    "final.png": "final accuracy",
+    "curves.png": "accuracy against tool calls",
+    "time.png": "accuracy against minutes of training",
 }
 RATIO = (
-    "A ratio compares the tool calls until the mean curve first reaches a share of the baseline's gain in accuracy "
-    "with the baseline's own; - where the baseline gained nothing."
+    "The cost ratio is the number of tool calls until the mean curve first reaches a fraction of the baseline's gain in "
+    "accuracy, divided by the baseline's number; - if the baseline gained nothing."
 )
 INTERVALS = (
-    "In brackets: 95 % intervals, Student's t over seeds. Differences are taken seed by seed, over the seeds that both "
-    f"completed. The interval of a ratio is a bootstrap over seeds ({DRAWS:,} draws), rough if they are few."
+    "In brackets: 95 % intervals, Student's t over seeds. Differences are paired by seed, over the seeds that both "
+    f"completed. The interval of a cost ratio is a bootstrap over seeds ({DRAWS:,} draws); it is rough with few seeds."
 )
-ONE_SEED = "One seed is an anecdote: there are no intervals, and another seed may turn the order around."
-SPENT = (
-    "Means over complete seeds. Tool calls, paths, tokens and minutes are those of a whole training run; calls a "
-    "question and format are measured on held-out questions at its end."
+ONE_SEED = "There is only one seed, so there are no intervals, and another seed may reverse the order."
+COSTS = (
+    "Means over complete seeds. Tool calls, trajectories, tokens and minutes are those of a whole training run. Calls per "
+    "question and format are measured on held-out questions after training."
 )
+Table = tuple[list[str], list[list[str]]]  # head and rows
 
 
 def write_comparison(directory: Path, comparison: Comparison) -> None:
-    """Write results.json, results.md and the pictures."""
+    """Write results.json, results.md and the figures."""
     numbers = json.dumps(comparison_json(comparison), indent=2, allow_nan=False) + "\n"
-    shown = "".join(f"\n![{PICTURES[name]}]({name}.png)\n" for name in pictures(comparison))
-    write_atomically(directory / "results.json", numbers.encode("utf-8"))
-    write_atomically(directory / "results.md", (markdown(comparison) + shown).encode("utf-8"))
-    draw_bars(comparison, directory)
-    draw_curves(comparison, directory)
+    write_atomically(directory / "results.json", numbers.encode("utf-8"))  # before drawing, which may fail
+    figures = draw_comparison(comparison)
+    links = "".join(f"\n![{CAPTIONS[name]}]({name})\n" for name in figures if name in CAPTIONS)
+    for name, content in {**figures, "results.md": (markdown(comparison) + links).encode("utf-8")}.items():
+        write_atomically(directory / name, content)
 
 
 def comparison_json(comparison: Comparison) -> dict[str, Any]:
-    """Everything, for programs; shares are from 0 to 1, what there is not is null, and so is an open end of a ratio."""
-    found = rows(comparison)
+    """Everything as JSON values; fractions are from 0 to 1, and missing or infinite numbers are null."""
+    missing = missing_runs(comparison)
     return {
         "title": comparison.title,
         "match": comparison.match,
         "baseline": comparison.baseline,
         "algorithms": list(comparison.algorithms),
         "seeds": list(comparison.seeds),
-        "complete": not missing_runs(comparison),
-        "missing": [lack._asdict() for lack in missing_runs(comparison)],
+        "complete": not missing,
+        "missing": [run._asdict() for run in missing],
         "intervals": INTERVALS,
-        "results": [_row_json(row) for row in found],
+        "results": [_row_json(row) for row in rows(comparison)],
         "trials": [asdict(trial) for trial in comparison.trials],
     }
 
 
 def markdown(comparison: Comparison) -> str:
-    """What is missing, a table of what was learned, how to read it, and a table of what it cost."""
-    found = rows(comparison)
-    head, body = _learned(comparison, found, markdown_cell)
-    parts = [f"# {markdown_cell(comparison.title)}", ""]
-    parts += [text for line in _partial(comparison, markdown_cell) for text in (line, "")]
-    parts += [*markdown_table(head, body), "", _reading(comparison), ""]
-    parts += markdown_table(*_spent(found, markdown_cell))
-    parts += ["", SPENT]
+    """Missing runs, a table of accuracies, how to read it, and a table of costs."""
+    found, missing = rows(comparison), missing_note(comparison, markdown_cell)
+    parts = [f"# {markdown_cell(comparison.title)}", "", *([missing, ""] if missing else [])]
+    parts += [*markdown_table(*_accuracy_table(comparison, found, markdown_cell)), "", reading_note(comparison), ""]
+    parts += [*markdown_table(*_cost_table(found, markdown_cell)), "", COSTS]
     return "\n".join(parts) + "\n"
 
 
-def show_comparison(comparison: Comparison) -> None:
-    """Print the tables, and before them what is missing."""
+def terminal_tables(comparison: Comparison) -> list[Table]:
+    """The tables of accuracies and of costs, shorter than in Markdown."""
     found = rows(comparison)
-    wide = console if console.is_terminal else Console(file=console.file, width=200, markup=False, emoji=False)
-    for line in _partial(comparison, _line):
-        console.print(line)
-    for head, body in (_learned(comparison, found, _line, short=True), _spent(found, _line)):
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for place, title in enumerate(head):
-            table.add_column(title, justify="right" if place else "left")
-        for cells in body:
-            table.add_row(*cells)
-        wide.print(table, soft_wrap=False)
-    console.print(_reading(comparison))
+    return [_accuracy_table(comparison, found, one_line, short=True), _cost_table(found, one_line)]
 
 
-def _partial(comparison: Comparison, shown: Callable[[str], str]) -> list[str]:
-    """A line if runs are missing, with every one of them and why."""
+def missing_note(comparison: Comparison, escape: Callable[[str], str] = one_line) -> str:
+    """One line that names every missing run and why; empty if none is missing."""
     missing = missing_runs(comparison)
     if not missing:
-        return []
-    each = "; ".join(f"{shown(lack.algorithm)} seed {lack.seed} ({shown(lack.why)})" for lack in missing)
-    wanted = len(comparison.algorithms) * len(comparison.seeds)
-    return [f"PARTIAL: {len(missing)} of {wanted} runs are missing: {each}."]
+        return ""
+    each = "; ".join(f"{escape(run.algorithm)} seed {run.seed} ({escape(run.why)})" for run in missing)
+    return f"PARTIAL: {len(missing)} of {len(comparison.algorithms) * len(comparison.seeds)} runs are missing: {each}."
 
 
-def _reading(comparison: Comparison) -> str:
+def reading_note(comparison: Comparison) -> str:
+    """How to read the tables."""
     start = cold_start(comparison)
-    before = "" if start is None else f"Before training: {100 * start:.1f} %. "
-    matched = f"All runs have the same budget of {WORDS[comparison.match]}."
+    before = "" if start is None else f"Accuracy before training: {100 * start:.1f} %. "
+    matched = f"All runs have the same budget of {BUDGETS[comparison.match]}."
     return f"{before}{matched} {RATIO} {INTERVALS if len(comparison.seeds) > 1 else ONE_SEED}"
 
 
-def _learned(
-    comparison: Comparison, found: Sequence[Row], shown: Callable[[str], str], short: bool = False
-) -> tuple[list[str], list[list[str]]]:
-    """Head and rows of the table of accuracies and ratios; names go through `shown`. Short: no pass@k, bare ratios."""
-    base, wanted = shown(comparison.baseline), len(comparison.seeds)
+def _accuracy_table(
+    comparison: Comparison, found: Sequence[Row], escape: Callable[[str], str], short: bool = False
+) -> Table:
+    """Accuracies and cost ratios; a short table has no pass@k and no intervals of ratios."""
+    base, seeds = escape(comparison.baseline), len(comparison.seeds)
     ks = [] if short else sorted({k for row in found for k in row.pass_at})
-    points = "to baseline" if short else f"difference to {base}, points"
-    head = ["algorithm", "seeds", "accuracy, %", points, "better, worse seeds"]
+    difference = "difference" if short else f"difference to {base}, points"
+    head = ["algorithm", "seeds", "accuracy, %", difference, "better, worse seeds"]
     head += [*(f"pass@{k}, %" for k in ks), "tool calls"]
     head += [
-        f"ratio at {100 * share:.0f} %" if short else f"calls to {100 * share:.0f} % of {base}'s gain"
-        for share in SHARES
+        f"ratio at {100 * fraction:.0f} %" if short else f"cost ratio at {100 * fraction:.0f} % of {base}'s gain"
+        for fraction in GAIN_FRACTIONS
     ]
     body = []
     for row in found:
-        own = row.algorithm == comparison.baseline
-        cells = [shown(row.algorithm), str(row.seeds) if row.seeds == wanted else f"{row.seeds} of {wanted}"]
+        bare = short or row.algorithm == comparison.baseline
+        cells = [escape(row.algorithm), str(row.seeds) if row.seeds == seeds else f"{row.seeds} of {seeds}"]
         cells += [_mean(row.accuracy), *_difference(row.difference), *(_mean(row.pass_at.get(k)) for k in ks)]
-        cells += [_number(row.tool_calls, 0), *(_ratio(row.cost_ratio[share], short or own) for share in SHARES)]
+        cells += [_number(row.tool_calls, 0), *(_ratio(ratio, bare) for ratio in row.cost_ratio.values())]
         body.append(cells)
     return head, body
 
 
-def _spent(found: Sequence[Row], shown: Callable[[str], str]) -> tuple[list[str], list[list[str]]]:
-    """Head and rows of the table of what training cost and how the agent works."""
-    head = ["algorithm", "tool calls", "trajectories", "tokens", "minutes", "calls a question", "right format, %"]
+def _cost_table(found: Sequence[Row], escape: Callable[[str], str]) -> Table:
+    head = ["algorithm", "tool calls", "trajectories", "tokens", "minutes", "calls per question", "correct format, %"]
     body = []
     for row in found:
         minutes = None if row.seconds is None else row.seconds / 60
-        share = None if row.format is None else 100 * row.format
-        costs = [_number(row.tool_calls, 0), _number(row.trajectories, 0), _number(row.tokens, 0), _number(minutes, 1)]
-        body.append([shown(row.algorithm), *costs, _number(row.calls_per_question, 2), _number(share, 1)])
+        format_percent = None if row.format is None else 100 * row.format
+        numbers = [(row.tool_calls, 0), (row.trajectories, 0), (row.tokens, 0), (minutes, 1)]
+        numbers += [(row.calls_per_question, 2), (format_percent, 1)]
+        body.append([escape(row.algorithm), *(_number(value, digits) for value, digits in numbers)])
     return head, body
 
 
@@ -170,16 +152,16 @@ def _mean(found: Mean | None, sign: str = "") -> str:
     if found is None:
         return NONE
     mean, low, high = (None if part is None else f"{100 * part:{sign}.1f}" for part in found)
-    return f"{mean} ({low or NONE} to {high or NONE})" if low or high else f"{mean} ({NONE})"
+    return f"{mean} ({low} to {high})" if low is not None else f"{mean} ({NONE})"
 
 
 def _difference(found: Difference | None) -> list[str]:
-    """The difference, and the seeds in which it was better or worse."""
+    """The difference, and the numbers of better and worse seeds."""
     return [NONE, NONE] if found is None else [_mean(found.mean, "+"), f"{found.better}, {found.worse}"]
 
 
 def _ratio(found: Ratio | None, bare: bool) -> str:
-    """The ratio and, unless `bare`, its interval; where that is open, the level is not reached."""
+    """The ratio and, unless `bare`, its interval; an infinite upper end is shown as "none"."""
     if found is None:
         return NONE
     ratio = "not reached" if found.ratio is None else f"{found.ratio:.2f}"
@@ -192,17 +174,13 @@ def _number(value: float | None, digits: int) -> str:
     return NONE if value is None else f"{value:,.{digits}f}"
 
 
-def _line(text: str) -> str:
-    return printable(text).replace("\n", " ")
-
-
 def _row_json(row: Row) -> dict[str, Any]:
-    accuracy = None if row.accuracy is None else row.accuracy._asdict()
-    difference = None if row.difference is None else {**asdict(row.difference), "mean": row.difference.mean._asdict()}
-    pass_at = {str(k): mean._asdict() for k, mean in row.pass_at.items()}
-    ratios = {f"{share:g}": found and _finite(asdict(found)) for share, found in row.cost_ratio.items()}
-    changed = {"accuracy": accuracy, "difference": difference, "pass_at": pass_at, "cost_ratio": ratios}
-    return asdict(row) | changed
+    return asdict(row) | {
+        "accuracy": row.accuracy and row.accuracy._asdict(),
+        "difference": row.difference and {**asdict(row.difference), "mean": row.difference.mean._asdict()},
+        "pass_at": {str(k): mean._asdict() for k, mean in row.pass_at.items()},
+        "cost_ratio": {f"{key:g}": ratio and _finite(asdict(ratio)) for key, ratio in row.cost_ratio.items()},
+    }
 
 
 def _finite(values: dict[str, float | None]) -> dict[str, float | None]:

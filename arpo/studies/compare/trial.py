@@ -1,9 +1,9 @@
-"""One run of a comparison, in a process of its own: it trains to its budget, then answers the test questions.
+"""One trial of a comparison, in its own process: train until the budget is spent, then evaluate on the test questions.
 
     python -m arpo.studies.compare.trial CONFIG.json RESULT.json --samples 5 [--untrained] [--drop-models]
 
-Promises: started again after whatever ended it, it goes on from the run's last checkpoint; RESULT.json appears whole,
-and only when all is done. When whoever started it is gone, its standard input ends, and it stops and saves.
+Guarantees: when it is started again, it resumes from the run's last checkpoint. RESULT.json is written atomically, at
+the very end. When the parent process is gone, standard input closes; the trial then saves a checkpoint and stops.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from arpo.cli.base import run_async
 from arpo.config.loading import load_config
 from arpo.config.schema import Config
 from arpo.errors import ArpoError, Collapsed
 from arpo.runs.run_dir import is_run, write_atomically
+from arpo.training.interrupt import run_async
 from arpo.training.loop import open_run, test, train
 from arpo.training.sampler import Session, open_session
 
@@ -32,51 +32,51 @@ KS = (1, 3, 5)
 
 
 def main() -> None:
-    """Do what the arguments say; exit code 2 is a mistake in the settings, 3 a collapse, 130 a stop."""
+    """Run the trial. Exit codes: 2 for a mistake in the settings, 3 for a collapse, 130 when stopped."""
     parser = argparse.ArgumentParser()
     parser.add_argument("config", type=Path)
     parser.add_argument("result", type=Path)
     parser.add_argument("--samples", type=int, required=True)
     parser.add_argument("--untrained", action="store_true")
     parser.add_argument("--drop-models", action="store_true")
-    given = parser.parse_args()
-    threading.Thread(target=_stop_when_alone, daemon=True).start()
+    arguments = parser.parse_args()
+    threading.Thread(target=_stop_when_orphaned, daemon=True).start()
     try:
-        config = load_config(given.config)
-        if given.untrained:
-            _write(given.result, _untrained(config, given.samples))
+        config = load_config(arguments.config)
+        if arguments.untrained:
+            _evaluate_untrained(config, arguments.result, arguments.samples)
         else:
-            _train(config, given)
+            _train_and_evaluate(config, arguments.result, arguments.samples, arguments.drop_models)
     except ArpoError as error:
-        print(f"error: {error}", flush=True)
+        sys.stderr.write(f"error: {error}\n")
         sys.exit(3 if isinstance(error, Collapsed) else 2)
     except asyncio.CancelledError:
-        print("stopped", flush=True)
+        sys.stderr.write("stopped\n")
         sys.exit(130)
 
 
-def _write(path: Path, found: dict[str, Any]) -> None:
-    write_atomically(path, (json.dumps(found, indent=2) + "\n").encode("ascii"))
-
-
-def _untrained(config: Config, samples: int) -> dict[str, Any]:
+def _evaluate_untrained(config: Config, path: Path, samples: int) -> None:
     with closing(open_session(config)) as session:
-        return {"step": 0, **run_async(_answers(session, samples))}
+        _write(path, {"step": 0, **run_async(_evaluate(session, samples))})
 
 
-def _train(config: Config, given: argparse.Namespace) -> None:
+def _train_and_evaluate(config: Config, path: Path, samples: int, drop_models: bool) -> None:
     with open_run(config, resume=is_run(Path(config.run.dir))) as run:
 
-        async def both() -> dict[str, Any]:
-            return {"step": await train(run), **await _answers(run.session, given.samples)}
+        async def work() -> dict[str, Any]:
+            return {"step": await train(run), **await _evaluate(run.session, samples)}
 
-        _write(given.result, run_async(both()))
-        if given.drop_models:
+        _write(path, run_async(work()))
+        if drop_models:
             run.log.drop_checkpoints()
 
 
-async def _answers(session: Session, samples: int) -> dict[str, Any]:
-    """The numbers of an evaluation with so many answers to each question."""
+def _write(path: Path, result: dict[str, Any]) -> None:
+    write_atomically(path, (json.dumps(result, indent=2) + "\n").encode("ascii"))
+
+
+async def _evaluate(session: Session, samples: int) -> dict[str, Any]:
+    """The numbers of an evaluation with this many answers to each test question."""
     settings = session.config.eval.model_copy(update={"samples": samples})
     result = await test(replace(session, config=session.config.model_copy(update={"eval": settings})))
     return {
@@ -89,7 +89,7 @@ async def _answers(session: Session, samples: int) -> dict[str, Any]:
     }
 
 
-def _stop_when_alone() -> None:
+def _stop_when_orphaned() -> None:
     while os.read(0, 1024):  # not through sys.stdin, whose lock would be held when the process ends
         pass
     os.kill(os.getpid(), signal.SIGTERM)
