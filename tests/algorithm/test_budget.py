@@ -33,6 +33,7 @@ def rewarded_by(settled: set[str], counts: dict[str, int]) -> Any:
     return reward
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("open_questions", [0, 1, 2, 3, 5])
 def test_questions_that_teach_nothing_are_replaced(model_path: Path, tmp_path: Path, open_questions: int) -> None:
     config = config_for(
@@ -107,6 +108,7 @@ def test_only_questions_that_teach_are_trained_on_and_all_sampling_is_charged(
     assert (record["optimizer_steps"] > 0) == bool(taught)
 
 
+@pytest.mark.slow
 def test_replacing_is_repeated_exactly_by_a_resumed_run(model_path: Path, tmp_path: Path) -> None:
     run_to_the_end(config_for(model_path, tmp_path / "straight", "train.dynamic_sampling_rounds=2", "preset=dapo"))
     run_to_the_end(
@@ -136,6 +138,7 @@ def test_a_curriculum_and_replacing_do_not_go_together(model_path: Path, tmp_pat
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["trajectories", "sampled_tokens"])
 def test_a_budget_ends_the_run_with_the_step_that_spends_it(model_path: Path, tmp_path: Path, what: str) -> None:
     run_to_the_end(config_for(model_path, tmp_path / "whole", "train.steps=6"))

@@ -212,6 +212,7 @@ def test_every_preset_has_a_reference() -> None:
     assert set(presets()) == set(REFERENCES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(REFERENCES))
 def test_a_preset_has_the_gradient_of_its_algorithm(name: str) -> None:
     model, before, config = make_model("llama").double(), reference_model("llama").double(), preset(name)

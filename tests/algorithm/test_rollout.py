@@ -455,6 +455,7 @@ PIECES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @given(st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=5)), max_size=25).map("".join), st.integers(0, 3))
 @hypothesis_settings(
     max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]

@@ -62,6 +62,7 @@ def test_every_name_and_number_is_one_token(base: tuple[Any, Any]) -> None:
     assert tokenizer.decode(tokenizer("é\u2603 any text").input_ids) == "é\u2603 any text"
 
 
+@pytest.mark.slow
 def test_the_cold_start_is_made_once_and_belongs_to_its_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,6 +142,7 @@ def test_batches_respect_their_size() -> None:
     assert sorted(len(t) for t, _ in first_pass) == [3, 4, 7, 9, 30, 50]
 
 
+@pytest.mark.slow
 def test_the_demo_from_end_to_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -233,6 +233,7 @@ def calls_of(trace: Trace) -> list[tuple[str, str]]:
     return [(match[1], match[2]) for match in found if match]
 
 
+@pytest.mark.slow
 def test_a_trace_without_mistakes_is_right_and_well_formed_for_every_kind() -> None:
     world, rng = small_world(), random.Random(1)
     call = real_tools(world)
@@ -261,6 +262,7 @@ def test_a_trace_without_mistakes_letter_by_letter() -> None:
     )
 
 
+@pytest.mark.slow
 def test_without_mistakes_the_plan_is_followed() -> None:
     world, rng = small_world(), random.Random(2)
     call = real_tools(world)

@@ -31,6 +31,7 @@ from arpo.trainer.trainer import Trainer
 from arpo.training.loop import learn_step, open_run, train
 
 pytest.importorskip("ray")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cluster")]  # one cluster for all of them
 BOUND = 120.0  # seconds; only what hangs reaches it
 NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
 

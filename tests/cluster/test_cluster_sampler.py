@@ -456,6 +456,7 @@ def run_near(config: Config, resume: bool = False) -> Any:
     return read_run(Path(config.run.dir))
 
 
+@pytest.mark.slow
 def test_a_run_that_samples_ahead_is_resumed_and_skips_nothing(tmp_path: Path) -> None:
     ahead = (
         "cluster.max_off_policy_steps=1",
@@ -471,6 +472,7 @@ def test_a_run_that_samples_ahead_is_resumed_and_skips_nothing(tmp_path: Path) -
     assert set(ages(log)) <= {0, 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_trees_are_as_old_as_they_may_be_and_no_older(
     tmp_path: Path, ahead: int, monkeypatch: pytest.MonkeyPatch
@@ -494,6 +496,7 @@ def test_trees_are_as_old_as_they_may_be_and_no_older(
     assert [row["staleness_max"] for row in log.read_metrics()] == [0, ahead, ahead, ahead]
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_it_learns_ends_after_the_step_which_is_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -529,6 +532,7 @@ def test_ctrl_c_while_it_learns_ends_after_the_step_which_is_saved(
     assert (log.latest_checkpoint() or (0,))[0] == 1
 
 
+@pytest.mark.slow
 def test_actors_near_and_this_process_grow_the_same(tmp_path: Path) -> None:
     there = run_near(config_for(tmp_path / "there", "train.steps=1"))
     with open_run(config_for(tmp_path / "here", "train.steps=1", "cluster.address=none")) as run:

@@ -203,6 +203,7 @@ def what_it_left(directory: Path) -> tuple[list[Any], list[list[str]], dict[str,
     return metrics, asked, load_file(log.checkpoint_path(8) / "model" / "model.safetensors")
 
 
+@pytest.mark.slow
 def test_a_resumed_curriculum_equals_one_that_was_not_stopped(tokenizer: Any, tmp_path: Path) -> None:
     run_to_the_end(tokenizer, tmp_path / "straight")
     run_to_the_end(tokenizer, tmp_path / "halves", "train.steps=5")
@@ -216,6 +217,7 @@ def test_a_resumed_curriculum_equals_one_that_was_not_stopped(tokenizer: Any, tm
     assert "1" in "".join(letters)
 
 
+@pytest.mark.slow
 def test_a_curriculum_changes_what_is_asked_and_only_when_it_is_on(tokenizer: Any, tmp_path: Path) -> None:
     run_to_the_end(tokenizer, tmp_path / "on")
     run_to_the_end(tokenizer, tmp_path / "off", "data.curriculum=0")
@@ -317,6 +319,7 @@ def example_rows(name: str) -> list[dict[str, Any]]:
     return [*good, verl("Nobody knows?", " ")]  # the released set has such a row
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["arpo_10k.toml", "gsm8k.toml"])
 def test_an_example_reads_its_files_and_rolls_out(here: Path, tokenizer: Any, name: str) -> None:
     """Twenty questions go through every tool to the right answer, by a script that reads the question."""

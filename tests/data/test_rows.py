@@ -445,6 +445,7 @@ def test_without_datasets_the_message_says_what_to_install(monkeypatch: pytest.M
     assert complaint("hf:a/b") == ("hf:a/b: data sets of the hub need the datasets package: pip install 'arpo[hub]'")
 
 
+@pytest.mark.slow
 def test_the_real_package_reads_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     datasets = pytest.importorskip("datasets")

@@ -109,6 +109,7 @@ TURN = st.tuples(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(
@@ -259,6 +260,7 @@ def test_a_long_prompt_does_not_hold_up_the_others() -> None:
     assert alive and all((batch.counts == 1).sum() >= alive for batch in reading)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_sampled_tokens_follow_the_softmax(temperature: float) -> None:
     """Chi-square over 3,000 requests with seeds of their own; rare tokens are put together."""

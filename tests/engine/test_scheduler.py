@@ -119,6 +119,7 @@ class World:
         return batches
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(
     arrivals=st.lists(

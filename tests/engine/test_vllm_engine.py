@@ -304,6 +304,7 @@ def test_a_turn_of_a_server(one: Bed) -> None:
     assert one.engine.stats()["weight_loads"] == 0
 
 
+@pytest.mark.slow
 def test_all_servers_are_used_and_each_loads_once(two: Bed) -> None:
     prefixes = [[5, 6, i] for i in range(4, 24)]
     assert [done.tokens for done in two.ask(*prefixes)] == [two.plain(prefix) for prefix in prefixes]

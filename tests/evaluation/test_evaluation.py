@@ -154,6 +154,7 @@ def test_a_model_on_two_benchmarks(arpo: Arpo, model_dir: Path) -> None:
     assert len(tokens) == 12  # every answer has a seed of its own
 
 
+@pytest.mark.slow
 def test_the_same_again_asks_nothing_and_more_goes_on(arpo: Arpo, model_dir: Path) -> None:
     command = ("eval", model_dir, "--benchmarks", "gsm8k", "--data-dir", "sets", *SMALL)
     assert arpo(*command, "--out", "out", "--samples", 2, "--questions", 2).code == 0
@@ -197,6 +198,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_and_gone_on_with_it_equals_one_that_was_not(arpo: Arpo, model_dir: Path) -> None:
     command = ["eval", str(model_dir), "--benchmarks", "gsm8k,hotpotqa", "--data-dir", "sets", *SMALL]
     command += ["--samples", "5", "--k", "1,5", "rollout.concurrency=4"]
@@ -232,6 +234,7 @@ def endpoint_command(server: ChatServer, *more: object) -> tuple[object, ...]:
     return ("eval", "tools.enabled=[]", "--benchmarks", "gsm8k", *own, *more)
 
 
+@pytest.mark.slow
 def test_an_endpoint_on_a_benchmark(arpo: Arpo, server: ChatServer, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("math_verify")
     together, seen = threading.Barrier(2), itertools.count()
@@ -258,6 +261,7 @@ def test_an_endpoint_on_a_benchmark(arpo: Arpo, server: ChatServer, monkeypatch:
     assert "sk-secret" not in outcome.out
 
 
+@pytest.mark.slow
 def test_failures_are_not_counted_and_asked_for_again(arpo: Arpo, server: ChatServer) -> None:
     pytest.importorskip("math_verify")
 

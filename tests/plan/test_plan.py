@@ -138,6 +138,7 @@ def test_speeds_are_those_that_are_reached() -> None:
     assert (quarter.memory, quarter.bandwidth, quarter.flops, quarter.decode_layer) == (250e3, 250, 2500, 2.0)
 
 
+@pytest.mark.slow
 def test_this_machine_can_be_measured() -> None:
     here = measure(64, 128)
     assert here.name == "here" and 1e7 < here.flops32 < 1e16 and 1e7 < here.bandwidth < 1e14

@@ -81,6 +81,7 @@ def wait_until_gone(*gone: int, seconds: float = 60.0) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("pairs", "equal"), [(EQUAL, True), (DIFFERENT, False)])
 def test_answers_checked_by_hand(judge: MathJudge, pairs: list[tuple[str, str]], equal: bool) -> None:
     for prediction, gold in pairs:
@@ -118,6 +119,7 @@ def verdicts_of(judge: MathJudge, answers: list[str], gold: str) -> dict[str, Ve
     return found
 
 
+@pytest.mark.slow
 def test_hostile_and_random_answers_get_a_verdict_in_time() -> None:
     pieces = [
         *string.printable[:94],
@@ -143,12 +145,14 @@ def test_hostile_and_random_answers_get_a_verdict_in_time() -> None:
         assert judge.verdict("x+1", ["1+x"]) == Verdict(True)
 
 
+@pytest.mark.slow
 def test_memory_is_bounded() -> None:
     with MathJudge(1, seconds=60.0, memory_mb=1) as cramped:  # less than it has already
         assert not cramped.verdict("x+1", ["1+x"]).equal  # the library may keep the reason to itself
         assert not cramped.verdict("x+2", ["2+x"]).equal
 
 
+@pytest.mark.slow
 def test_who_is_killed_is_replaced_and_only_the_answer_at_work_is_lost() -> None:
     with MathJudge(1, seconds=120.0) as judge:
 
@@ -177,6 +181,7 @@ def test_who_is_killed_is_replaced_and_only_the_answer_at_work_is_lost() -> None
         assert judge.verdict("x+1", ["1+x"]).equal
 
 
+@pytest.mark.slow
 def test_a_worker_that_says_nothing_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     with MathJudge(1, seconds=1.0) as judge:
         judge.verdict("x+1", ["1+x"])
@@ -187,6 +192,7 @@ def test_a_worker_that_says_nothing_is_ended(monkeypatch: pytest.MonkeyPatch) ->
         wait_until_gone(worker)
 
 
+@pytest.mark.slow
 def test_closing_ends_busy_workers_and_starts_no_other() -> None:
     judge = MathJudge(2, seconds=300.0)
     judge.verdict("x+1", ["1+x"])
@@ -222,6 +228,7 @@ time.sleep(float(sys.argv[1]))
 """
 
 
+@pytest.mark.slow
 def test_no_process_outlives_ours() -> None:
     def start(seconds: str, limit: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", SCRIPT, seconds, limit]
@@ -278,6 +285,7 @@ tries(lambda: open({str(tmp_path / "x")!r}, "w"))
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.slow
 def test_as_a_reward_the_reason_is_counted() -> None:
     reward = reward_from(Rewards(accuracy="math", bonus=0.0, math_seconds=2.0))
     boxes = {"\\frac{1}{2}": (1.0, {}), "x": (0.0, {}), HANGS: (0.0, {"judge.timeout": 1.0})}
@@ -288,6 +296,7 @@ def test_as_a_reward_the_reason_is_counted() -> None:
         assert {name: value for name, value in given.parts.items() if name.startswith("judge.")} == faults
 
 
+@pytest.mark.slow
 def test_scoring_does_not_hold_up_the_event_loop() -> None:
     reward = reward_from(Rewards(accuracy="math", bonus=0.0, math_seconds=2.0))
     slow = searched(last=f"<think>b</think><answer>\\boxed{{{HANGS}}}</answer>")

@@ -225,6 +225,7 @@ def test_a_missing_package_is_told_with_what_to_install(name: str, monkeypatch: 
         require_trackers([name])
 
 
+@pytest.mark.slow
 def test_the_tree_with_the_most_branch_points_is_drawn(log: RunDir, fakes: dict[str, Fake]) -> None:
     from trees import branched
 
@@ -302,6 +303,7 @@ def numbers(record: dict[str, Any]) -> dict[str, float]:
     return {key: value for key, value in record.items() if isinstance(value, int | float) and key != "step"}
 
 
+@pytest.mark.slow
 def test_training_is_tracked_step_by_step_and_is_not_changed_by_it(
     work: Callable[..., list[dict[str, Any]]], fakes: dict[str, Fake]
 ) -> None:
@@ -316,6 +318,7 @@ def test_training_is_tracked_step_by_step_and_is_not_changed_by_it(
         assert {k: v for k, v in a.items() if "seconds" not in k} == {k: v for k, v in b.items() if "seconds" not in k}
 
 
+@pytest.mark.slow
 def test_a_test_that_is_made_up_after_a_stop_is_sent(
     work: Callable[..., list[dict[str, Any]]], fakes: dict[str, Fake], monkeypatch: pytest.MonkeyPatch
 ) -> None:

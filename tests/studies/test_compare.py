@@ -279,6 +279,7 @@ def test_mistakes_are_named(config: Path, change: Callable[[Path], ComparisonPla
         change(config)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)  # several interpreters that load torch, one after another
 def test_from_end_to_end(model_path: Path, tmp_path: Path) -> None:
     """Two algorithms, one seed, real processes: figures, table, and the same command again changes nothing."""
@@ -306,6 +307,7 @@ def test_from_end_to_end(model_path: Path, tmp_path: Path) -> None:
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*/seed-0/*")}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_run_stops_and_saves_when_whoever_started_it_is_gone(model_path: Path, tmp_path: Path) -> None:
     config = config_for(model_path, tmp_path / "run", "train.steps=100000", "run.checkpoint_every=100000")

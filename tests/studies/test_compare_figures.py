@@ -132,6 +132,7 @@ def nasty(names: list[str]) -> dict[str, bytes]:
         return draw_comparison(noisy(names, 2, tests=3, title="$\\alpha$ & <b>"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [NASTY[:6], NASTY])
 def test_names_are_shown_as_they_are_and_break_nothing(names: list[str]) -> None:
     files = nasty(names)

@@ -91,6 +91,7 @@ curves = st.lists(st.tuples(st.integers(1, 50), st.floats(0, 1)), max_size=8).ma
 )
 
 
+@pytest.mark.slow
 @given(st.lists(curves, min_size=1, max_size=4))
 def test_a_mean_curve_is_the_mean_of_curves_everywhere(given_curves: list[list[tuple[int, float]]]) -> None:
     mean = mean_curve([trial("a", seed, curve) for seed, curve in enumerate(given_curves)])

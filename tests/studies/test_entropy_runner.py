@@ -44,6 +44,7 @@ def saved(trained: Path, tmp_path: Path) -> Path:
     return tmp_path / "saved"
 
 
+@pytest.mark.slow
 def test_entropy_of_a_run_uses_its_trees(arpo: Arpo, saved: Path) -> None:
     outcome = arpo("entropy", saved, "--tokens", 1, "--out", "here")
     assert (outcome.code, outcome.err) == (0, "")
@@ -74,6 +75,7 @@ def test_entropy_of_some_steps(arpo: Arpo, saved: Path) -> None:
         assert "expected a step or a range of them, like 1-10" in mistake(arpo("entropy", saved, f"--steps={wrong}"))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
 def test_entropy_grows_trees_for_a_file_a_run_or_a_model(arpo: Arpo, trained: Path, model_dir: Path) -> None:
     own = (

@@ -315,6 +315,7 @@ def test_findings_say_which_way_it_goes() -> None:
     assert "after search is neither clearly higher nor lower than" in findings(study(grown, RULE, 5))[0]
 
 
+@pytest.mark.slow
 def test_the_files_say_the_same_and_come_out_the_same(tmp_path: Path) -> None:
     found = some_study()
     for name in ("a", "b"):
@@ -354,6 +355,7 @@ def test_hostile_names_are_text(tmp_path: Path) -> None:
     assert [line.replace("\\|", "").count("|") for line in rows] == [8, 8, 8, 9]  # one tool is called after...
 
 
+@pytest.mark.slow
 def test_the_picture_ignores_the_users_own_style(monkeypatch: pytest.MonkeyPatch) -> None:
     import matplotlib
 
@@ -365,6 +367,7 @@ def test_the_picture_ignores_the_users_own_style(monkeypatch: pytest.MonkeyPatch
     assert before["png"].startswith(b"\x89PNG") and b"<svg" in before["svg"]
 
 
+@pytest.mark.slow
 def test_the_picture_takes_anything() -> None:
     """No tool results; a single token; more tools than there are colours."""
     assert MOST == len(COLOURS) == len(DASHES) == len(set(COLOURS))

@@ -1071,6 +1071,7 @@ def run_reader(change: str, body: bytes) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run([sys.executable, "-c", code], input=job + b"\n" + body, capture_output=True)
 
 
+@pytest.mark.slow
 def test_the_system_limits_the_reader_too(tmp_path: Path) -> None:
     assert json.loads(run_reader("", PAGE).stdout)["title"] == "A <b>short</b> page"
     assert run_reader("reader.MAX_CPU_SECONDS = 1", SLOW).returncode < 0
@@ -1177,6 +1178,7 @@ def test_importing_it_is_light() -> None:
 # Condensing.
 
 
+@pytest.mark.slow
 def test_a_long_page_is_condensed_and_a_short_one_is_not() -> None:
     seen: list[tuple[str, str]] = []
 

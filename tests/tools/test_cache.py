@@ -109,6 +109,7 @@ STEPS = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(STEPS)
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_it_behaves_like_a_dictionary(steps: list[tuple[str, str, str]]) -> None:
@@ -210,6 +211,7 @@ def test_others_who_read_delay_neither_opening_nor_writing(tmp_path: Path) -> No
     other.close()
 
 
+@pytest.mark.slow
 def test_many_may_make_the_file_at_the_same_time(tmp_path: Path) -> None:
     """Without patience, about one round in fifteen fails."""
     for number in range(40):

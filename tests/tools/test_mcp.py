@@ -426,6 +426,7 @@ def test_who_calls_a_tool_directly_is_not_held_for_ever_either(monkeypatch: pyte
         run(server, "stuck")
 
 
+@pytest.mark.slow
 def test_a_server_that_hangs_as_a_whole_is_replaced(hurried: None) -> None:
     with raw(timeout=1) as server:
         pid = pid_of(server)
@@ -513,6 +514,7 @@ def test_close_wakes_those_who_wait(hurried: None) -> None:
 ENDS: dict[int, list[str]] = {0: [], -signal.SIGKILL: ["killed"]}
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_without_closing_takes_the_server_along() -> None:
     script = f"""
 import asyncio, os, sys
@@ -611,6 +613,7 @@ def answers(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
+@pytest.mark.slow
 def test_a_server_over_http_from_start_to_restart(hurried: None) -> None:
     port = free_port()
     with sdk_over_http(port) as url:

@@ -78,6 +78,7 @@ def test_a_mistake_in_the_code_comes_first_and_is_the_models(box: Toolset, code:
     assert (result.fault, result.attempts) == (Fault.MODEL, 1)
 
 
+@pytest.mark.slow
 def test_running_too_long(sandbox: Sandbox) -> None:
     box = Toolset([build_python(sandbox, timeout=1.0)])
     result = ask(box, "print('begun')\nwhile True: pass")

@@ -186,6 +186,7 @@ def test_a_flood_is_ended_at_once(sandbox: Sandbox) -> None:
     assert result.seconds < 60
 
 
+@pytest.mark.slow
 def test_time_is_up_when_it_is_up(sandbox: Sandbox) -> None:
     for code in ("while True: pass", "import time; time.sleep(600)"):
         began = time.monotonic()
@@ -195,6 +196,7 @@ def test_time_is_up_when_it_is_up(sandbox: Sandbox) -> None:
         assert time.monotonic() - began < 60
 
 
+@pytest.mark.slow
 def test_the_same_code_prints_the_same() -> None:
     codes = [
         "print({str(i) for i in range(50)}, hash('x'))",

@@ -21,6 +21,7 @@ from attack_arena import attacks
 
 import arpo
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("attacks")]  # a batch of attacks serves many tests
 TIERS = ("namespaces", "landlock")
 USERS = ("root", "ordinary")
 ORDINARY = 54321

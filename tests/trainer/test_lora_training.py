@@ -299,6 +299,7 @@ def assert_same(a: Path, b: Path) -> None:
     assert same(tensors_a, tensors_b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_trains_stops_resumes_and_is_evaluated(kind: str, model_path: Path, tmp_path: Path) -> None:
     more = KINDS[kind]
@@ -355,6 +356,7 @@ def test_a_full_checkpoint_replaces_model_and_adapter(model_path: Path, tmp_path
     assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
 
 
+@pytest.mark.slow
 def test_an_adapter_may_be_trained_further_in_another_run(model_path: Path, tmp_path: Path) -> None:
     run_to_the_end(config_for(model_path, tmp_path / "first", "train.steps=1", *LORA))
     _, begun = read_run(tmp_path / "first").latest_checkpoint() or (0, tmp_path)

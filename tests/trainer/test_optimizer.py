@@ -76,6 +76,7 @@ def adamw_by_hand(w: Tensor, g: Tensor, m: Tensor, v: Tensor, t: int, lr: float,
     return [w * (1 - lr * decay) - lr * (m / (1 - 0.9**t)) / ((v / (1 - 0.99**t)).sqrt() + 1e-8), m, v]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lr", [1e-6, 1e-4])
 def test_masters_move_as_float32_does_where_bfloat16_would_stand_still(lr: float) -> None:
     model, twin = make_model("smollm2").to(BF16), make_model("smollm2").to(BF16)

@@ -269,6 +269,7 @@ def assert_close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], share: 
         assert apart <= share * scale + 1e-9, (name, apart, scale)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "names"), [(2, [*CASES]), (3, ["gspo cut apart"])])
 def test_ranks_learn_what_one_process_learns(count: int, names: list[str], tmp_path: Path) -> None:
     jobs = [(CASES[name], tmp_path / f"case_{number}") for number, name in enumerate(names)]
@@ -310,6 +311,7 @@ def test_a_model_is_made_float32_layer_by_layer_and_a_reference_never(tmp_path: 
 # --- checkpoints
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tied, kl, minibatches", "bfloat16"])
 def test_a_checkpoint_goes_on_with_any_number_of_ranks(name: str, tmp_path: Path) -> None:
     """One rank, then two, then three, then one again: the same as one all the time."""
@@ -334,6 +336,7 @@ def test_a_checkpoint_goes_on_with_any_number_of_ranks(name: str, tmp_path: Path
     assert_moved_alike(case, tmp_path / "4", tmp_path / "straight")
 
 
+@pytest.mark.slow
 def test_damaged_shards_are_named(tmp_path: Path) -> None:
     case = CASES["one tree"]
     run_job(2, tmp_path, rank_jobs.learn_together, [(case, tmp_path / "out")])
@@ -390,6 +393,7 @@ def wait_for_steps(directory: Path, count: int, processes: list[Any]) -> None:
 CURVE = ("reward", "loss", "reference_kl", "kl_k3", "grad_norm", "trained_tokens", "computed_tokens", "train_entropy")
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_others_and_one_process_goes_on(given: list[str], tmp_path: Path) -> None:
     alone([*given, "train.steps=6"], tmp_path / "straight")
     run = tmp_path / "run"
@@ -416,6 +420,7 @@ def test_a_killed_rank_ends_the_others_and_one_process_goes_on(given: list[str],
         assert [[n.tokens for n in x.tree.nodes] for x in mine] == [[n.tokens for n in x.tree.nodes] for x in theirs]
 
 
+@pytest.mark.slow
 def test_a_killed_leader_ends_the_others(given: list[str], tmp_path: Path) -> None:
     command = ["train", str(tmp_path / "empty.toml"), *given, f"run.dir={tmp_path / 'run'}", "train.steps=500"]
     ranks = rank_jobs.start(2, tmp_path, rank_jobs.command_line, *command)
@@ -425,6 +430,7 @@ def test_a_killed_leader_ends_the_others(given: list[str], tmp_path: Path) -> No
     assert "rank 1" in (tmp_path / "rank_1.txt").read_text()
 
 
+@pytest.mark.slow
 def test_a_full_disk_on_one_rank_is_told_on_all(given: list[str], tmp_path: Path) -> None:
     """Also where the directory's name has words that errors of lost connections have."""
     command = ["train", str(tmp_path / "empty.toml"), *given, f"run.dir={tmp_path / 'gloo'}", "train.steps=500"]
@@ -449,6 +455,7 @@ def test_a_busy_leader_says_so(tmp_path: Path) -> None:
     run_job(2, tmp_path, rank_jobs.busy_leader, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_leader_that_falls_silent_is_given_up(tmp_path: Path) -> None:
     leader, other = rank_jobs.start(2, tmp_path, rank_jobs.silent_leader)
     other.join(rank_jobs.BOUND / 2)
@@ -459,6 +466,7 @@ def test_a_leader_that_falls_silent_is_given_up(tmp_path: Path) -> None:
     leader.join()
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_export_writes_what_was_saved(given: list[str], tmp_path: Path) -> None:
     run = tmp_path / "run"
     command = [
@@ -493,6 +501,7 @@ def test_ctrl_c_saves_and_export_writes_what_was_saved(given: list[str], tmp_pat
         export_model(run, tmp_path / "other", 1)
 
 
+@pytest.mark.slow
 def test_a_model_is_exported_wherever_there_is_room(
     given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -527,6 +536,7 @@ def test_a_model_is_exported_wherever_there_is_room(
     export_model(run, tmp_path / "run-3")
 
 
+@pytest.mark.slow
 def test_an_exported_adapter_is_merged(given: list[str], tmp_path: Path) -> None:
     pytest.importorskip("peft")
     alone([*given, "train.steps=2", "train.lora_rank=2", "train.lr=0.1"], tmp_path / "run")

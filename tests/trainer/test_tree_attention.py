@@ -96,6 +96,7 @@ def test_with_a_window_no_mask_is_larger_than_two_windows(monkeypatch: pytest.Mo
     assert max(a for a, _ in sizes) == window and max(b for _, b in sizes) < 2 * window
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_nothing_stays_in_memory_when_a_tree_was_cut(checkpointing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     plans: list[weakref.ref[TreePlan]] = []

@@ -77,6 +77,7 @@ def passes_of(model: Any) -> Iterator[list[int]]:
 # --- structure ---
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=150)
 @given(st.randoms(use_true_random=False), st.booleans(), st.booleans())
 def test_the_structure_equals_brute_force(rng: random.Random, shared: bool, all_tokens: bool) -> None:
@@ -114,6 +115,7 @@ def test_the_structure_equals_brute_force(rng: random.Random, shared: bool, all_
     assert batch.engine_logprobs_K.tolist() == [engine[tokens[n]] for n in targets]
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=100)
 @given(st.randoms(use_true_random=False), st.integers(1, 25), st.booleans())
 def test_parts_hold_every_token_once_below_its_own_path(rng: random.Random, budget: int, shared: bool) -> None:
@@ -181,6 +183,7 @@ CASES = [
 BUDGETS = (1, ENDLESS, 9, 25)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "case"), list(enumerate(CASES)), ids=[" ".join(case) for case in CASES])
 def test_every_loss_equals_the_oracle(number: int, case: tuple[str, str, str, str]) -> None:
     kind, attribution, aggregation, extra = case
@@ -195,6 +198,7 @@ def test_every_loss_equals_the_oracle(number: int, case: tuple[str, str, str, st
         assert_same(learnt(model, forest, loss, packed, False, reference), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_and_every_cut_equals_the_oracle(family: str, checkpointing: bool) -> None:
@@ -220,6 +224,7 @@ def test_long_trees_equal_the_oracle(family: str, monkeypatch: pytest.MonkeyPatc
         assert_same(learnt(model, forest, loss, budget), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("between", range(WINDOW - 3, WINDOW + 1))
 def test_a_sliding_window_ends_where_it_should(between: int) -> None:
     """Paths about as long as it; and a branch that sees the prompt over another branch, or just does not."""
@@ -239,6 +244,7 @@ def test_a_sliding_window_ends_where_it_should(between: int) -> None:
         assert_same(learnt(model, forest, loss, budget), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ppo", "gspo"])
 def test_many_small_branches_beside_large_ones_equal_the_oracle(kind: str) -> None:
     rng, model = random.Random(1), shared_model("llama-gqa")
@@ -266,6 +272,7 @@ def uncancelled(model: Any, forest: Forest, loss: Loss) -> float:
     return max(value.abs().max().item() for value in found.values())
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 @given(st.randoms(use_true_random=False), st.sampled_from([1, 6, 15, 40, ENDLESS]), st.booleans())
 def test_every_shape_equals_the_oracle(rng: random.Random, budget: int, shared: bool) -> None:
@@ -383,6 +390,7 @@ def metrics_by_hand(model: Any, forest: Forest, loss: Loss) -> dict[str, float]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [1, 20, ENDLESS])
 @pytest.mark.parametrize("kind", ["ppo", "gspo", "cispo"])
 def test_metrics_count_every_token_once(kind: str, budget: int) -> None:
@@ -394,6 +402,7 @@ def test_metrics_count_every_token_once(kind: str, budget: int) -> None:
         assert sums == pytest.approx(metrics_by_hand(model, forest, loss), rel=1e-5, abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
 def test_evaluate_equals_a_plain_pass(family: str, temperature: float) -> None:
@@ -450,6 +459,7 @@ def fake_flash_backward(
     return torch.autograd.grad(again, inputs, grad)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", [True, False], ids=["tree", "packed"])
 @pytest.mark.parametrize("family", ["llama-gqa", "gemma3"])
 def test_ragged_flash_attention_is_given_every_path(family: str, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -525,6 +535,7 @@ def test_every_token_is_read_once_within_the_budget(kind: str, seed: int) -> Non
 # --- bfloat16 ---
 
 
+@pytest.mark.slow
 def test_in_bfloat16_the_tree_is_as_exact_as_packed_rows() -> None:
     """Distance of all gradients from float32, over several forests and families: at most twice that of packed rows."""
     errors = {True: 0.0, False: 0.0}
@@ -546,6 +557,7 @@ def test_in_bfloat16_the_tree_is_as_exact_as_packed_rows() -> None:
 # --- the oracle itself ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean", "constant"])
 @pytest.mark.parametrize("family", ["smollm2", "gemma3"])
 def test_padded_rows_equal_the_oracle(family: str, aggregation: str) -> None:
@@ -557,6 +569,7 @@ def test_padded_rows_equal_the_oracle(family: str, aggregation: str) -> None:
         assert_same(({"loss": total}, gradients(model)), expected)
 
 
+@pytest.mark.slow
 def test_the_forests_are_hard_enough() -> None:
     """Both clips, the dual clip and the cap change the gradient of most of them by more than a tenth."""
     model = shared_model("llama")
@@ -572,6 +585,7 @@ def test_the_forests_are_hard_enough() -> None:
     assert moved.min() >= 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", ["ppo", "gspo", "cispo"])
 def test_in_float64_it_is_exact(family: str, kind: str) -> None:

@@ -190,6 +190,7 @@ def test_missing_null_and_nan_are_the_same_and_old_logs_without_a_metric_are_rea
     assert find_warnings([{"step": number} for number in range(1, 30)]) == ()
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.integers(0, 10**6), st.sampled_from([4, 8, 32]), st.floats(0.05, 0.95), st.floats(0.1, 0.6))
 def test_stationary_noise_shows_no_sign(seed: int, prompts: int, chance: float, spread: float) -> None:
@@ -207,6 +208,7 @@ def test_stationary_noise_shows_no_sign(seed: int, prompts: int, chance: float, 
         assert watcher.add({"step": step, **record}) == ()
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(*[st.sampled_from([None, 0.0, 0.01, 0.3, 1.0, 50.0])] * 7), max_size=40))
 def test_a_sign_depends_on_nothing_later_and_begins_in_the_window_that_shows_it_first(values: list[Any]) -> None:
@@ -290,6 +292,7 @@ def steps_of(directory: Path) -> list[int]:
     return [row["step"] for row in read_run(directory).read_metrics()]
 
 
+@pytest.mark.slow
 def test_a_run_that_collapses_goes_back_and_can_go_on(
     go: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -318,6 +321,7 @@ def test_a_run_that_collapses_goes_back_and_can_go_on(
     assert log.read_metrics()[:back] == seen[:back]
 
 
+@pytest.mark.slow
 def test_a_warning_is_said_once_and_a_resumed_run_says_the_same(
     go: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -350,6 +354,7 @@ def test_a_warning_is_said_once_and_a_resumed_run_says_the_same(
     assert steps_of(directory) == [1, 2]
 
 
+@pytest.mark.slow
 def test_who_ignores_it_hears_nothing(go: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
     directory = go("train.lr=5", "train.steps=10", "train.on_collapse=ignore", "run.keep_checkpoints=1")
     rows = read_run(directory).read_metrics()
@@ -358,6 +363,7 @@ def test_who_ignores_it_hears_nothing(go: Callable[..., Path], capsys: pytest.Ca
     assert read_run(directory).checkpoint_steps() == [10]
 
 
+@pytest.mark.slow
 def test_the_good_checkpoint_outlives_those_of_a_collapse(go: Callable[..., Path]) -> None:
     go("train.lr=1e-5", "train.steps=6")
     directory = go("train.lr=5", "train.steps=18", "run.keep_checkpoints=1", resume=True)
@@ -389,6 +395,7 @@ def test_what_is_set_aside_is_a_run_to_read_and_replaces_none(tmp_path: Path, mo
     assert steps_of(tmp_path / "run") == [] == read_run(tmp_path / "run").tree_steps()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["stop", "warn"])
 def test_a_gradient_that_is_not_finite(what: str, go: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     step_optimiser = Trainer._step

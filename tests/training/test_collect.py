@@ -100,6 +100,7 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_sampled_traces_are_read_back_with_the_tokens_that_were_sampled(
     taught: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -37,6 +37,7 @@ from arpo.training.loop import Session, open_run, sample_step, train
 from arpo.types import Leaf, Reward, RolloutTree, Task
 
 
+@pytest.mark.slow
 def test_resumed_equals_not_stopped_to_the_last_bit(model_path: Path, tmp_path: Path) -> None:
     run_to_the_end(config_for(model_path, tmp_path / "straight"))
     run_to_the_end(config_for(model_path, tmp_path / "halves", "train.steps=2"))
@@ -48,6 +49,7 @@ def test_resumed_equals_not_stopped_to_the_last_bit(model_path: Path, tmp_path: 
     assert [row["step"] for row in metrics] == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_stopping_saves_and_steps_after_the_checkpoint_are_done_again(
     model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,6 +72,7 @@ def test_stopping_saves_and_steps_after_the_checkpoint_are_done_again(
     assert_same(tmp_path / "straight", tmp_path / "stopped")
 
 
+@pytest.mark.slow
 def test_a_resumed_run_may_fit_into_less_memory_and_learn_more_slowly(model_path: Path, tmp_path: Path) -> None:
     run_to_the_end(config_for(model_path, tmp_path / "run", "train.steps=1"))
     less = (
@@ -85,6 +88,7 @@ def test_a_resumed_run_may_fit_into_less_memory_and_learn_more_slowly(model_path
     assert all((after[name] - before[name]).abs().max() < 1e-6 for name in before)
 
 
+@pytest.mark.slow
 def test_several_minibatches_and_warmup_resume_too(model_path: Path, tmp_path: Path) -> None:
     more = ["train.minibatches=3", "train.warmup_steps=5", "train.weight_decay=0.1"]
     run_to_the_end(config_for(model_path, tmp_path / "straight", *more))
@@ -108,6 +112,7 @@ def test_an_error_in_a_tool_or_engine_costs_no_finished_step(
     assert (read_run(tmp_path / "broken").latest_checkpoint() or (0,))[0] == 1
 
 
+@pytest.mark.slow
 def test_an_error_while_learning_saves_nothing_half_learnt(
     model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,6 +134,7 @@ def test_an_error_while_learning_saves_nothing_half_learnt(
     assert_same(tmp_path / "whole", tmp_path / "broken")
 
 
+@pytest.mark.slow
 def test_evaluations_on_the_way_are_logged_and_change_nothing(model_path: Path, tmp_path: Path) -> None:
     run_to_the_end(config_for(model_path, tmp_path / "plain"))
     run_to_the_end(config_for(model_path, tmp_path / "tested", "eval.every=2"))
@@ -139,6 +145,7 @@ def test_evaluations_on_the_way_are_logged_and_change_nothing(model_path: Path, 
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.slow
 def test_a_test_that_a_stop_left_out_is_made_up(
     model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,6 +163,7 @@ def test_a_test_that_a_stop_left_out_is_made_up(
     assert_same(tmp_path / "straight", tmp_path / "stopped")
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_with_other_settings_has_both(model_path: Path, tmp_path: Path) -> None:
     run_to_the_end(config_for(model_path, tmp_path / "run", "train.steps=2"))
     run_to_the_end(config_for(model_path, tmp_path / "run", "train.steps=2"), resume=True)
@@ -166,12 +174,14 @@ def test_a_run_that_goes_on_with_other_settings_has_both(model_path: Path, tmp_p
     assert (load_config(before).train.lr, load_config(before).train.steps) == (1e-3, 2)
 
 
+@pytest.mark.slow
 def test_another_seed_is_another_run(model_path: Path, tmp_path: Path) -> None:
     run_to_the_end(config_for(model_path, tmp_path / "a", "train.steps=1"))
     run_to_the_end(config_for(model_path, tmp_path / "b", "train.steps=1", "seed=1"))
     assert what_it_left(tmp_path / "a")[2] != what_it_left(tmp_path / "b")[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_ends_cleanly_with_a_checkpoint(model_path: Path, tmp_path: Path, number: signal.Signals) -> None:
     directory = tmp_path / "run"
@@ -198,6 +208,7 @@ def test_ctrl_c_ends_cleanly_with_a_checkpoint(model_path: Path, tmp_path: Path,
     assert json.loads((checkpoint / "state.json").read_text())["step"] == step
 
 
+@pytest.mark.slow
 def test_it_learns_a_toy_task(tokenizer: Any) -> None:
     """From about half even tokens to nearly all, through rollouts, credits and updates as in a real run."""
     model = build_model(tokenizer, 32, 1, 128, seed=0).eval()
@@ -224,6 +235,7 @@ def test_it_learns_a_toy_task(tokenizer: Any) -> None:
     assert fmean(shares[-3:]) > 0.9
 
 
+@pytest.mark.slow
 def test_engine_and_trainer_agree_on_log_probs(tokenizer: Any, model_path: Path, tmp_path: Path) -> None:
     run_to_the_end(config_for(model_path, tmp_path / "run", "train.steps=2", "rollout.temperature=0.8"))
     for row in read_run(tmp_path / "run").read_metrics():
@@ -281,6 +293,7 @@ def test_paths_that_share_little_are_packed(tokenizer: Any, monkeypatch: pytest.
     assert computed[0.0][2] == pytest.approx(computed[1.0][2], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_the_kl_term_holds_the_model_near_the_one_before_training(model_path: Path, tmp_path: Path) -> None:
     """Its distance grows from exactly 0, less so with a larger weight; a resumed run compares with the same model."""
     far = {}
@@ -360,6 +373,7 @@ def test_data_mistakes_are_found_before_a_directory_is_made(tmp_path: Path) -> N
     assert load_task_set(load_config(None, SMALL)).train
 
 
+@pytest.mark.slow
 def test_a_path_without_a_verdict_teaches_nothing_and_is_counted(model_path: Path, tmp_path: Path) -> None:
     def now_and_then(task: Task, tree: RolloutTree, leaf: Leaf) -> Reward:
         number = tree.leaves.index(leaf)

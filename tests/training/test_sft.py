@@ -95,6 +95,7 @@ def plain_gradients(model: Any, lessons: Sequence[SFTExample]) -> tuple[dict[str
     return found, total
 
 
+@pytest.mark.slow
 def test_it_teaches_how_to_call_tools(tmp_path: Path) -> None:
     """From no path in the right format to nearly all, on held-out questions; each answer comes after a real call."""
     write_model(tmp_path / "model", hidden=64, layers=2)
@@ -199,6 +200,7 @@ def assert_same(a: Path, b: Path) -> None:
     assert all(torch.equal(weights_a[name], weights_b[name]) for name in weights_a)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [(), ("train.lora_rank=4",), ("model.dtype=bfloat16",)])
 def test_resumed_equals_not_stopped_to_the_last_bit(folder: Path, more: tuple[str, ...]) -> None:
     straight = sums_config(folder, *FAST, *more)
@@ -232,6 +234,7 @@ def test_stopping_saves_every_finished_step(
     assert_same(folder / "run", folder / "stopped")
 
 
+@pytest.mark.slow
 def test_resuming_refuses_other_settings_and_the_other_command(folder: Path) -> None:
     config = sums_config(folder, *FAST, "sft.epochs=1")
     run_to_the_end(config)
@@ -337,6 +340,7 @@ def test_a_run_is_a_model_for_another_one(folder: Path) -> None:
         weights(with_model(plain, path=str(folder / "empty")))
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_cleanly_with_a_checkpoint(folder: Path) -> None:
     config = folder / "config.json"
     config.write_text(

@@ -842,6 +842,7 @@ def test_a_port_that_is_taken_is_told(site: Site, known: Path) -> None:
         build_server(Folder(known), "127.0.0.1", site.server.port)
 
 
+@pytest.mark.slow
 def test_the_command_serves_until_it_is_stopped(known: Path) -> None:
     code = "from arpo.cli.main import main; main()"
     given = [sys.executable, "-c", code, "view", str(known), "--port", "0", "--no-open"]
@@ -860,6 +861,7 @@ def test_the_command_serves_until_it_is_stopped(known: Path) -> None:
         assert process.wait(60) == 0
 
 
+@pytest.mark.slow
 def test_the_benchmark_runs() -> None:
     script = Path(__file__).parents[2] / "benchmarks/bench_view.py"
     given = [sys.executable, str(script), "--steps", "3", "--prompts", "2", "--tokens", "5", "--asks", "2"]
