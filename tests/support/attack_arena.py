@@ -1,4 +1,4 @@
-"""Attacks on the sandbox, as data, and what looks at them from outside. Standard library and `arpo.tools.sandbox.sandbox` only.
+"""Attacks on the sandbox, as data, and what looks at them from outside. Needs only the sandbox.
 
     python attack_arena.py TIER     # as the user who is to be protected; the last line is JSON: {attack: "" or why not}
 
@@ -31,7 +31,7 @@ from attacks import SCRIPTS
 
 from arpo.errors import ArpoError
 from arpo.tools.sandbox import seccomp
-from arpo.tools.sandbox.sandbox import Sandbox, SandboxBroken, SandboxResult
+from arpo.tools.sandbox.sandbox import Sandbox, SandboxError, SandboxResult
 
 MARK = f"attack-{os.getpid()}"
 HALVES = (b"what was said ", b"by another call")
@@ -181,8 +181,8 @@ class Arena:
 
     def _denied(self) -> list[int]:
         """Numbers of all calls that the list does not name."""
-        machine, tables = os.uname().machine, [seccomp._TABLE, seccomp._CHECKED]
-        tables += [seccomp._APART] if self.tier == "namespaces" else []
+        machine, tables = os.uname().machine, [seccomp._TABLE, seccomp._ARGUMENT_CHECKED]
+        tables += [seccomp._WITH_NAMESPACES] if self.tier == "namespaces" else []
         named = {number for table in tables for number in seccomp.numbers(table, machine)}
         answered_before = {335, 336} if machine == "x86_64" else set()  # of probes: they kill whoever is not one
         return sorted(set(range(470)) - named - answered_before)
@@ -217,7 +217,7 @@ class Arena:
             seconds = 0.4 if attack.ends == ("timeout",) else 60.0
             result = beside_others(sandbox, code) if attack.meanwhile else sandbox.run(code, seconds)
             state, plain = self.state(), self.plain_call(sandbox)
-        except SandboxBroken as error:
+        except SandboxError as error:
             return str(error)
         for name, value in state.items():
             if value != self.before[name]:

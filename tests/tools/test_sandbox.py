@@ -15,7 +15,7 @@ import pytest
 from sandboxes import opened
 
 from arpo.errors import ArpoError
-from arpo.tools.sandbox.sandbox import TIERS, Sandbox, SandboxBroken, SandboxResult
+from arpo.tools.sandbox.sandbox import TIERS, Sandbox, SandboxError, SandboxResult
 
 
 @pytest.fixture(scope="module", params=TIERS)
@@ -268,7 +268,7 @@ def test_many_coroutines_share_few_workers(sandbox: Sandbox) -> None:
 def test_no_tier_no_sandbox() -> None:
     with pytest.raises(ArpoError, match="no sandbox tier 'castle'; use one of: namespaces, landlock"):
         Sandbox(tier="castle")
-    with pytest.raises(SandboxBroken, match="not open"):
+    with pytest.raises(SandboxError, match="not open"):
         Sandbox().run("")
-    with pytest.raises(SandboxBroken, match="not open"):
+    with pytest.raises(SandboxError, match="not open"):
         asyncio.run(Sandbox().arun(""))

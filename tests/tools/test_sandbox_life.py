@@ -32,9 +32,9 @@ from sandboxes import (
 
 import arpo.tools.sandbox.sandbox as module
 from arpo.errors import ArpoError
-from arpo.tools.sandbox import walls
-from arpo.tools.sandbox.sandbox import TIERS, Sandbox, SandboxBroken, SandboxResult
-from arpo.tools.sandbox.workers import Call, libraries
+from arpo.tools.sandbox import isolation
+from arpo.tools.sandbox.pool import Call, library_dirs
+from arpo.tools.sandbox.sandbox import TIERS, Sandbox, SandboxError, SandboxResult
 
 
 @pytest.fixture(params=TIERS)
@@ -90,11 +90,11 @@ def test_closing_ends_calls_and_processes(fresh: Sandbox, tmp_path: Path) -> Non
     fresh.close()
     assert time.monotonic() - began < 60
     for call in calls:
-        with pytest.raises(SandboxBroken):
+        with pytest.raises(SandboxError):
             call.result(60)
     assert until(lambda: not any(map(alive, below)))
     assert list(tmp_path.glob("arpo-*")) == []
-    with pytest.raises(SandboxBroken, match="not open"):
+    with pytest.raises(SandboxError, match="not open"):
         fresh.run("")
 
 
@@ -133,7 +133,7 @@ def test_a_call_whose_workers_are_killed_twice_fails(fresh: Sandbox, which: str)
         killed |= {victims["cell"]}
         os.kill(victims[which], signal.SIGKILL)
         assert until(lambda pid=victims["cell"]: not alive(pid))
-    with pytest.raises(SandboxBroken, match="no worker answered"):
+    with pytest.raises(SandboxError, match="no worker answered"):
         call.result(60)
     assert fresh.run("print('well')").stdout == "well\n"
 
@@ -214,11 +214,11 @@ def test_a_process_forked_from_the_supervisor_keeps_nothing_alive(fresh: Sandbox
 
 @pytest.mark.slow
 def test_a_worker_that_hangs_is_replaced(fresh: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("arpo.tools.sandbox.workers.GRACE_SECONDS", -597.0)  # three seconds to find and stop it
+    monkeypatch.setattr("arpo.tools.sandbox.pool.GRACE_SECONDS", -597.0)  # three seconds to find and stop it
     call = in_thread(lambda: fresh.run(WAITING.format("arpo-hang"), 600))
     found = running(fresh, "arpo-hang")
     os.kill(found["worker"], signal.SIGSTOP)
-    monkeypatch.setattr("arpo.tools.sandbox.workers.GRACE_SECONDS", 10.0)
+    monkeypatch.setattr("arpo.tools.sandbox.pool.GRACE_SECONDS", 10.0)
     os.kill(running(fresh, "arpo-hang", frozenset({found["cell"]}))["cell"], signal.SIGUSR1)
     assert call.result(60).stdout == "done\n"
     assert until(lambda: not alive(found["worker"]))
@@ -282,7 +282,8 @@ def test_the_process_as_seen_from_outside(fresh: Sandbox) -> None:
             assert os.readlink(f"/proc/{pid}/ns/{kind}") != os.readlink(f"/proc/self/ns/{kind}")
         assert status["NSpid"].split()[-1] == "1"
         mounts = [line.split() for line in Path(f"/proc/{pid}/mountinfo").read_text().splitlines()]
-        assert [mount[4] for mount in mounts if "ro" not in mount[5].split(",")] == [walls.scratch_place(libraries())]
+        writable = [mount[4] for mount in mounts if "ro" not in mount[5].split(",")]
+        assert writable == [isolation.scratch_dir(library_dirs())]
         assert len(mounts) > 5
         assert status["Uid"].split() == status["Gid"].split() == ["65534"] * 4
         assert status["Groups"].split() == []
@@ -294,14 +295,14 @@ def test_the_process_as_seen_from_outside(fresh: Sandbox) -> None:
 
 WITHOUT = """
 import struct, sys
-from arpo.tools.sandbox import kernel, seccomp
+from arpo.tools.sandbox import linux, seccomp
 from arpo.tools.sandbox.sandbox import Sandbox
 from arpo.errors import ArpoError
 unshare = 272 if seccomp.platform.machine() == "x86_64" else 97
 code = [(0x20, 0, 0, 0), (0x15, 0, 1, unshare), (0x06, 0, 0, seccomp.DENY),
         (0x15, 0, 1, 444), (0x06, 0, 0, seccomp.ABSENT), (0x06, 0, 0, seccomp.ALLOW)]
-kernel.no_new_privileges()
-kernel.install_filter(b"".join(struct.pack("HBBI", *instruction) for instruction in code))
+linux.no_new_privileges()
+linux.install_filter(b"".join(struct.pack("HBBI", *instruction) for instruction in code))
 try:
     with Sandbox(unsafe_no_isolation=len(sys.argv) > 1, packages=(), scratch_mb=4) as sandbox:
         print(sandbox.tier, sandbox.run("print(6 * 7)").stdout)
@@ -338,7 +339,7 @@ def test_without_isolation_only_on_demand_and_loudly() -> None:
 def test_on_a_machine_without_a_list_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "riscv64")
     for tier in TIERS:
-        assert walls.missing(tier) == "the list of system calls is only known for x86_64 and aarch64"
+        assert isolation.missing_support(tier) == "the list of system calls is only known for x86_64 and aarch64"
 
 
 def test_a_probe_that_gets_through_closes_everything(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,26 +350,26 @@ def test_a_probe_that_gets_through_closes_everything(monkeypatch: pytest.MonkeyP
         sandbox.start()
     assert sandbox.tier is None
     assert set(children(os.getpid())) <= before
-    with pytest.raises(SandboxBroken):
+    with pytest.raises(SandboxError):
         sandbox.run("")
 
 
-def test_the_probes_notice_that_there_are_no_walls(
+def test_the_probes_notice_that_there_is_no_isolation(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     sandbox = Sandbox(packages=())
-    sandbox._wanted = ("none",)
+    sandbox._allowed_tiers = ("none",)
     with contextlib.closing(sandbox):
         sandbox.start()
         assert "NO ISOLATION" in capsys.readouterr().err
-        sandbox.run("")  # its workers have no walls, whatever it now says of them
+        sandbox.run("")  # its workers are not isolated, whatever `tier` says now
         sandbox.tier = "namespaces"
-        with pytest.raises(SandboxBroken, match="a probe got through"):
-            sandbox._attack_itself()
+        with pytest.raises(SandboxError, match="a probe got through"):
+            sandbox._self_test()
         for unseen in ("for place in PLACES: open(place, 'w')", "open(CANARY, 'w').write('x')"):
             monkeypatch.setattr(module, "_PROBES", f"{unseen}\nprint('held')")
-            with pytest.raises(SandboxBroken, match=r"a probe got through \(ok\): held .*arpo-"):
-                sandbox._attack_itself()
+            with pytest.raises(SandboxError, match=r"a probe got through \(ok\): held .*arpo-"):
+                sandbox._self_test()
     assert list(tmp_path.iterdir()) == []

@@ -9,8 +9,8 @@ Does not cover: packages that are not installed, pictures, files to keep.
 from __future__ import annotations
 
 from arpo.tools.base import CHARS_PER_TOKEN, Tool, ToolError, ToolTimeout, ToolUnavailable, tool
-from arpo.tools.sandbox.sandbox import Sandbox, SandboxBroken
-from arpo.tools.sandbox.workers import SandboxResult
+from arpo.tools.sandbox.pool import SandboxResult
+from arpo.tools.sandbox.sandbox import Sandbox, SandboxError
 
 MAX_CODE = 200_000  # characters
 OUTER_SECONDS = 60.0  # that starting the sandbox anew may take, on top of the code's own time
@@ -31,13 +31,13 @@ def build_python(sandbox: Sandbox, timeout: float = 10.0, max_tokens: int = 512,
     def python_now(code: str) -> str:
         try:
             return readable(sandbox.run(checked(code), timeout, show_last=True), timeout, limit)
-        except SandboxBroken as error:
+        except SandboxError as error:
             raise ToolUnavailable(str(error)) from error
 
     async def python_later(code: str) -> str:
         try:
             return readable(await sandbox.arun(checked(code), timeout, show_last=True), timeout, limit)
-        except SandboxBroken as error:
+        except SandboxError as error:
             raise ToolUnavailable(str(error)) from error
 
     function = python_now if blocking else python_later

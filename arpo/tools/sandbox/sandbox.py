@@ -1,19 +1,19 @@
-"""Running code that a model wrote, where it can touch nothing.
+"""Runs code that a model wrote in isolated processes.
 
     with Sandbox() as sandbox:
-        sandbox.run("print(6 * 7)")      # SandboxResult(stdout="42\n", stderr="", status="ok", ...)
+        sandbox.run("print(6 * 7)")      # SandboxResult(stdout="42\\n", stderr="", status="ok", ...)
 
-A supervisor (this module) executes a zygote with an empty environment, which builds the walls once, imports the usual
-modules, and forks a fresh confined process for every call; see `jail`. There are two tiers of isolation; the better one
-that this machine allows is chosen, attacked with a handful of probes, and named in `tier`. Where neither works, it
-refuses to start and says what is missing.
+`Sandbox` starts a zygote (`zygote`) with an empty environment, which sets up the isolation once, imports common
+modules, and forks a new confined process for every call. Of the two tiers of isolation (`isolation`), the better one
+that this machine allows is chosen, tested with a dozen attacks, and named in `tier`. Where neither works, `start`
+refuses and says what is missing.
 
-Promises: no call sees the network, the machine's files, environment or processes, or another call's traces; nothing of
-a call is left when it returns; how it ended cannot be forged by what it prints; the same code gives the same output,
-unless it asks for the time, for entropy or for the addresses of objects. A worker that dies is replaced, and the call
-that saw it is made once more.
-Does not cover: side channels, bugs of the kernel, and fairness between calls that burn the processor. In the tier
-"landlock", the names, sizes and times of files that the code can guess are not hidden.
+Guarantees: no call sees the network, the machine's files, environment or processes, or traces of another call.
+Nothing of a call is left when it returns. Its output cannot forge its status. The same code gives the same output,
+unless it asks for the time, for entropy or for addresses of objects. A worker that dies is replaced, and its call is
+made once more.
+Not covered: side channels, kernel bugs, and fairness between calls that use much CPU. In the tier "landlock", names,
+sizes and times of files that the code can guess are not hidden.
 """
 
 from __future__ import annotations
@@ -27,25 +27,23 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
 
 from arpo.errors import ArpoError
-from arpo.tools.sandbox.workers import START_SECONDS, Call, Pool, SandboxResult
+from arpo.tools.sandbox.pool import START_SECONDS, Call, Pool, SandboxResult
 
 TIERS = ("namespaces", "landlock")
 
 
-class SandboxBroken(Exception):
-    """No worker could answer, twice: the machine's fault, not the code's."""
+class SandboxError(Exception):
+    """Two workers failed to answer: the machine's fault, not the code's."""
 
 
 class Sandbox:
-    """Runs code in fresh confined processes, up to `workers` at a time; open it with `with`, or `start` and `close`.
+    """Runs code in new confined processes, up to `workers` at a time; use `with`, or `start` and `close`.
 
     A call may use `memory_mb` above what Python itself needs and `scratch_mb` of files; of each output the first
-    `max_output` bytes are kept. Code that names one of `packages` is forked from a process that has imported them
-    already, and no others. `tier` demands one tier; `unsafe_no_isolation` allows to run without walls where there are
-    none.
+    `max_output` bytes are kept. Code that names one of `packages` is forked from a process that has imported just
+    those. `tier` demands one tier; `unsafe_no_isolation` allows to run without isolation where there is none.
     """
 
     def __init__(
@@ -65,31 +63,31 @@ class Sandbox:
         self.workers = workers or max(8, 2 * (os.cpu_count() or 1))
         self._limits = {"memory": memory_mb << 20, "scratch": scratch_mb << 20, "output": max_output}
         self._packages = {name: re.compile(rf"\b{re.escape(name)}\b") for name in packages}
-        self._wanted = (tier,) if tier else (*TIERS, "none") if unsafe_no_isolation else TIERS
-        self._gate = threading.Semaphore(self.workers)
+        self._allowed_tiers = (tier,) if tier else (*TIERS, "none") if unsafe_no_isolation else TIERS
+        self._slots = threading.Semaphore(self.workers)
         self._threads: ThreadPoolExecutor | None = None
-        self._pools: dict[tuple[str, ...], Pool] = {}  # by the packages that its zygote has imported
+        self._pools: dict[tuple[str, ...], Pool] = {}  # by the packages that their zygotes have imported
         self._lock = threading.Lock()
 
     def __enter__(self) -> Sandbox:
         self.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def start(self) -> None:
-        """Choose the best tier that holds against the probes; ArpoError, naming what is missing, if there is none."""
+        """Choose the best tier that passes the self-test; ArpoError, naming what is missing, if there is none."""
         if self.tier is not None:
             return
         reasons = []
-        for tier in self._wanted:
+        for tier in self._allowed_tiers:
             try:
                 self._pools = {}
                 self.tier = tier
-                self._attack_itself()
+                self._self_test()
                 break
-            except (SandboxBroken, OSError) as error:
+            except (SandboxError, OSError) as error:
                 self.close()
                 reasons.append(f"{tier}: {error}")
         else:
@@ -104,7 +102,7 @@ class Sandbox:
             print("WARNING: NO ISOLATION. Code that a model writes runs with all your rights.", file=sys.stderr)
 
     def close(self) -> None:
-        """End every process; calls that are running fail."""
+        """End every process; running calls fail."""
         with self._lock:
             self.tier = None
             pools = list(self._pools.values())
@@ -115,13 +113,13 @@ class Sandbox:
             self._threads = None
 
     def run(self, code: str, timeout: float = 10.0, stdin: str = "", show_last: bool = False) -> SandboxResult:
-        """Run `code` for at most `timeout` seconds; `show_last` prints the value of a last expression."""
+        """Run `code` for at most `timeout` seconds; `show_last` prints the value of its last expression."""
         return self._run(Call(code, timeout, stdin, show_last))
 
     async def arun(self, code: str, timeout: float = 10.0, stdin: str = "", show_last: bool = False) -> SandboxResult:
-        """The same for an event loop. A cancelled call ends at once, and nothing of it is left."""
+        """`run` for an event loop. A cancelled call ends at once, and nothing of it is left."""
         if self._threads is None:
-            raise SandboxBroken("the sandbox is not open")
+            raise SandboxError("the sandbox is not open")
         call = Call(code, timeout, stdin, show_last)
         try:
             return await asyncio.wrap_future(self._threads.submit(self._run, call))
@@ -131,7 +129,7 @@ class Sandbox:
 
     def _run(self, call: Call) -> SandboxResult:
         pool = self._pool(call.code)
-        with self._gate:
+        with self._slots:
             reason = ""
             for _ in range(2):
                 try:
@@ -140,20 +138,20 @@ class Sandbox:
                     reason = str(error)
                 if call.cancelled:
                     break
-            raise SandboxBroken(f"no worker answered ({reason}){pool.last_words()}")
+            raise SandboxError(f"no worker answered ({reason}){pool.stderr_tail()}")
 
     def _pool(self, code: str) -> Pool:
-        """The workers that have imported what the code names, and no more: a small process is forked faster."""
+        """Return the pool that has imported the packages the code names, and no more: small processes fork faster."""
         named = tuple(name for name, found in self._packages.items() if found.search(code))
         with self._lock:
             if self.tier is None:
-                raise SandboxBroken("the sandbox is not open")
+                raise SandboxError("the sandbox is not open")
             if named not in self._pools:
                 self._pools[named] = Pool({**self._limits, "tier": self.tier, "imports": named})
             return self._pools[named]
 
-    def _attack_itself(self) -> None:
-        """Run the probes; SandboxBroken if one of them gets through."""
+    def _self_test(self) -> None:
+        """Attack the sandbox; SandboxError if one of the probes succeeds."""
         if self.tier == "none":
             return
         places = [f"{folder}/arpo-probe-{secrets.token_hex(8)}" for folder in (os.path.expanduser("~"), os.getcwd())]
@@ -166,7 +164,7 @@ class Sandbox:
             written += [canary.name] * bool(canary.read())
         if written or result.status != "ok" or result.stdout != "held\n":
             said = " ".join([*f"{result.stdout}{result.stderr}".split(), *written])
-            raise SandboxBroken(f"a probe got through ({result.status}): {said}")
+            raise SandboxError(f"a probe got through ({result.status}): {said}")
 
 
 _PROBES = """

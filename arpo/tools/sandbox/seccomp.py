@@ -1,10 +1,9 @@
-"""The system calls that confined code may make: an allow-list, as a BPF program for the kernel.
+"""The system calls that confined code may make: an allow-list, compiled to a BPF program.
 
-Anything that is not named here fails with EPERM: no socket to the outside, no new program, no new process, no signal to
-anyone, no memory outside the limits, no new namespace, no key, no trace. Where an argument decides, it is looked at.
-
-Without namespaces there is less: no threads (nothing could bound their number), no change of permissions or times (no
-file system would refuse it), and no bytes on disk but by writing them (the worker counts what is written).
+Everything else fails with EPERM: sockets, programs, processes, signals to others, shared memory, namespaces, keys,
+tracing. Of some calls the arguments are checked. Without namespaces the list is shorter: no threads (nothing would
+limit their number), no change of permissions or times (no file system would refuse it), and no disk space but by
+writing (the worker counts the bytes written).
 """
 
 from __future__ import annotations
@@ -41,15 +40,15 @@ timerfd_settime 286 86, timerfd_gettime 287 87, sched_getaffinity 204 123, getcp
 membarrier 324 283, copy_file_range 326 285, sendfile 40 71, fadvise64 221 223, shutdown 48 210,
 close_range 436 436, restart_syscall 219 128
 """
-_APART = """
+_WITH_NAMESPACES = """
 chmod 90 -, fchmod 91 52, fchmodat 268 53, fchmodat2 452 452, utime 132 -, utimes 235 -, futimesat 261 -,
 utimensat 280 88, fallocate 285 47
 """  # only with namespaces
-_CHECKED = """
+_ARGUMENT_CHECKED = """
 fcntl 72 25, ioctl 16 29, prctl 157 167, prlimit64 302 261, clone 56 220, clone3 435 435, socketpair 53 199,
 sendto 44 206, recvfrom 45 207, mmap 9 222
-"""  # their arguments are looked at below
-_FCNTL = (0, 1, 2, 3, 4, 5, 6, 7, 1030, 1032)  # copies, flags and locks; never an owner that gets signals
+"""  # allowed or not by their arguments, see below
+_FCNTL = (0, 1, 2, 3, 4, 5, 6, 7, 1030, 1032)  # duplicates, flags and locks; not F_SETOWN, which sends signals
 _IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # terminal?, its size, bytes to read, blocking, close-on-exec
 _PRCTL = (15, 16, 0x53564D41)  # names of threads and of memory
 _THREAD, _SHARED, _ANONYMOUS = 0x10000, 0x01, 0x20
@@ -60,12 +59,12 @@ Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, op
 
 
 def supported() -> bool:
-    """Whether there is a list for this machine."""
+    """Return whether there is a list for this machine."""
     return platform.machine() in AUDIT_ARCH
 
 
-def program(apart: bool, machine: str | None = None) -> bytes:
-    """The filter, for code that is `apart` in namespaces or not."""
+def program(namespaces: bool, machine: str | None = None) -> bytes:
+    """Return the filter for code with or without namespaces."""
     machine = machine or platform.machine()
     code: list[Instruction] = [
         (_LOAD, 0, 0, 4),
@@ -75,23 +74,23 @@ def program(apart: bool, machine: str | None = None) -> bytes:
         (_AT_LEAST, 0, 1, X32_BIT),
         (_RETURN, 0, 0, DENY),
     ]
-    for number, block in _checked(machine, apart):
+    for number, block in _argument_checks(machine, namespaces):
         code += [(_EQUAL, 0, len(block), number), *block]
-    allowed = numbers(_TABLE, machine) + (numbers(_APART, machine) if apart else [])
+    allowed = numbers(_TABLE, machine) + (numbers(_WITH_NAMESPACES, machine) if namespaces else [])
     code += _search(_segments(sorted(allowed)))
     return b"".join(struct.pack("HBBI", *instruction) for instruction in code)
 
 
 def numbers(table: str, machine: str) -> list[int]:
-    """The numbers in one of the tables above."""
+    """Return the system call numbers in one of the tables above."""
     column = 1 if machine == "x86_64" else 2
     found = [entry.split()[column] for entry in table.split(",")]
     return [int(number) for number in found if number != "-"]
 
 
-def _checked(machine: str, apart: bool) -> list[tuple[int, list[Instruction]]]:
-    names = [entry.split()[0] for entry in _CHECKED.split(",")]
-    number = dict(zip(names, numbers(_CHECKED, machine), strict=True))
+def _argument_checks(machine: str, namespaces: bool) -> list[tuple[int, list[Instruction]]]:
+    names = [entry.split()[0] for entry in _ARGUMENT_CHECKED.split(",")]
+    number = dict(zip(names, numbers(_ARGUMENT_CHECKED, machine), strict=True))
     thread: list[Instruction] = [
         (_LOAD, 0, 0, 16),
         (_AND, 0, 0, _THREAD | _NEW_NAMESPACES),
@@ -104,7 +103,7 @@ def _checked(machine: str, apart: bool) -> list[tuple[int, list[Instruction]]]:
         (_EQUAL, 0, 4, 1),  # AF_UNIX
         (_LOAD, 0, 0, 24),
         (_AND, 0, 0, 0xF),
-        (_EQUAL, 0, 1, 1),  # SOCK_STREAM: never sends to anyone but its twin
+        (_EQUAL, 0, 1, 1),  # SOCK_STREAM: reaches only its peer
         (_RETURN, 0, 0, ALLOW),
         (_RETURN, 0, 0, DENY),
     ]
@@ -119,18 +118,18 @@ def _checked(machine: str, apart: bool) -> list[tuple[int, list[Instruction]]]:
         (number["fcntl"], _one_of(1, _FCNTL)),
         (number["ioctl"], _one_of(1, _IOCTL)),
         (number["prctl"], _one_of(0, _PRCTL)),
-        (number["prlimit64"], _one_of(0, (0,))),  # its own limits only
-        (number["clone"], thread if apart else [(_RETURN, 0, 0, DENY)]),
-        (number["clone3"], [(_RETURN, 0, 0, ABSENT)]),  # its flags cannot be seen; the C library then uses clone
+        (number["prlimit64"], _one_of(0, (0,))),  # only its own limits
+        (number["clone"], thread if namespaces else [(_RETURN, 0, 0, DENY)]),
+        (number["clone3"], [(_RETURN, 0, 0, ABSENT)]),  # its flags cannot be checked; the C library falls back to clone
         (number["socketpair"], pair),
         (number["sendto"], _null(4)),
         (number["recvfrom"], _null(4)),
-        (number["mmap"], [(_RETURN, 0, 0, ALLOW)] if apart else mapping),
+        (number["mmap"], [(_RETURN, 0, 0, ALLOW)] if namespaces else mapping),
     ]
 
 
 def _one_of(argument: int, values: Sequence[int]) -> list[Instruction]:
-    """Allow if the low half of an argument is one of the values."""
+    """Allow if the lower 32 bits of an argument are one of the values."""
     tests: list[Instruction] = [(_EQUAL, len(values) - i, 0, value) for i, value in enumerate(values)]
     return [(_LOAD, 0, 0, 16 + 8 * argument), *tests, (_RETURN, 0, 0, DENY), (_RETURN, 0, 0, ALLOW)]
 
@@ -148,7 +147,7 @@ def _null(argument: int) -> list[Instruction]:
 
 
 def _segments(allowed: Sequence[int]) -> list[tuple[int, int]]:
-    """(first number, action) of every stretch with one action, from 0 on."""
+    """Return (first number, action) of every range of numbers with the same action, from 0 on."""
     segments = [(0, ALLOW if 0 in allowed else DENY)]
     for number in range(1, allowed[-1] + 2):
         action = ALLOW if number in allowed else DENY
@@ -158,11 +157,11 @@ def _segments(allowed: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _search(segments: Sequence[tuple[int, int]]) -> list[Instruction]:
-    """A binary search for the stretch that holds the call's number."""
+    """Return a binary search for the range that holds the call's number."""
     if len(segments) == 1:
         return [(_RETURN, 0, 0, segments[0][1])]
     middle = len(segments) // 2
     left, right = _search(segments[:middle]), _search(segments[middle:])
     if len(left) > 255:
-        raise ValueError("too many stretches for one jump")
+        raise ValueError("too many ranges for one jump")
     return [(_AT_LEAST, len(left), 0, segments[middle][0]), *left, *right]

@@ -1,4 +1,4 @@
-"""The walls one by one: emptying scratch, counting what is on disk, and the list of system calls, executed here."""
+"""Parts of the isolation: clearing scratch, monitoring the disk, and the list of system calls, interpreted here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from arpo.tools.sandbox import seccomp, walls
+from arpo.tools.sandbox import isolation, scratch, seccomp
 
 
 def test_wiping_follows_no_link_and_stops_at_nothing(tmp_path: Path) -> None:
@@ -38,47 +38,47 @@ def test_wiping_follows_no_link_and_stops_at_nothing(tmp_path: Path) -> None:
         here = below
     os.close(here)
     folder.chmod(0)
-    walls.wipe(str(folder))
+    scratch.clear(str(folder))
     assert list(folder.iterdir()) == []
     assert [path.name for path in outside.iterdir()] == ["kept"]
-    walls.remove(str(folder))
-    walls.remove(str(folder))
+    scratch.remove(str(folder))
+    scratch.remove(str(folder))
     assert not folder.exists()
 
 
 def test_what_is_put_on_disk_is_counted(tmp_path: Path) -> None:
-    disk = walls.Disk(str(tmp_path), 1 << 20, os.getpid())
+    disk = scratch.DiskMonitor(str(tmp_path), 1 << 20, os.getpid())
     disk.limit = 1 << 40
-    assert not disk.overfull()  # what this process has ever written does not matter below
-    disk.limit, allowed = 1 << 20, walls.MAX_WRITTEN
+    assert not disk.exceeded()  # what this process has ever written does not matter below
+    disk.limit, allowed = 1 << 20, scratch.MAX_WRITTEN
     try:
-        walls.MAX_WRITTEN = 1 << 40
+        scratch.MAX_WRITTEN = 1 << 40
         (tmp_path / "a").mkdir()
         (tmp_path / "a" / "file").write_bytes(b"x" * 500_000)
-        assert not disk.overfull()
+        assert not disk.exceeded()
         (tmp_path / "more").write_bytes(b"x" * 600_000)
-        assert disk.overfull()
+        assert disk.exceeded()
         (tmp_path / "more").unlink()
-        assert not disk.overfull()
-        deep = tmp_path / "/".join("d" * walls.MAX_DEPTH)
+        assert not disk.exceeded()
+        deep = tmp_path / "/".join("d" * scratch.MAX_DEPTH)
         deep.mkdir(parents=True)
-        assert not disk.overfull()
+        assert not disk.exceeded()
         (deep / "deeper").mkdir()
-        assert disk.overfull()
+        assert disk.exceeded()
         shutil.rmtree(tmp_path / "d")
-        for number in range(walls.ON_DISK - 2):
+        for number in range(scratch.MAX_FILES - 2):
             (tmp_path / f"link{number}").symlink_to("x")
-        assert not disk.overfull()
+        assert not disk.exceeded()
         (tmp_path / "one more").symlink_to("x")
-        assert disk.overfull()
+        assert disk.exceeded()
         (tmp_path / "one more").unlink()
         (tmp_path / "link0").unlink()
         (tmp_path / "way").symlink_to("/usr")
-        assert not disk.overfull()
-        walls.MAX_WRITTEN = 0
-        assert disk.overfull()
+        assert not disk.exceeded()
+        scratch.MAX_WRITTEN = 0
+        assert disk.exceeded()
     finally:
-        walls.MAX_WRITTEN = allowed
+        scratch.MAX_WRITTEN = allowed
         disk.close()
 
 
@@ -106,16 +106,16 @@ def decided(program: bytes, machine: str, number: int, *arguments: int, arch: in
             return int(operand)
 
 
-FILTERS = [(machine, apart) for machine in seccomp.AUDIT_ARCH for apart in (True, False)]
+FILTERS = [(machine, namespaces) for machine in seccomp.AUDIT_ARCH for namespaces in (True, False)]
 
 
-@pytest.mark.parametrize(("machine", "apart"), FILTERS)
-def test_the_filter_allows_what_the_tables_name(machine: str, apart: bool) -> None:
-    program = seccomp.program(apart, machine)
+@pytest.mark.parametrize(("machine", "namespaces"), FILTERS)
+def test_the_filter_allows_what_the_tables_name(machine: str, namespaces: bool) -> None:
+    program = seccomp.program(namespaces, machine)
     assert len(program) // 8 < 4096
-    checked = set(seccomp.numbers(seccomp._CHECKED, machine))
+    checked = set(seccomp.numbers(seccomp._ARGUMENT_CHECKED, machine))
     allowed = set(seccomp.numbers(seccomp._TABLE, machine))
-    allowed |= set(seccomp.numbers(seccomp._APART, machine)) if apart else set()
+    allowed |= set(seccomp.numbers(seccomp._WITH_NAMESPACES, machine)) if namespaces else set()
     assert len(allowed) > 90
     assert not allowed & checked
     for number in set(range(600)) - checked:
@@ -131,11 +131,11 @@ def test_the_filter_allows_what_the_tables_name(machine: str, apart: bool) -> No
         assert {decided(program, machine, number, arch=arch or 1) for number in range(600)} == {seccomp.KILL}
 
 
-@pytest.mark.parametrize(("machine", "apart"), FILTERS)
-def test_the_filter_looks_at_arguments(machine: str, apart: bool) -> None:
-    program = seccomp.program(apart, machine)
-    names = [entry.split()[0] for entry in seccomp._CHECKED.split(",")]
-    number = dict(zip(names, seccomp.numbers(seccomp._CHECKED, machine), strict=True))
+@pytest.mark.parametrize(("machine", "namespaces"), FILTERS)
+def test_the_filter_looks_at_arguments(machine: str, namespaces: bool) -> None:
+    program = seccomp.program(namespaces, machine)
+    names = [entry.split()[0] for entry in seccomp._ARGUMENT_CHECKED.split(",")]
+    number = dict(zip(names, seccomp.numbers(seccomp._ARGUMENT_CHECKED, machine), strict=True))
 
     def allowed(name: str, *arguments: int) -> bool:
         return decided(program, machine, number[name], *arguments) == seccomp.ALLOW
@@ -158,8 +158,8 @@ def test_the_filter_looks_at_arguments(machine: str, apart: bool) -> None:
     assert not allowed("socketpair", 1, 2 | 0o2000000)
     assert decided(program, machine, number["clone3"]) == seccomp.ABSENT
     thread = 0x3D0F00
-    assert allowed("clone", thread) is apart
-    assert allowed("clone", thread | high) is apart
+    assert allowed("clone", thread) is namespaces
+    assert allowed("clone", thread | high) is namespaces
     for flags in (0, 17, 0x100, 0x4111, *(1 << bit for bit in range(32) if bit != 16)):
         assert not allowed("clone", flags), hex(flags)
     for flag in (0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000):
@@ -169,7 +169,7 @@ def test_the_filter_looks_at_arguments(machine: str, apart: bool) -> None:
     assert allowed("mmap", 0, 4096, 3, private | anonymous)
     assert allowed("mmap", 0, 4096, 3, shared | anonymous)
     for kind in (shared, shared_checked, shared | 0x4000):
-        assert allowed("mmap", 0, 4096, 1, kind, 3) is apart
+        assert allowed("mmap", 0, 4096, 1, kind, 3) is namespaces
 
 
 def test_the_filter_of_this_machine_is_installed_whole() -> None:
@@ -179,6 +179,6 @@ def test_the_filter_of_this_machine_is_installed_whole() -> None:
 
 
 def test_scratch_hides_nothing_that_is_to_be_read() -> None:
-    assert walls.scratch_place(["/usr/lib", "/home/me/tmp/lib", "/tmpfs/lib"]) == "/tmp"
-    assert walls.scratch_place(["/usr/lib", "/tmp/venv/lib"]) == "/scratch"
-    assert walls.scratch_place(["/tmp"]) == "/scratch"
+    assert isolation.scratch_dir(["/usr/lib", "/home/me/tmp/lib", "/tmpfs/lib"]) == "/tmp"
+    assert isolation.scratch_dir(["/usr/lib", "/tmp/venv/lib"]) == "/scratch"
+    assert isolation.scratch_dir(["/tmp"]) == "/scratch"

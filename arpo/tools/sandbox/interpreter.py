@@ -1,7 +1,7 @@
-"""Running one piece of code as a script or as a notebook cell, in a process that is already shut in.
+"""Runs one piece of code, as a script or as a notebook cell, in a process that is already confined.
 
-A notebook cell shows the value of its last expression. What went wrong is told in few lines: the frames that the code
-itself wrote, and the error. The process ends here: `run` does not return.
+A notebook cell prints the value of its last expression. A traceback shows only the frames of the code itself. The
+process ends here: `run` does not return.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import traceback
 import types
 from typing import NoReturn
 
-NAME = "<python>"
+FILENAME = "<python>"
 OK, ERROR, MEMORY = 0, 1, 91  # exit codes
 MAX_FRAMES = 6
 
 
 def run(code: bytes, show_last: bool) -> NoReturn:
-    """Run the code, say on stderr what went wrong, and end the process."""
+    """Run the code, print its error to stderr, and exit."""
     status = ERROR
     try:
         status = _run(code, show_last)
@@ -31,7 +31,7 @@ def run(code: bytes, show_last: bool) -> NoReturn:
     except MemoryError:
         status = MEMORY
     except BaseException as error:
-        status = _told(error)
+        status = _report(error)
     for stream in (sys.stdout, sys.__stdout__, sys.stderr):
         with contextlib.suppress(BaseException):  # the code may have closed or replaced it
             stream.flush()  # type: ignore[union-attr]
@@ -41,28 +41,25 @@ def run(code: bytes, show_last: bool) -> NoReturn:
 def _run(code: bytes, show_last: bool) -> int:
     try:
         text = code.decode().removeprefix("\ufeff")
-        linecache.cache[NAME] = (len(text), None, text.splitlines(True), NAME)
+        linecache.cache[FILENAME] = (len(text), None, text.splitlines(True), FILENAME)
         module = types.ModuleType("__main__")
         module.__dict__["__builtins__"] = builtins
         sys.modules["__main__"] = module
         sys.argv = [""]
-        tree = ast.parse(text, NAME)
+        tree = ast.parse(text, FILENAME)
         last = tree.body.pop() if show_last and tree.body and isinstance(tree.body[-1], ast.Expr) else None
-        exec(compile(tree, NAME, "exec", dont_inherit=True), module.__dict__)
+        exec(compile(tree, FILENAME, "exec", dont_inherit=True), module.__dict__)
         if isinstance(last, ast.Expr):
-            _show(eval(compile(ast.Expression(last.value), NAME, "eval", dont_inherit=True), module.__dict__))
+            value = eval(compile(ast.Expression(last.value), FILENAME, "eval", dont_inherit=True), module.__dict__)
+            if value is not None:
+                print(repr(value))
         return OK
     except MemoryError:
         return MEMORY
-    except SystemExit as leaving:
-        return _exit_code(leaving.code)
+    except SystemExit as exiting:
+        return _exit_code(exiting.code)
     except BaseException as error:
-        return _told(error)
-
-
-def _show(value: object) -> None:
-    if value is not None:
-        print(repr(value))
+        return _report(error)
 
 
 def _exit_code(code: object) -> int:
@@ -72,8 +69,8 @@ def _exit_code(code: object) -> int:
     return ERROR
 
 
-def _told(error: BaseException) -> int:
-    """Print the error; even printing it is the code's own doing, and may fail."""
+def _report(error: BaseException) -> int:
+    """Print the error; that can run the code's own methods, and fail."""
     try:
         sys.stderr.write(short_traceback(error))
     except MemoryError:
@@ -84,15 +81,15 @@ def _told(error: BaseException) -> int:
 
 
 def short_traceback(error: BaseException) -> str:
-    """The frames of the code itself, a few at most, and the error; for wrong syntax, the place."""
+    """Format an error with the frames of the code itself, a few at most; a syntax error with its position."""
     lines = traceback.format_exception_only(error)
     if isinstance(error, SyntaxError):
-        return "".join(line.replace(f'File "{NAME}", ', "") for line in lines)
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == NAME]
-    left_out = len(frames) - MAX_FRAMES
-    if left_out > 0:
+        return "".join(line.replace(f'File "{FILENAME}", ', "") for line in lines)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == FILENAME]
+    omitted = len(frames) - MAX_FRAMES
+    if omitted > 0:
         frames = frames[: MAX_FRAMES // 2] + frames[-MAX_FRAMES // 2 :]
-    told = [f"  line {frame.lineno}, in {frame.name}\n    {frame.line}\n" for frame in frames]
-    if left_out > 0:
-        told.insert(MAX_FRAMES // 2, f"  ... {left_out} more ...\n")
-    return "".join(["Traceback (most recent call last):\n", *told, *lines])
+    shown = [f"  line {frame.lineno}, in {frame.name}\n    {frame.line}\n" for frame in frames]
+    if omitted > 0:
+        shown.insert(MAX_FRAMES // 2, f"  ... {omitted} more ...\n")
+    return "".join(["Traceback (most recent call last):\n", *shown, *lines])

@@ -1,4 +1,4 @@
-"""The few Linux calls that Python does not offer, each raising OSError with its own name when it fails."""
+"""Linux system calls that Python does not offer; each raises OSError with its own name."""
 
 from __future__ import annotations
 
@@ -7,14 +7,8 @@ import os
 import platform
 import struct
 
-NEW_MOUNT, NEW_UTS, NEW_IPC, NEW_USER, NEW_PID, NEW_NET = (
-    0x00020000,
-    0x04000000,
-    0x08000000,
-    0x10000000,
-    0x20000000,
-    0x40000000,
-)
+NEW_MOUNT, NEW_UTS, NEW_IPC = 0x00020000, 0x04000000, 0x08000000
+NEW_USER, NEW_PID, NEW_NET = 0x10000000, 0x20000000, 0x40000000
 MS_READONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
 MS_REMOUNT, MS_BIND, MS_RECURSIVE, MS_PRIVATE = 32, 4096, 16384, 1 << 18
 _ATTR = {MS_READONLY: 1, MS_NOSUID: 2, MS_NODEV: 4, MS_NOEXEC: 8}
@@ -32,10 +26,10 @@ _SYS = {
 _libc = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
 
-# Landlock: rights on files by the version of its interface that brought them
+# Landlock: all rights on files, by version of its interface
 LANDLOCK_ALL = {1: 0x1FFF, 2: 0x3FFF, 3: 0x7FFF, 4: 0x7FFF, 5: 0xFFFF}
-LANDLOCK_READ = 0x4 | 0x8  # read files (also needed to map a library), list folders
-LANDLOCK_FILE = 0x1 | 0x2 | 0x4 | 0x4000 | 0x8000  # what can be granted on something that is not a folder
+LANDLOCK_READ = 0x4 | 0x8  # read files (also needed to map a library), list directories
+LANDLOCK_FILE = 0x1 | 0x2 | 0x4 | 0x4000 | 0x8000  # what can be granted on something that is not a directory
 
 
 def _check(result: int, what: str) -> int:
@@ -50,7 +44,7 @@ def _syscall(name: str, *args: object) -> int:
 
 
 def unshare(flags: int) -> None:
-    """Leave the namespaces named by `flags` for new ones."""
+    """Move to new namespaces of the kinds in `flags`."""
     _check(_libc.unshare(ctypes.c_int(flags)), "unshare")
 
 
@@ -69,7 +63,7 @@ def mount(source: str, target: str, kind: str | None, flags: int, options: str =
 
 
 def bind(source: str, target: str, flags: int) -> None:
-    """Show `source` at `target`, with everything mounted below it, under `flags` (MS_READONLY...)."""
+    """Bind-mount `source` at `target`, recursively, with `flags` (MS_READONLY...)."""
     mount(source, target, None, MS_BIND | MS_RECURSIVE)
     attributes = sum(bit for flag, bit in _ATTR.items() if flags & flag)
     setting = struct.pack("QQQQ", attributes, 0, 0, 0)
@@ -78,12 +72,12 @@ def bind(source: str, target: str, flags: int) -> None:
     except OSError as error:
         if error.errno != 38:  # ENOSYS: before Linux 5.12
             raise
-        kept = os.statvfs(target).f_flag & (MS_READONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC)
-        mount("none", target, None, MS_REMOUNT | MS_BIND | flags | kept)
+        present = os.statvfs(target).f_flag & (MS_READONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC)
+        mount("none", target, None, MS_REMOUNT | MS_BIND | flags | present)
 
 
 def pivot_to(root: str) -> None:
-    """Make `root` the root folder, and forget all that lies outside."""
+    """Make `root` the root directory and unmount the old one."""
     os.chdir(root)
     _syscall("pivot_root", b".", b".")
     _check(_libc.umount2(b".", ctypes.c_int(_DETACH)), "umount")
@@ -97,37 +91,37 @@ def drop_capabilities() -> None:
 
 
 def no_new_privileges() -> None:
-    """Nothing executed from here on can gain rights; needed by Landlock and seccomp."""
+    """Prevent all programs executed from now on from gaining privileges; Landlock and seccomp need it."""
     _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl")
 
 
 def die_with_parent() -> None:
-    """Be killed when the parent ends."""
+    """Have the kernel kill this process when its parent ends."""
     _check(_libc.prctl(_PR_SET_PDEATHSIG, 9, 0, 0, 0), "prctl")
 
 
-def let_look_in(allowed: bool) -> None:
-    """Whether processes of the same user may look into this one by /proc."""
+def set_dumpable(allowed: bool) -> None:
+    """Set whether processes of the same user may read this one through /proc."""
     _check(_libc.prctl(_PR_SET_DUMPABLE, int(allowed), 0, 0, 0), "prctl")
 
 
 def install_filter(program: bytes) -> None:
-    """Install a seccomp filter on this process and all it starts."""
+    """Install a seccomp filter for this process and its children."""
     buffer = ctypes.create_string_buffer(program, len(program))
-    described = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(buffer))
-    _syscall("seccomp", 1, 0, described)
+    sock_fprog = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(buffer))
+    _syscall("seccomp", 1, 0, sock_fprog)
 
 
 def landlock_version() -> int:
-    """The version of Landlock's interface; 0 if the kernel has none."""
+    """Return the version of Landlock's interface; 0 if there is none."""
     try:
         return _syscall("landlock_create_ruleset", None, ctypes.c_size_t(0), 1)
     except OSError:
         return 0
 
 
-def landlock_rules(readable: list[str], writable: list[str]) -> int:
-    """A ruleset (a descriptor): what is not named can be neither read nor written, and there is no network."""
+def landlock_ruleset(readable: list[str], writable: list[str]) -> int:
+    """Return the descriptor of a ruleset that denies all other files, and the network."""
     version = landlock_version()
     every = LANDLOCK_ALL[min(version, 5)]
     attributes = struct.pack("QQQ", every, 3 if version >= 4 else 0, 3 if version >= 6 else 0)
@@ -144,5 +138,5 @@ def landlock_rules(readable: list[str], writable: list[str]) -> int:
 
 
 def landlock_apply(ruleset: int) -> None:
-    """Restrict this process, and all it starts, to the ruleset."""
+    """Restrict this process and its children to the ruleset."""
     _syscall("landlock_restrict_self", ruleset, 0)
