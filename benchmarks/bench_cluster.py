@@ -23,7 +23,7 @@ from arpo.cli import main as cli
 from arpo.cluster.connect import on_cluster
 from arpo.cluster.sampler import Pool
 from arpo.config.loading import load_config
-from arpo.runs.run_dir import open_run as read_run
+from arpo.runs.run_dir import open_run_dir as read_run
 from arpo.training.loop import open_run, train
 
 TOOL = '''

@@ -29,7 +29,7 @@ from arpo.plan.hardware import measure
 from arpo.plan.load import load_of_run, turn_spread
 from arpo.plan.planner import Planner, Setup
 from arpo.plan.shape import find_shape
-from arpo.runs.run_dir import open_run
+from arpo.runs.run_dir import open_run_dir
 from arpo.training import loop as training
 
 
@@ -51,7 +51,7 @@ def main() -> None:
         print(f"{asdict(hardware)}", file=sys.stderr)
         with training.open_run(config, False) as run:
             asyncio.run(training.train(run))
-        log = open_run(directory)
+        log = open_run_dir(directory)
         records, spread = log.read_metrics()[1:], turn_spread(log)
     load = load_of_run(config, records, spread)
     load = fit(load, sum(r["branches"] for r in records) / sum(r["questions"] for r in records))

@@ -26,7 +26,7 @@ from statistics import median
 from typing import Any
 
 from arpo.config.loading import load_config
-from arpo.runs.run_dir import RunDir, create
+from arpo.runs.run_dir import RunDir, create_run_dir
 from arpo.types import (
     Credit,
     Decision,
@@ -74,7 +74,7 @@ def make_run(directory: Path, options: argparse.Namespace) -> None:
     """A run with the shape that is asked for."""
     rng = random.Random(0)
     trees = [score_tree(rng, make_tree(rng, number, options)) for number in range(options.prompts)]
-    with create(directory, load_config(None, [f"run.dir={directory}"]).resolved()) as log:
+    with create_run_dir(directory, load_config(None, [f"run.dir={directory}"]).resolved()) as log:
         log.write_trees(1, trees)
         data, index = log.tree_files(1)
         for step in range(1, options.steps + 1):
@@ -103,7 +103,7 @@ def add_record(log: RunDir, rng: random.Random, step: int) -> None:
         "total_tokens": 150_000,
         "trajectories": 512,
     }
-    log.append(step, values | ({"test_accuracy": rng.random()} if step % 100 == 50 else {}))
+    log.append_metrics(step, values | ({"test_accuracy": rng.random()} if step % 100 == 50 else {}))
 
 
 def make_tree(rng: random.Random, number: int, options: argparse.Namespace) -> RolloutTree:

@@ -11,7 +11,7 @@ from arpo.config.loading import load_config
 from arpo.config.schema import Config
 from arpo.errors import ArpoError
 from arpo.models.resolve import checkpoint_model_settings
-from arpo.runs.run_dir import is_run, open_run
+from arpo.runs.run_dir import is_run_dir, open_run_dir
 from arpo.training.interrupt import run_async as run_async
 
 Overrides = Annotated[list[str] | None, typer.Argument(help="settings as key=value, like train.steps=50")]
@@ -21,7 +21,7 @@ def config_of(target: Path, overrides: list[str]) -> Config:
     """The settings in a TOML file, or those of a run with its last checkpoint as the model."""
     if not target.is_dir():
         return load_config(target, overrides)
-    log = open_run(target)
+    log = open_run_dir(target)
     checkpoint = log.latest_checkpoint()
     if checkpoint is None:
         raise ArpoError(f"{target} has no checkpoint yet")
@@ -32,6 +32,6 @@ def config_of(target: Path, overrides: list[str]) -> Config:
 def model_config(model: str, overrides: list[str]) -> Config:
     """The settings that `arpo chat`, `arpo entropy` and `arpo eval --benchmarks` mean by MODEL."""
     path = Path(model).expanduser()
-    if path.suffix == ".toml" or is_run(path):
+    if path.suffix == ".toml" or is_run_dir(path):
         return config_of(path, overrides)
     return load_config(None, [f"model.path={model}", *overrides])

@@ -14,7 +14,7 @@ from arpo.cli.base import Overrides
 from arpo.cli.display import console
 from arpo.config.loading import load_config
 from arpo.errors import ArpoError
-from arpo.runs.run_dir import CONFIG, is_run, open_run
+from arpo.runs.run_dir import CONFIG_FILE, is_run_dir, open_run_dir
 
 
 def plan(
@@ -39,8 +39,8 @@ def plan(
     from arpo.plan.planner import Planner, Setup
     from arpo.plan.shape import find_shape
 
-    own_run = is_run(target)
-    config = load_config(target / CONFIG if own_run else target, overrides or [])
+    own_run = is_run_dir(target)
+    config = load_config(target / CONFIG_FILE if own_run else target, overrides or [])
     shape = find_shape(model or config.model.path)
     load, sources, records = _load(config, source or (target if own_run else None), assume or [])
     hardware = find_hardware(gpu, shape.width, shape.inner)
@@ -69,9 +69,9 @@ def _load(config: Any, source: Path | None, given: Sequence[str]) -> tuple[Any, 
     if source is None:
         load = guess_load(config)
     else:
-        if not is_run(source):
+        if not is_run_dir(source):
             raise ArpoError(f"--from: {source} is not a run (a directory with config.json and metrics.jsonl)")
-        log = open_run(source)
+        log = open_run_dir(source)
         records, spread = log.read_metrics(), turn_spread(log)
         load = load_of_run(config, records, spread)
         branches = sum(r["branches"] for r in records) / sum(r["questions"] for r in records)

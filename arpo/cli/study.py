@@ -12,7 +12,7 @@ import typer
 from arpo.cli.base import Overrides, model_config, run_async
 from arpo.cli.display import console, print_table, progress_bar
 from arpo.errors import ArpoError
-from arpo.runs.run_dir import is_run
+from arpo.runs.run_dir import is_run_dir
 
 ALGORITHMS = "presets or TOML files, like arpo,grpo,mine.toml; an unknown name lists the presets"
 
@@ -98,12 +98,12 @@ def entropy(
 ) -> None:
     """Where a model is unsure: entropy at the start and after tool results, and what branching made of it."""
     given, path = overrides or [], Path(target).expanduser()
-    fresh = sample or not is_run(path)
+    fresh = sample or not is_run_dir(path)
     if fresh and steps is not None:
         raise ArpoError("--steps goes with the saved trees of a run, and not with --sample")
     if not fresh and (given or questions is not None):
         raise ArpoError("settings and --questions are for new trees: add --sample")
-    questionless = path.suffix != ".toml" and not is_run(path) and target != "tiny"
+    questionless = path.suffix != ".toml" and not is_run_dir(path) and target != "tiny"
     if questionless and not any(each.startswith("data.") for each in given):
         raise ArpoError(
             f"{target} is no run and no TOML file, and a model alone has no questions: name some with data.test=... or "

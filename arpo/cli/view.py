@@ -15,7 +15,7 @@ from rich.text import Text
 
 from arpo.cli.display import console, print_trajectory, print_tree, printable
 from arpo.errors import ArpoError
-from arpo.runs.run_dir import CONFIG, RunDir, is_run, open_run
+from arpo.runs.run_dir import CONFIG_FILE, RunDir, is_run_dir, open_run_dir
 
 PLACE = "a folder of runs, a run or a comparison"
 SCREENS = ("DISPLAY", "WAYLAND_DISPLAY")  # without one, a browser would take over the terminal
@@ -76,7 +76,7 @@ def show(
     list_: Annotated[bool, typer.Option("--list", help="a table of the step's questions instead")] = False,
 ) -> None:
     """Show a tree that training saved: every decision, tool call, reward and advantage."""
-    log = open_run(_the_run(run.expanduser()))
+    log = open_run_dir(_the_run(run.expanduser()))
     step = _the_step(log, step)
     entries = log.tree_index(step)
     if list_:
@@ -104,13 +104,15 @@ def show(
 
 def _the_run(directory: Path) -> Path:
     """The directory, if it holds a run; else whoever gave it is told of the runs inside."""
-    if is_run(directory):
+    if is_run_dir(directory):
         return directory
-    inside = sorted(found.parent for depth in ("*", "*/*", "*/*/*") for found in directory.glob(f"{depth}/{CONFIG}"))
-    runs = [str(found) for found in inside if is_run(found)]
+    inside = sorted(
+        found.parent for depth in ("*", "*/*", "*/*/*") for found in directory.glob(f"{depth}/{CONFIG_FILE}")
+    )
+    runs = [str(found) for found in inside if is_run_dir(found)]
     more = f" and {len(runs) - 10} more" if len(runs) > 10 else ""
     hint = f"; runs in it: {', '.join(runs[:10])}{more}" if runs else ""
-    raise ArpoError(f"{directory}: not a run (it has no {CONFIG} of one){hint}")
+    raise ArpoError(f"{directory}: not a run (it has no {CONFIG_FILE} of one){hint}")
 
 
 def _the_step(log: RunDir, wanted: int | None) -> int:

@@ -17,12 +17,12 @@ from arpo.errors import ArpoError
 from arpo.models.load import load_model
 from arpo.models.resolve import ADAPTER_CONFIG, resolve_model
 from arpo.models.save import save_pretrained
-from arpo.runs.run_dir import open_run
+from arpo.runs.run_dir import open_run_dir
 
 
 def export_model(run: Path, directory: Path, step: int | None = None) -> int:
     """Write the model of this step's checkpoint (default: the last) to a new directory; return the step."""
-    log = open_run(run)
+    log = open_run_dir(run)
     steps = log.checkpoint_steps()
     if not steps:
         raise ArpoError(f"{run} has no checkpoint yet")

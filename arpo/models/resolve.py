@@ -12,7 +12,7 @@ from arpo.config.loading import config_from_resolved
 from arpo.config.schema import Config, Model
 from arpo.data.plugin import Progress, model_plugin
 from arpo.errors import ArpoError
-from arpo.runs.run_dir import is_run, open_run
+from arpo.runs.run_dir import is_run_dir, open_run_dir
 
 ADAPTER_CONFIG = "adapter_config.json"
 
@@ -42,9 +42,9 @@ def checkpoint_model_settings(directory: Path) -> dict[str, str | None]:
 def _resolve_run(model: Model) -> Model:
     """Replace the path of a run by that of its last checkpoint; an adapter comes with the base it was trained on."""
     directory = Path(model.path).expanduser()
-    if not is_run(directory):
+    if not is_run_dir(directory):
         return model
-    log = open_run(directory)
+    log = open_run_dir(directory)
     checkpoint = log.latest_checkpoint()
     if checkpoint is None:
         raise ArpoError(f"model.path: the run {model.path!r} has no checkpoint yet")

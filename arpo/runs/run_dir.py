@@ -33,7 +33,7 @@ from arpo.runs.locks import LOCK, take_lock
 from arpo.runs.trees import TreeEntry, pack_trees, unpack_tree
 from arpo.types import ScoredTree
 
-CONFIG, METRICS = "config.json", "metrics.jsonl"
+CONFIG_FILE, METRICS_FILE = "config.json", "metrics.jsonl"
 
 
 class Lines(NamedTuple):
@@ -45,7 +45,7 @@ class Lines(NamedTuple):
 
 
 class RunDir:
-    """One run directory; made by `create` and `open_run`. Only a log that holds the lock may write."""
+    """One run directory; made by `create_run_dir` and `open_run_dir`. Only a log that holds the lock may write."""
 
     def __init__(self, directory: Path, lock: IO[str] | None) -> None:
         self.directory = directory
@@ -65,45 +65,45 @@ class RunDir:
 
     def config(self) -> dict[str, Any]:
         """The resolved configuration, as the run was last started with it."""
-        return read_object(self.directory / CONFIG)
+        return read_json(self.directory / CONFIG_FILE)
 
-    def change_config(self, step: int, config: Mapping[str, Any]) -> None:
+    def update_config(self, step: int, config: Mapping[str, Any]) -> None:
         """From this step on the run has other settings; those before it are kept as config-until-STEP.json."""
-        self._must_hold_lock()
+        self._require_lock()
         write_atomically(self.directory / f"config-until-{_step_name(step)}.json", _dump(self.config()))
-        write_atomically(self.directory / CONFIG, _dump(config))
+        write_atomically(self.directory / CONFIG_FILE, _dump(config))
 
     # --- metrics
 
-    def append(self, step: int, values: Mapping[str, float | int | str]) -> None:
+    def append_metrics(self, step: int, values: Mapping[str, float | int | str]) -> None:
         """Add one record; NaN and infinity, which JSON lacks, become null."""
-        self._must_hold_lock()
+        self._require_lock()
         record = {"step": step, **values}
         if record["step"] != step:
             raise ValueError("`step` is not a metric")
         line = json.dumps({key: _finite(value) for key, value in record.items()}, allow_nan=False)
-        with (self.directory / METRICS).open("a", encoding="ascii") as file:
+        with (self.directory / METRICS_FILE).open("a", encoding="ascii") as file:
             file.write(line + "\n")
 
-    def amend(self, step: int, values: Mapping[str, float]) -> None:
+    def update_metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Add to the last record, which is that of this step."""
-        self._must_hold_lock()
+        self._require_lock()
         *before, last = self.read_metrics()
         if last["step"] != step:
             raise ValueError(f"the last record is that of step {last['step']}, not of step {step}")
         lines = [json.dumps(record) + "\n" for record in (*before, {**last, **values})]
-        write_atomically(self.directory / METRICS, "".join(lines).encode("ascii"))
+        write_atomically(self.directory / METRICS_FILE, "".join(lines).encode("ascii"))
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """All records; a last line that was cut off while being written is left out, any other damage is an error."""
-        path = self.directory / METRICS
+        path = self.directory / METRICS_FILE
         lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
         return [_parse_line(path, number, line) for number, line in enumerate(lines, 1)]
 
-    def follow_metrics(self, offset: int = 0) -> Lines:
+    def metrics_since(self, offset: int = 0) -> Lines:
         """The whole lines from this byte on; from the first one if no line of the file begins there."""
         try:
-            with (self.directory / METRICS).open("rb") as file:
+            with (self.directory / METRICS_FILE).open("rb") as file:
                 number = os.fstat(file.fileno()).st_ino
                 file.seek(max(0, offset - 1))
                 if offset > 0 and file.read(1) != b"\n":
@@ -117,7 +117,7 @@ class RunDir:
 
     def write_trees(self, step: int, trees: Sequence[ScoredTree]) -> None:
         """Write a step's scored trees; replaces older ones."""
-        self._must_hold_lock()
+        self._require_lock()
         content, entries = pack_trees(trees)
         data, index = self.tree_files(step)
         data.parent.mkdir(exist_ok=True)
@@ -135,7 +135,7 @@ class RunDir:
         if not path.exists():
             raise ArpoError(f"{self.directory}: holds no trees of step {step}")
         try:
-            return [TreeEntry(**entry) for entry in read_object(path)["trees"]]
+            return [TreeEntry(**entry) for entry in read_json(path)["trees"]]
         except (KeyError, TypeError) as error:
             raise ArpoError(f"{path}: damaged, cannot be read: {error}") from error
 
@@ -186,7 +186,7 @@ class RunDir:
     ) -> None:
         """Have `write` fill an empty folder, make it the step's checkpoint, then drop all but the `keep` newest and
         those of the steps in `spare`."""
-        self._must_hold_lock()
+        self._require_lock()
         if keep < 1:
             raise ValueError(f"keep is {keep}: the checkpoint just written would be dropped")
         final = self.checkpoint_path(step)
@@ -201,8 +201,8 @@ class RunDir:
         for folder, _, names in os.walk(temporary, topdown=False):
             for path in [*(Path(folder, name) for name in names), Path(folder)]:
                 _sync(path)
-        if (self.directory / METRICS).exists():
-            _sync(self.directory / METRICS)  # the records of a checkpointed step outlive a power cut as it does
+        if (self.directory / METRICS_FILE).exists():
+            _sync(self.directory / METRICS_FILE)  # the records of a checkpointed step outlive a power cut as it does
         temporary.rename(final)
         _sync(final.parent)
         _sync(self.directory)
@@ -211,9 +211,9 @@ class RunDir:
             if other not in spare:
                 self._drop_checkpoint(other)
 
-    def drop_checkpoints(self) -> None:
+    def delete_checkpoints(self) -> None:
         """Delete them all: of a run that is finished and only its numbers are wanted."""
-        self._must_hold_lock()
+        self._require_lock()
         for step in self.checkpoint_steps():
             self._drop_checkpoint(step)
 
@@ -223,26 +223,26 @@ class RunDir:
 
     # --- resuming
 
-    def rewind(self, step: int) -> None:
+    def roll_back(self, step: int) -> None:
         """Drop records, trees and checkpoints of later steps: what stays is what a run stopped at `step` has."""
-        self._must_hold_lock()
+        self._require_lock()
         for later in reversed([other for other in self.checkpoint_steps() if other > step]):
             self._drop_checkpoint(later)  # first, so that a crash below cannot leave a checkpoint without its records
         kept = [json.dumps(record) + "\n" for record in self.read_metrics() if record["step"] <= step]
-        write_atomically(self.directory / METRICS, "".join(kept).encode("ascii"))
+        write_atomically(self.directory / METRICS_FILE, "".join(kept).encode("ascii"))
         for path in sorted((self.directory / "trees").glob("step_*")):  # sorted: an index goes before its data
             if _step_of(path) > step:
                 path.unlink()
 
-    def set_aside(self, step: int) -> Path:
-        """Copy what `rewind` to this step would drop, but for checkpoints, and all records, to a run of its own."""
-        self._must_hold_lock()
+    def archive_after(self, step: int) -> Path:
+        """Copy what `roll_back` to this step would drop, but for checkpoints, and all records, to a run of its own."""
+        self._require_lock()
         names = (self.directory / f"collapsed-{number}" for number in count(1))
         final = next(path for path in names if not path.exists())
         temporary = self.directory / "collapsed.tmp"
         shutil.rmtree(temporary, ignore_errors=True)
         (temporary / "trees").mkdir(parents=True)
-        for name in (CONFIG, METRICS):
+        for name in (CONFIG_FILE, METRICS_FILE):
             if (self.directory / name).exists():
                 write_atomically(temporary / name, (self.directory / name).read_bytes())
         for path in (self.directory / "trees").glob("step_*"):
@@ -257,75 +257,75 @@ class RunDir:
     def tracker(self, name: str) -> tuple[str, int] | None:
         """What a tracker calls this run, and the last step that it was sent; None if it was sent nothing."""
         path = self._tracker_file(name)
-        known = read_object(path) if path.exists() else None
+        known = read_json(path) if path.exists() else None
         return (known["id"], known["step"]) if known else None
 
     def write_tracker(self, name: str, identity: str, step: int) -> None:
         """Remember that, through crash and rewind."""
-        self._must_hold_lock()
+        self._require_lock()
         write_atomically(self._tracker_file(name), _dump({"id": identity, "step": step}))
 
     def forget_tracker(self, name: str) -> None:
         """The next start of this tracker is a new one."""
-        self._must_hold_lock()
+        self._require_lock()
         self._tracker_file(name).unlink(missing_ok=True)
 
     def _tracker_file(self, name: str) -> Path:
         return self.directory / f"tracker_{name}.json"
 
-    def _must_hold_lock(self) -> None:
+    def _require_lock(self) -> None:
         if self._lock is None:
             raise RuntimeError(f"{self.directory} was opened for reading")
 
 
-def create(directory: Path, config: Mapping[str, Any]) -> RunDir:
+def create_run_dir(directory: Path, config: Mapping[str, Any]) -> RunDir:
     """Start a run in a new or empty directory and lock it."""
-    refuse_used(directory)
+    require_unused(directory)
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ArpoError(f"{directory}: cannot be made: {error.strerror}") from error
     log = RunDir(directory, take_lock(directory))
     try:
-        refuse_used(directory)  # another process may have been faster
-        write_atomically(directory / CONFIG, _dump(config))
+        require_unused(directory)  # another process may have been faster
+        write_atomically(directory / CONFIG_FILE, _dump(config))
     except BaseException:
         log.close()
         raise
     return log
 
 
-def open_run(directory: Path, write: bool = False) -> RunDir:
+def open_run_dir(directory: Path, write: bool = False) -> RunDir:
     """An existing run, to read or, with `write`, to go on with (takes the lock)."""
-    if not (directory / CONFIG).is_file():
-        raise ArpoError(f"{directory}: not a run (it has no {CONFIG})")
+    if not (directory / CONFIG_FILE).is_file():
+        raise ArpoError(f"{directory}: not a run (it has no {CONFIG_FILE})")
     if not write:
         return RunDir(directory, None)
     lock = take_lock(directory)
-    metrics = directory / METRICS
+    metrics = directory / METRICS_FILE
     if metrics.exists():  # what is appended must not join a line that was cut off
         os.truncate(metrics, metrics.read_bytes().rfind(b"\n") + 1)
     return RunDir(directory, lock)
 
 
-def is_run(directory: Path) -> bool:
+def is_run_dir(directory: Path) -> bool:
     """Whether a directory holds a run. Models keep a config.json too; that of a run has our settings in it."""
     try:
-        return "rollout" in json.loads((directory / CONFIG).read_bytes())
+        return "rollout" in json.loads((directory / CONFIG_FILE).read_bytes())
     except (OSError, ValueError, TypeError, RecursionError):
         return False
 
 
-def refuse_used(directory: Path) -> None:
+def require_unused(directory: Path) -> None:
     """Raise if a new run must not be made in `directory`."""
     if not directory.exists():
         return
     if not directory.is_dir():
         raise ArpoError(f"{directory}: is a file, expected a directory for the run")
     names = {path.name for path in directory.iterdir()}
-    if CONFIG in names:
+    if CONFIG_FILE in names:
         raise ArpoError(f"{directory}: already holds a run; go on with it (--resume) or choose another run.dir")
-    if names - {LOCK, CONFIG + ".tmp"}:  # these two are all that a crash in `create` can leave
+    if names - {LOCK, CONFIG_FILE + ".tmp"}:  # these two are all that a crash in `create_run_dir` can leave
         raise ArpoError(f"{directory}: is not empty and holds no run; choose another run.dir")
 
 
@@ -360,7 +360,7 @@ def _dump(value: Any) -> bytes:
     return (json.dumps(value, indent=2, allow_nan=False) + "\n").encode("ascii")
 
 
-def read_object(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     """The JSON object that a file holds."""
     return _parse_line(path, 1, path.read_bytes())
 

@@ -51,12 +51,12 @@ class CheckpointManager:
 
     def record(self, step: int, values: Mapping[str, float | int | str]) -> None:
         """Log a step that was done, here and wherever the run is tracked."""
-        self.log.append(step, values)
+        self.log.append_metrics(step, values)
         self.trackers.record(step, values)
 
     def amend(self, step: int, values: Mapping[str, float]) -> None:
         """Add to the last record, which is that of this step, here and wherever the run is tracked."""
-        self.log.amend(step, values)
+        self.log.update_metrics(step, values)
         self.trackers.amend(step, values)
 
     def save(self, step: int) -> None:
@@ -95,24 +95,24 @@ def open_directory(
     with ExitStack() as stack:
         log = stack.enter_context(_resume(directory, config, may_change, sign)) if resume else None
         if log is None:
-            run_dir.refuse_used(directory)
+            run_dir.require_unused(directory)
         checkpoint = log.latest_checkpoint() if log else None
         model = config.model.model_copy(update=checkpoint_model_settings(checkpoint[1]) if checkpoint else {})
         trainer = load(config.model_copy(update={"model": model}))
         step = load_checkpoint(trainer, checkpoint[1]) if checkpoint else 0
         if log is None:  # only now: a mistake in data or model leaves no run behind
-            log = stack.enter_context(run_dir.create(directory, config.resolved()))
-        log.rewind(step)
+            log = stack.enter_context(run_dir.create_run_dir(directory, config.resolved()))
+        log.roll_back(step)
         if [line for line in differences(log.config(), config.resolved()) if not line.startswith("run.dir:")]:
-            log.change_config(step, config.resolved())
+            log.update_config(step, config.resolved())
         trackers = stack.enter_context(closing(Trackers(config, log, step)))
         yield CheckpointManager(trainer, log, trackers, step, config.run.checkpoint_every, config.run.keep_checkpoints)
 
 
 def _resume(directory: Path, config: Config, may_change: tuple[str, ...], sign: str) -> RunDir:
-    if not run_dir.is_run(directory):
+    if not run_dir.is_run_dir(directory):
         raise ArpoError(f"{directory}: there is no run yet; leave out --resume to begin one")
-    log = run_dir.open_run(directory, write=True)
+    log = run_dir.open_run_dir(directory, write=True)
     try:
         begun = config_from_resolved(log.config()).resolved()  # with the defaults of settings that came later
         changed = [

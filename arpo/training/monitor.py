@@ -57,8 +57,8 @@ class CollapseMonitor:
     def _back(self, signs: Sequence[CollapseWarning]) -> Collapsed:
         log = self._keeper.log
         step = last_healthy(self._records, signs, log.checkpoint_steps())
-        aside = log.set_aside(step)
-        log.rewind(step)
+        aside = log.archive_after(step)
+        log.roll_back(step)
         where = (
             f"to step {step}, the last checkpoint without a sign" if step else "to the start, no checkpoint being older"
         )

@@ -20,7 +20,7 @@ from arpo.config.loading import changes, shareable
 from arpo.config.schema import Branching
 from arpo.errors import ArpoError
 from arpo.runs.locks import is_live
-from arpo.runs.run_dir import CONFIG, RunDir
+from arpo.runs.run_dir import CONFIG_FILE, RunDir
 from arpo.runs.trees import TreeEntry, describe, tree_to_json
 from arpo.types import Reward, RolloutTree, ScoredTree
 from arpo.viewer.folder import Folder, NotThere
@@ -47,7 +47,7 @@ def metrics(folder: Folder, run: str, after: int) -> dict[str, Any]:
 
     `file` changes when the run was taken back to an earlier step: then all is to be asked for again.
     """
-    lines = folder.open(run).follow_metrics(after)
+    lines = folder.open(run).metrics_since(after)
     found = [_record(line) for line in lines.content.split(b"\n")[:-1]]
     return {
         "records": [record for record in found if record is not None],
@@ -167,8 +167,8 @@ def _listed(folder: Folder, name: str) -> dict[str, Any] | None:
     try:
         log = folder.open(name)
         settings = log.config()
-        content = log.follow_metrics().content
-        started = (log.directory / CONFIG).stat().st_mtime
+        content = log.metrics_since().content
+        started = (log.directory / CONFIG_FILE).stat().st_mtime
     except (ArpoError, OSError):
         return None
     last, tested = _last_record(content, "step"), _last_record(content, "test_accuracy")

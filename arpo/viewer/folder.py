@@ -22,7 +22,7 @@ from typing import Any
 
 from arpo.errors import ArpoError
 from arpo.runs.locks import LOCK
-from arpo.runs.run_dir import CONFIG, METRICS, RunDir, is_run, open_run, read_object
+from arpo.runs.run_dir import CONFIG_FILE, METRICS_FILE, RunDir, is_run_dir, open_run_dir, read_json
 
 DEPTH = 8  # folders in folders that are searched
 RESULTS = "results.json"
@@ -64,15 +64,15 @@ class Folder:
     def open(self, name: str) -> RunDir:
         """The run with this id."""
         directory = self._find("run", name)
-        for part in (CONFIG, METRICS, LOCK, "trees"):
+        for part in (CONFIG_FILE, METRICS_FILE, LOCK, "trees"):
             self.check(directory / part)
-        return open_run(directory)
+        return open_run_dir(directory)
 
     def comparison(self, name: str) -> dict[str, Any]:
         """The results of the comparison with this id."""
         path = self._find("comparison", name)
         self.check(path)
-        return read_object(path)
+        return read_json(path)
 
     def check(self, path: Path) -> None:
         """Refuse a path that leads out of the folder."""
@@ -95,7 +95,7 @@ class Folder:
 
     def _is_run(self, directory: Path) -> bool:
         """A comparison keeps a run's settings beside it, in the same form: what was begun has a lock or records."""
-        return _begun(directory) and self.plain(directory / CONFIG) and is_run(directory)
+        return _begun(directory) and self.plain(directory / CONFIG_FILE) and is_run_dir(directory)
 
     def _find(self, kind: str, name: str) -> Path:
         known = self._runs if kind == "run" else self._comparisons
@@ -109,7 +109,7 @@ class Folder:
 def _directories(directory: Path, depth: int) -> Iterator[Path]:
     """The folder and all in it; of a run, only those that hold what was taken back."""
     yield directory
-    inside = _begun(directory) and exists(directory / CONFIG)
+    inside = _begun(directory) and exists(directory / CONFIG_FILE)
     try:
         entries = sorted(os.scandir(directory), key=lambda entry: _natural(entry.name)) if depth else []
     except OSError:
@@ -121,7 +121,7 @@ def _directories(directory: Path, depth: int) -> Iterator[Path]:
 
 
 def _begun(directory: Path) -> bool:
-    return exists(directory / METRICS) or exists(directory / LOCK)
+    return exists(directory / METRICS_FILE) or exists(directory / LOCK)
 
 
 def _natural(name: str) -> list[tuple[bool, int, str]]:
@@ -136,7 +136,7 @@ def _told(name: str) -> bool:
 
 def _is_comparison(path: Path) -> bool:
     try:
-        found = read_object(path)
+        found = read_json(path)
     except (ArpoError, OSError):
         return False
     return isinstance(found.get("trials"), list) and isinstance(found.get("algorithms"), list)

@@ -15,7 +15,7 @@ from trees import model, prompt, tool, tree
 from arpo.data.order import batch_of
 from arpo.errors import ArpoError
 from arpo.rewards import overlong
-from arpo.runs.run_dir import open_run as read_run
+from arpo.runs.run_dir import open_run_dir as read_run
 from arpo.trainer.trainer import Trainer
 from arpo.training.loop import open_run, sample_step, train
 from arpo.types import Reward, ScoredTree, StopReason, Trajectory, derive_seed

@@ -535,7 +535,7 @@ def test_what_chat_takes_for_a_model(tmp_path: Path) -> None:
     model, run, toml = tmp_path / "model", tmp_path / "run", tmp_path / "my.toml"
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    with runlog.create(run, Config().resolved()) as log:
+    with runlog.create_run_dir(run, Config().resolved()) as log:
         with pytest.raises(ArpoError, match="has no checkpoint yet"):
             model_config(str(run), [])
         log.commit_checkpoint(3, lambda directory: (directory / "model").mkdir(), keep=1)

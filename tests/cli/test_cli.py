@@ -194,7 +194,7 @@ def test_a_folder_that_may_not_be_read_is_named(arpo: Arpo, monkeypatch: pytest.
     def locked(*_: object) -> None:
         raise PermissionError(13, "Permission denied", "locked/run")
 
-    monkeypatch.setattr("arpo.runs.run_dir.refuse_used", locked)
+    monkeypatch.setattr("arpo.runs.run_dir.require_unused", locked)
     assert mistake(arpo("train", "small.toml")) == "locked/run: Permission denied"
 
 

@@ -11,7 +11,7 @@ from trees import branched, searched
 
 from arpo.cli import display
 from arpo.cli.main import main
-from arpo.runs.run_dir import create
+from arpo.runs.run_dir import create_run_dir
 from arpo.types import Credit, Fault, Reward, RolloutTree, ScoredTree, Task, ToolResult
 
 
@@ -46,7 +46,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     rewards = (Reward(0.5, {"format": 1.0, "correct": 0.25}), Reward(-1.0), Reward(1.0))
     credits = (Credit(0.5, {1: 0.125, 3: 0.5}), Credit(-1.5, {}), Credit(0.0, {}))
     scored = ScoredTree(first, rewards, credits, (True, True, False))
-    with create(directory, {"rollout": {}}) as log:
+    with create_run_dir(directory, {"rollout": {}}) as log:
         log.write_trees(2, [scored])
         log.write_trees(5, [scored, ScoredTree(second, rewards[:1], credits[:1])])
     return directory
@@ -116,5 +116,5 @@ def test_mistakes_are_told_with_what_there_is(run: Path, capsys: pytest.CaptureF
         )
     assert told(run.parent) == f"error: {run.parent}: not a run (it has no config.json of one); runs in it: {run}\n"
     assert told(run / "nowhere") == f"error: {run / 'nowhere'}: not a run (it has no config.json of one)\n"
-    create(run.parent / "new", {"rollout": {}}).close()
+    create_run_dir(run.parent / "new", {"rollout": {}}).close()
     assert "holds no trees; arpo train saves them unless run.save_trees=false" in told(run.parent / "new")

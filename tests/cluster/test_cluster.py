@@ -26,7 +26,7 @@ from arpo.config.schema import Config
 from arpo.errors import ArpoError
 from arpo.models.load import load_model
 from arpo.runs.run_dir import RunDir
-from arpo.runs.run_dir import open_run as read_run
+from arpo.runs.run_dir import open_run_dir as read_run
 from arpo.trainer.trainer import Trainer
 from arpo.training.loop import learn_step, open_run, train
 

@@ -49,7 +49,7 @@ from arpo.config.schema import Advantage, Config, Loss
 from arpo.errors import ArpoError, Diverged
 from arpo.models.lora import add_adapter
 from arpo.models.save import save_pretrained
-from arpo.runs.run_dir import open_run as read_run
+from arpo.runs.run_dir import open_run_dir as read_run
 from arpo.trainer.forward_backward import accumulate
 from arpo.trainer.trainer import Trainer
 from arpo.training.loop import in_thread, open_run, sample_step, train

@@ -18,7 +18,7 @@ from arpo.config.schema import Rewards
 from arpo.errors import ArpoError
 from arpo.models.save import save_pretrained
 from arpo.rewards import reward_from
-from arpo.runs.run_dir import open_run as read_run
+from arpo.runs.run_dir import open_run_dir as read_run
 from arpo.tools.build import build_tools
 from arpo.tools.executor import call_tool
 from arpo.training.loop import open_run, train

@@ -32,7 +32,7 @@ from arpo.engine.scripted import ScriptedEngine
 from arpo.errors import ArpoError
 from arpo.models.save import save_pretrained
 from arpo.rewards import build_reward
-from arpo.runs.run_dir import open_run as read_run
+from arpo.runs.run_dir import open_run_dir as read_run
 from arpo.tools.build import build_tools
 from arpo.training.loop import _outcome, open_run, train
 from arpo.types import Fault, Kind, Leaf, Node, Reward, RolloutTree, Task

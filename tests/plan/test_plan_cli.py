@@ -23,7 +23,7 @@ from arpo.plan.planner import CHANGES, Option, Planner, Setup, Split, what_helps
 from arpo.plan.report import bottleneck, describe, parts
 from arpo.plan.shape import find_shape
 from arpo.plan.simulate import Sampled, simulate
-from arpo.runs.run_dir import create
+from arpo.runs.run_dir import create_run_dir
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
@@ -208,9 +208,11 @@ def plan(*given: str) -> Any:
 
 
 def run_of(path: Path, records: list[dict[str, Any]]) -> Path:
-    with create(path, load_config(None, ["rollout.num_trajectories=2", "train.batch_size=2"]).resolved()) as log:
+    with create_run_dir(
+        path, load_config(None, ["rollout.num_trajectories=2", "train.batch_size=2"]).resolved()
+    ) as log:
         for step, values in enumerate(records, 1):
-            log.append(step, values)
+            log.append_metrics(step, values)
     return path
 
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from arpo.errors import ArpoError
 from arpo.runs import run_dir as runlog
-from arpo.runs.run_dir import RunDir, create, open_run
+from arpo.runs.run_dir import RunDir, create_run_dir, open_run_dir
 from arpo.runs.trees import pack_trees, tree_from_json, tree_to_json, unpack_tree
 from arpo.types import (
     Credit,
@@ -125,9 +125,9 @@ def test_a_reward_too_few_is_refused() -> None:
 
 
 def test_trees_are_read_one_by_one_or_together(tmp_path: Path) -> None:
-    log = create(tmp_path / "run", {})
+    log = create_run_dir(tmp_path / "run", {})
     _save(log, 12, "a", "b", "\ud800")
-    reader = open_run(tmp_path / "run")
+    reader = open_run_dir(tmp_path / "run")
     assert reader.read_tree(12, 1) == _scored("b")
     assert reader.read_trees(12) == [_scored("a"), _scored("b"), _scored("\ud800")]
     assert [(e.task, e.mean_reward, e.leaves, e.branch_points) for e in reader.tree_index(12)] == [
@@ -152,7 +152,7 @@ def test_an_index_tells_what_is_worth_knowing_of_a_tree() -> None:
 
 @pytest.mark.parametrize("bad", ["{}", '{"trees": [{"offset": 1}]}', '{"trees": 5}', "[]", "[" * 100_000])
 def test_a_damaged_index_is_told(tmp_path: Path, bad: str) -> None:
-    log = create(tmp_path / "run", {})
+    log = create_run_dir(tmp_path / "run", {})
     _save(log, 1, "a")
     log.tree_files(1)[1].write_text(bad)
     with pytest.raises(ArpoError, match="damaged"):
@@ -165,7 +165,7 @@ def test_a_node_with_char_offsets_has_one_for_every_token() -> None:
 
 
 def test_one_tree_is_read_without_its_neighbours(tmp_path: Path) -> None:
-    log = create(tmp_path / "run", {})
+    log = create_run_dir(tmp_path / "run", {})
     _save(log, 1, "a", "b")
     path = tmp_path / "run/trees/step_000001.jsonl.zst"
     length = log.tree_index(1)[0].length
@@ -176,7 +176,7 @@ def test_one_tree_is_read_without_its_neighbours(tmp_path: Path) -> None:
 
 
 def test_tree_file_is_plain_json_lines_for_other_programs(tmp_path: Path) -> None:
-    _save(create(tmp_path / "run", {}), 1, "a", "b")
+    _save(create_run_dir(tmp_path / "run", {}), 1, "a", "b")
     path = tmp_path / "run/trees/step_000001.jsonl.zst"
     with path.open("rb") as file:
         text = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True).read()
@@ -186,7 +186,7 @@ def test_tree_file_is_plain_json_lines_for_other_programs(tmp_path: Path) -> Non
 
 
 def test_trees_without_index_are_not_there_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = create(tmp_path / "run", {})
+    log = create_run_dir(tmp_path / "run", {})
     _save(log, 1, "a", "b")
     write = runlog.write_atomically
 
@@ -200,7 +200,7 @@ def test_trees_without_index_are_not_there_yet(tmp_path: Path, monkeypatch: pyte
         with pytest.raises(KeyboardInterrupt):
             _save(log, step, "c")
     assert log.tree_steps() == []  # step 1's old index does not describe the new data
-    log.rewind(1)
+    log.roll_back(1)
     assert [path.name for path in (tmp_path / "run/trees").iterdir()] == ["step_000001.jsonl.zst"]
 
 
@@ -209,63 +209,63 @@ def test_trees_without_index_are_not_there_yet(tmp_path: Path, monkeypatch: pyte
 
 def test_create_writes_the_configuration(tmp_path: Path) -> None:
     directory = tmp_path / "deep" / "run"
-    create(directory, {"seed": 3, "model": {"path": "tiny"}})
-    assert open_run(directory).config() == {"seed": 3, "model": {"path": "tiny"}}
+    create_run_dir(directory, {"seed": 3, "model": {"path": "tiny"}})
+    assert open_run_dir(directory).config() == {"seed": 3, "model": {"path": "tiny"}}
     assert sorted(path.name for path in directory.iterdir()) == ["config.json", "run.lock"]
 
 
 def test_create_never_touches_a_used_directory(tmp_path: Path) -> None:
     directory = tmp_path / "run"
-    create(directory, {"seed": 1}).close()
+    create_run_dir(directory, {"seed": 1}).close()
     with pytest.raises(ArpoError, match=r"already holds a run; go on with it \(--resume\) or choose another run\.dir"):
-        create(directory, {"seed": 2})
-    assert open_run(directory).config() == {"seed": 1}
+        create_run_dir(directory, {"seed": 2})
+    assert open_run_dir(directory).config() == {"seed": 1}
     with pytest.raises(ArpoError, match="is not empty and holds no run"):
-        create(tmp_path, {})
+        create_run_dir(tmp_path, {})
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     (tmp_path / "file").touch()
     with pytest.raises(ArpoError, match="is a file"):
-        create(tmp_path / "file", {})
+        create_run_dir(tmp_path / "file", {})
     with pytest.raises(ArpoError, match="cannot be made: Not a directory"):
-        create(tmp_path / "file" / "run", {})
+        create_run_dir(tmp_path / "file" / "run", {})
 
 
 def test_create_goes_on_after_a_crash_in_create(tmp_path: Path) -> None:
     (tmp_path / "run.lock").write_text("1\n")
     (tmp_path / "config.json.tmp").write_text("{")
-    create(tmp_path, {"seed": 1})
-    assert open_run(tmp_path).config() == {"seed": 1}
+    create_run_dir(tmp_path, {"seed": 1})
+    assert open_run_dir(tmp_path).config() == {"seed": 1}
 
 
 def test_open_needs_a_run(tmp_path: Path) -> None:
     with pytest.raises(ArpoError, match=r"not a run \(it has no config\.json\)"):
-        open_run(tmp_path / "nothing")
+        open_run_dir(tmp_path / "nothing")
 
 
 def test_two_processes_cannot_write_one_run(tmp_path: Path) -> None:
-    create(tmp_path / "run", {}).close()
+    create_run_dir(tmp_path / "run", {}).close()
     code = (
-        "import sys, pathlib; from arpo.runs.run_dir import open_run\n"
-        "log = open_run(pathlib.Path(sys.argv[1]), write=True); print('locked', flush=True); sys.stdin.read()"
+        "import sys, pathlib; from arpo.runs.run_dir import open_run_dir\n"
+        "log = open_run_dir(pathlib.Path(sys.argv[1]), write=True); print('locked', flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "run")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None and other.stdout.readline() == "locked\n"
         with pytest.raises(ArpoError, match=rf"run\.lock: another process \(pid {other.pid}\) is writing this run"):
-            open_run(tmp_path / "run", write=True)
-        assert open_run(tmp_path / "run").read_metrics() == []  # looking on is allowed
+            open_run_dir(tmp_path / "run", write=True)
+        assert open_run_dir(tmp_path / "run").read_metrics() == []  # looking on is allowed
         other.kill()
-    with open_run(tmp_path / "run", write=True) as log:  # the lock died with its process
-        log.append(1, {})
-    open_run(tmp_path / "run", write=True)  # and is given back
+    with open_run_dir(tmp_path / "run", write=True) as log:  # the lock died with its process
+        log.append_metrics(1, {})
+    open_run_dir(tmp_path / "run", write=True)  # and is given back
 
 
 def test_a_reader_cannot_write(tmp_path: Path) -> None:
-    create(tmp_path / "run", {}).close()
-    log = open_run(tmp_path / "run")
+    create_run_dir(tmp_path / "run", {}).close()
+    log = open_run_dir(tmp_path / "run")
     attempts: list[Callable[[], None]] = [
-        lambda: log.append(1, {}),
-        lambda: log.rewind(0),
+        lambda: log.append_metrics(1, {}),
+        lambda: log.roll_back(0),
         lambda: _save(log, 1, "a"),
         lambda: log.commit_checkpoint(1, _checkpoint("x"), 1),
     ]
@@ -278,48 +278,48 @@ def test_a_reader_cannot_write(tmp_path: Path) -> None:
 
 
 def test_metrics_are_valid_json_lines(tmp_path: Path) -> None:
-    log = create(tmp_path / "run", {})
-    log.append(1, {"loss": 0.1 + 0.2, "tokens": 7, "note": "ä\n\ud800"})
-    log.append(2, {"loss": math.nan, "up": math.inf, "down": -math.inf})
+    log = create_run_dir(tmp_path / "run", {})
+    log.append_metrics(1, {"loss": 0.1 + 0.2, "tokens": 7, "note": "ä\n\ud800"})
+    log.append_metrics(2, {"loss": math.nan, "up": math.inf, "down": -math.inf})
     expected = [
         {"step": 1, "loss": 0.1 + 0.2, "tokens": 7, "note": "ä\n\ud800"},
         {"step": 2, "loss": None, "up": None, "down": None},
     ]
-    assert open_run(tmp_path / "run").read_metrics() == expected
+    assert open_run_dir(tmp_path / "run").read_metrics() == expected
     assert len((tmp_path / "run/metrics.jsonl").read_bytes().splitlines()) == 2
     with pytest.raises(ValueError, match="not a metric"):
-        log.append(3, {"step": 4})
+        log.append_metrics(3, {"step": 4})
 
 
 @pytest.mark.parametrize("torn", [b"{", b'{"step": 3, "a": "\xc3', b'{"step": 3}'])
 def test_a_torn_last_line_is_left_out_and_mended(tmp_path: Path, torn: bytes) -> None:
-    with create(tmp_path / "run", {}) as log:
-        log.append(1, {})
-        log.append(2, {})
+    with create_run_dir(tmp_path / "run", {}) as log:
+        log.append_metrics(1, {})
+        log.append_metrics(2, {})
     path = tmp_path / "run/metrics.jsonl"
     path.write_bytes(path.read_bytes() + torn)
-    assert open_run(tmp_path / "run").read_metrics() == [{"step": 1}, {"step": 2}]
-    with open_run(tmp_path / "run", write=True) as log:
-        log.append(3, {"a": 1})
-    assert open_run(tmp_path / "run").read_metrics() == [{"step": 1}, {"step": 2}, {"step": 3, "a": 1}]
+    assert open_run_dir(tmp_path / "run").read_metrics() == [{"step": 1}, {"step": 2}]
+    with open_run_dir(tmp_path / "run", write=True) as log:
+        log.append_metrics(3, {"a": 1})
+    assert open_run_dir(tmp_path / "run").read_metrics() == [{"step": 1}, {"step": 2}, {"step": 3, "a": 1}]
 
 
 @pytest.mark.parametrize("damage", [b"{\n", b"[1]\n", b"\n", b"\xff\n"])
 def test_any_other_damage_is_an_error(tmp_path: Path, damage: bytes) -> None:
-    log = create(tmp_path / "run", {})
+    log = create_run_dir(tmp_path / "run", {})
     (tmp_path / "run/metrics.jsonl").write_bytes(b'{"step": 1}\n' + damage)
     with pytest.raises(ArpoError, match=r"metrics\.jsonl: line 2 is damaged"):
         log.read_metrics()
 
 
 def test_rewind_leaves_what_a_run_stopped_there_has(tmp_path: Path) -> None:
-    logs = [create(tmp_path / name, {}) for name in ("whole", "short")]
+    logs = [create_run_dir(tmp_path / name, {}) for name in ("whole", "short")]
     for log, steps in zip(logs, (5, 3), strict=True):
         for step in range(1, steps + 1):
-            log.append(step, {"loss": 1 / step, "bad": math.nan})
+            log.append_metrics(step, {"loss": 1 / step, "bad": math.nan})
             _save(log, step, f"q{step}")
             log.commit_checkpoint(step, _checkpoint(str(step)), keep=9)
-    logs[0].rewind(3)
+    logs[0].roll_back(3)
 
     def contents(log: RunDir) -> dict[str, bytes]:
         files = [path for path in log.directory.rglob("*") if path.is_file() and path.name != "run.lock"]
@@ -333,7 +333,7 @@ def test_rewind_leaves_what_a_run_stopped_there_has(tmp_path: Path) -> None:
 
 
 def test_checkpoints_keep_the_newest(tmp_path: Path) -> None:
-    log = create(tmp_path / "run", {})
+    log = create_run_dir(tmp_path / "run", {})
     assert log.latest_checkpoint() is None
     for step in (1, 2, 10, 1_000_000):
         log.commit_checkpoint(step, _checkpoint(str(step)), keep=2)
@@ -349,7 +349,7 @@ def test_checkpoints_keep_the_newest(tmp_path: Path) -> None:
 
 
 def test_a_crash_while_writing_leaves_the_old_checkpoint(tmp_path: Path) -> None:
-    log = create(tmp_path / "run", {})
+    log = create_run_dir(tmp_path / "run", {})
     log.commit_checkpoint(1, _checkpoint("old"), keep=1)
 
     def crash(folder: Path) -> None:
@@ -372,7 +372,7 @@ def test_a_crash_at_any_later_point_leaves_a_complete_checkpoint(
     original = getattr(owner, name)
     for allowed in range(6):
         directory = tmp_path / f"{call}{allowed}"
-        log = create(directory, {})
+        log = create_run_dir(directory, {})
         log.commit_checkpoint(1, _checkpoint("1"), keep=1)
         left = [allowed]
 
@@ -401,8 +401,8 @@ def test_a_crash_at_any_later_point_leaves_a_complete_checkpoint(
 def test_everything_in_a_checkpoint_is_on_disk_before_it_gets_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log = create(tmp_path / "run", {})
-    log.append(1, {})
+    log = create_run_dir(tmp_path / "run", {})
+    log.append_metrics(1, {})
     synced: list[tuple[str, bool]] = []
     monkeypatch.setattr(runlog, "_sync", lambda path: synced.append((path.name, log.checkpoint_path(1).exists())))
     log.commit_checkpoint(1, _checkpoint("x"), keep=1)

@@ -72,7 +72,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Fake]:
 
 @pytest.fixture
 def log(tmp_path: Path) -> Iterator[RunDir]:
-    with runlog.create(tmp_path / "runs" / "mine", {"rollout": {}}) as made:
+    with runlog.create_run_dir(tmp_path / "runs" / "mine", {"rollout": {}}) as made:
         yield made
 
 
@@ -82,10 +82,10 @@ def config(*names: str, trees: int = 10) -> Config:
 
 def go_on(log: RunDir, settings: Config, first: int, last: int) -> None:
     """A process that opens the run after step `first - 1` and does steps up to `last`."""
-    log.rewind(first - 1)
+    log.roll_back(first - 1)
     tracked = Trackers(settings, log, first - 1)
     for step in range(first, last + 1):
-        log.append(step, {"reward": step / 10})
+        log.append_metrics(step, {"reward": step / 10})
         tracked.record(step, {"reward": step / 10})
     tracked.close()
 
@@ -153,7 +153,7 @@ def test_steps_that_were_taken_back_are_sent_once_to_one_tracker_run(log: RunDir
 def test_a_run_taken_back_before_it_was_opened_is_noticed(log: RunDir, fakes: dict[str, Fake]) -> None:
     """A collapse rewinds the directory in the process that tracked the later steps."""
     go_on(log, config("wandb"), 1, 4)
-    log.rewind(2)
+    log.roll_back(2)
     go_on(log, config("wandb"), 3, 3)
     assert fakes["wandb"].steps == [1, 2, 3, 4, 1, 2, 3]
 
@@ -294,7 +294,7 @@ def work(tokenizer: Any, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
     def work(name: str, *more: str, resume: bool = False) -> list[dict[str, Any]]:
         with open_run(load_config(None, [*small, f"run.dir={tmp_path / name}", *more]), resume) as run:
             asyncio.run(train(run))
-        return runlog.open_run(tmp_path / name).read_metrics()
+        return runlog.open_run_dir(tmp_path / name).read_metrics()
 
     return work
 

@@ -75,11 +75,11 @@ class Processes:
     def train(self, directory: Path, settings: dict[str, Any], calls: int) -> None:
         step, spent, budget, what = 0, 0, settings["train"]["budget"], settings["train"]["budget_unit"]
         costs = {"tool_calls": calls, "trajectories": 8, "sampled_tokens": 100}
-        with runlog.create(directory, settings) as log:
+        with runlog.create_run_dir(directory, settings) as log:
             while step < settings["train"]["steps"] and (not budget or spent < budget):
                 step, spent = step + 1, spent + costs[what]
                 tested = {"test_accuracy": 0.5} if step % settings["eval"]["every"] == 0 else {}
-                log.append(step, {**costs, "rollout_seconds": 2.0, "train_seconds": 1.0, **tested})
+                log.append_metrics(step, {**costs, "rollout_seconds": 2.0, "train_seconds": 1.0, **tested})
 
 
 @pytest.fixture
@@ -296,7 +296,7 @@ def test_from_end_to_end(model_path: Path, tmp_path: Path) -> None:
     names = {"results.json", "results.md", "curves.svg", "curves.png"}
     assert names <= {path.name for path in (tmp_path / "out").iterdir()}
     for name in ("grpo", "arpo-always"):
-        log = runlog.open_run(tmp_path / "out" / name / "seed-0" / "run")
+        log = runlog.open_run_dir(tmp_path / "out" / name / "seed-0" / "run")
         assert sum(record["trajectories"] for record in log.read_metrics()) == 2 * 3 * 2
         assert log.checkpoint_steps() == []
         result = json.loads((tmp_path / "out" / name / "seed-0" / "result.json").read_bytes())
@@ -327,4 +327,4 @@ def test_a_run_stops_and_saves_when_whoever_started_it_is_gone(model_path: Path,
     finally:
         process.kill()
     assert not (tmp_path / "result.json").exists()
-    assert runlog.open_run(tmp_path / "run").latest_checkpoint() is not None
+    assert runlog.open_run_dir(tmp_path / "run").latest_checkpoint() is not None

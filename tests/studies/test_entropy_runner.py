@@ -12,7 +12,7 @@ from cli_runs import Arpo, mistake
 from entropy_trees import about, earned, looked, wrote
 from trees import prompt, tool, tree
 
-from arpo.runs.run_dir import create
+from arpo.runs.run_dir import create_run_dir
 from arpo.studies.entropy.runner import the_folder
 from arpo.types import Credit
 
@@ -30,7 +30,7 @@ def saved(trained: Path, tmp_path: Path) -> Path:
     """A run with trees of two steps: five questions with Python in the first, twelve with search in the second."""
     config = json.loads((trained / "config.json").read_text())
     config["branching"]["probe_tokens"] = K
-    with create(tmp_path / "saved", config) as log:
+    with create_run_dir(tmp_path / "saved", config) as log:
         for step, name, count in ((1, "python", 5), (2, "search", 12)):
             nodes = [
                 prompt(),

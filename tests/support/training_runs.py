@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from arpo.config.loading import load_config
 from arpo.config.schema import Config
-from arpo.runs.run_dir import open_run as read_run
+from arpo.runs.run_dir import open_run_dir as read_run
 from arpo.training.loop import Run, open_run, train
 from arpo.types import Reward, Trajectory
 

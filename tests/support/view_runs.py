@@ -19,7 +19,7 @@ from typing import Any
 from comparisons import noisy
 
 from arpo.config.loading import load_config
-from arpo.runs.run_dir import RunDir, create
+from arpo.runs.run_dir import RunDir, create_run_dir
 from arpo.studies.compare.report import comparison_json
 from arpo.types import (
     Credit,
@@ -240,7 +240,7 @@ def write_step(log: RunDir, step: int, trees: Sequence[ScoredTree] = (), **more:
     """What a training step leaves: trees, if any, then its record."""
     if trees:
         log.write_trees(step, trees)
-    log.append(step, record(step, **more))
+    log.append_metrics(step, record(step, **more))
 
 
 def settings(directory: Path, *overrides: str) -> dict[str, Any]:
@@ -251,7 +251,7 @@ def settings(directory: Path, *overrides: str) -> dict[str, Any]:
 def make_branched(directory: Path, *, close: bool = True) -> RunDir:
     """Five steps, tested after 2 and 4. Step 2: branched, straight (all right), straight (all wrong), broken tools.
     Step 4: the branched tree without character offsets. Step 5: straight. Unless closed, it is live."""
-    log = create(directory, settings(directory))
+    log = create_run_dir(directory, settings(directory))
     wrong = Task("q-wrong", "Who knows?", ("nobody",), kind="hop2")
     steps: dict[int, list[ScoredTree]] = {
         2: [branched(), straight(), straight(wrong, right=False), broken_tool()],
@@ -268,7 +268,7 @@ def make_branched(directory: Path, *, close: bool = True) -> RunDir:
 
 def make_hostile(directory: Path, long: int = 1_000_000) -> None:
     """One step with the hostile tree, its last token a megabyte long; its record has a hostile name and text."""
-    with create(directory, settings(directory)) as log:
+    with create_run_dir(directory, settings(directory)) as log:
         write_step(
             log,
             1,
@@ -279,10 +279,12 @@ def make_hostile(directory: Path, long: int = 1_000_000) -> None:
 
 def make_sft(directory: Path) -> None:
     """Three steps of supervised fine-tuning: no trees, no rewards."""
-    with create(directory, settings(directory, "train.lr=1e-5")) as log:
+    with create_run_dir(directory, settings(directory, "train.lr=1e-5")) as log:
         for step in range(1, 4):
             numbers = {"loss": 1.0 / step, "grad_norm": 0.5, "trained_tokens": 100, "computed_tokens": 200}
-            log.append(step, {"epoch": step / 3, "traces": 8, **numbers, "train_entropy": 0.4, "train_seconds": 1.5})
+            log.append_metrics(
+                step, {"epoch": step / 3, "traces": 8, **numbers, "train_entropy": 0.4, "train_seconds": 1.5}
+            )
 
 
 def make_comparison(directory: Path) -> None:
@@ -291,7 +293,7 @@ def make_comparison(directory: Path) -> None:
         for seed in range(2):
             place = directory / algorithm / f"seed-{seed}"
             given = settings(place / "run", f"seed={seed}", f"preset={algorithm}")
-            with create(place / "run", given) as log:
+            with create_run_dir(place / "run", given) as log:
                 write_step(log, 1, [straight()])
                 write_step(log, 2, [branched()], test_accuracy=0.6)
             (place / "config.json").write_text(json.dumps(given))

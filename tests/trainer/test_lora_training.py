@@ -29,7 +29,7 @@ from arpo.errors import ArpoError
 from arpo.models.load import load_trainable
 from arpo.models.lora import add_adapter, disable_adapter, has_adapter, load_adapter, merge_adapter, save_adapter
 from arpo.models.resolve import checkpoint_model_settings
-from arpo.runs.run_dir import open_run as read_run
+from arpo.runs.run_dir import open_run_dir as read_run
 from arpo.trainer.optimizer import Optimizer
 from arpo.training.loop import open_run, open_session, train
 from arpo.training.loop import test as run_test

@@ -39,7 +39,7 @@ from arpo.config.schema import Loss
 from arpo.errors import ArpoError
 from arpo.models.export import export_model
 from arpo.models.save import save_pretrained
-from arpo.runs.run_dir import open_run as read_run
+from arpo.runs.run_dir import open_run_dir as read_run
 from arpo.trainer.checkpoint import load_checkpoint
 from arpo.trainer.dist import launch
 from arpo.trainer.dist.balance import balance, match_microbatches, select_trees, tree_costs

@@ -24,8 +24,8 @@ from arpo.config.loading import load_config
 from arpo.config.schema import Config
 from arpo.errors import Collapsed, Diverged
 from arpo.models.save import save_pretrained
-from arpo.runs.run_dir import create, is_run
-from arpo.runs.run_dir import open_run as read_run
+from arpo.runs.run_dir import create_run_dir, is_run_dir
+from arpo.runs.run_dir import open_run_dir as read_run
 from arpo.trainer.trainer import Trainer
 from arpo.training.collapse import (
     WINDOW,
@@ -376,20 +376,20 @@ def test_the_good_checkpoint_outlives_those_of_a_collapse(go: Callable[..., Path
 
 def test_what_is_set_aside_is_a_run_to_read_and_replaces_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tree = two_branches()
-    with create(tmp_path / "run", {"rollout": {}}) as log:
+    with create_run_dir(tmp_path / "run", {"rollout": {}}) as log:
         for step in (1, 2, 3):
-            log.append(step, {"reward": 0.5})
+            log.append_metrics(step, {"reward": 0.5})
             log.write_trees(step, [tree], [[Reward(1.0, {})] * 3], [[Credit(1.0, {})] * 3])
-        first = log.set_aside(1)
+        first = log.archive_after(1)
 
         def refuse(*_: Any) -> None:
             raise OSError("no such thing here")
 
         monkeypatch.setattr(Path, "hardlink_to", refuse)
-        second = log.set_aside(2)
-        log.rewind(0)
+        second = log.archive_after(2)
+        log.roll_back(0)
     assert (first.name, second.name) == ("collapsed-1", "collapsed-2")
-    assert steps_of(first) == steps_of(second) == [1, 2, 3] and is_run(first)
+    assert steps_of(first) == steps_of(second) == [1, 2, 3] and is_run_dir(first)
     assert read_run(first).tree_steps() == [2, 3] and read_run(second).tree_steps() == [3]
     assert read_run(second).read_tree(3, 0) == read_run(first).read_tree(3, 0)
     assert steps_of(tmp_path / "run") == [] == read_run(tmp_path / "run").tree_steps()

@@ -30,7 +30,7 @@ from arpo.data.order import Source, batch_of
 from arpo.data.task_set import load_task_set
 from arpo.engine.local.engine import LocalEngine
 from arpo.errors import ArpoError
-from arpo.runs.run_dir import open_run as read_run
+from arpo.runs.run_dir import open_run_dir as read_run
 from arpo.trainer.checkpoint import load_checkpoint, save_checkpoint
 from arpo.trainer.trainer import Trainer
 from arpo.training.loop import Session, open_run, sample_step, train

@@ -28,7 +28,7 @@ from arpo.config.schema import Config, Model
 from arpo.errors import ArpoError
 from arpo.models.load import load_model
 from arpo.models.resolve import load_policy
-from arpo.runs.run_dir import open_run as read_run
+from arpo.runs.run_dir import open_run_dir as read_run
 from arpo.trainer.trainer import Trainer
 from arpo.training.loop import open_session
 from arpo.training.loop import test as evaluate

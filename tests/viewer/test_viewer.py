@@ -29,7 +29,7 @@ from arpo.cli.main import app
 from arpo.errors import ArpoError
 from arpo.runs import locks
 from arpo.runs.locks import is_live, take_lock
-from arpo.runs.run_dir import create, open_run
+from arpo.runs.run_dir import create_run_dir, open_run_dir
 from arpo.runs.trees import tree_from_json, tree_to_json
 from arpo.viewer import data, export
 from arpo.viewer.export import bundle, collect, escaped, make_page, spread, write_page
@@ -151,7 +151,7 @@ def test_a_run_and_a_comparison_can_be_served_by_themselves(known: Path) -> None
 
 def test_runs_that_were_set_aside_are_listed_and_seeds_are_in_order(tmp_path: Path) -> None:
     log = view_runs.make_branched(tmp_path / "mine", close=False)
-    log.set_aside(4)
+    log.archive_after(4)
     log.close()
     for name in ("seed-10", "seed-2", ".hidden", "checkpoints"):
         view_runs.make_sft(tmp_path / name)
@@ -172,7 +172,7 @@ def test_records_come_from_a_byte_on(own: tuple[Path, Site]) -> None:
 def test_a_run_that_grows_is_followed(own: tuple[Path, Site]) -> None:
     root, site = own
     seen = site.get("metrics", run="mine")
-    with open_run(root / "mine", write=True) as log:
+    with open_run_dir(root / "mine", write=True) as log:
         assert site.get("runs")["runs"][0]["live"]
         view_runs.write_step(log, 6, [view_runs.branched()])
         with (root / "mine/metrics.jsonl").open("ab") as file:
@@ -198,8 +198,8 @@ def test_a_run_that_is_gone_is_not_there(own: tuple[Path, Site]) -> None:
 def test_a_run_that_was_taken_back_is_told_from_its_beginning(own: tuple[Path, Site]) -> None:
     root, site = own
     seen = site.get("metrics", run="mine")
-    with open_run(root / "mine", write=True) as log:
-        log.rewind(2)
+    with open_run_dir(root / "mine", write=True) as log:
+        log.roll_back(2)
     again = site.get("metrics", run="mine", after=seen["next"])
     assert [record["step"] for record in again["records"]] == [1, 2]
     assert again["from"] == 0 and again["file"] != seen["file"]
@@ -209,8 +209,8 @@ def test_a_run_that_was_taken_back_is_told_from_its_beginning(own: tuple[Path, S
 def test_a_record_that_was_added_to_is_told_anew(own: tuple[Path, Site]) -> None:
     root, site = own
     seen = site.get("metrics", run="mine")
-    with open_run(root / "mine", write=True) as log:
-        log.amend(5, {"test_accuracy": 0.875})
+    with open_run_dir(root / "mine", write=True) as log:
+        log.update_metrics(5, {"test_accuracy": 0.875})
     again = site.get("metrics", run="mine", after=seen["next"])
     assert [record["step"] for record in again["records"]] == [1, 2, 3, 4, 5]
     assert again["records"][-1]["test_accuracy"] == site.get("runs")["runs"][0]["test_accuracy"] == 0.875
@@ -227,7 +227,7 @@ def test_no_secret_of_an_mcp_server_is_shown_or_exported(tmp_path: Path) -> None
     for name in ("a", "b"):
         given = view_runs.settings(tmp_path / "runs" / name)
         server = {"command": "x", "env": {"KEY": f"secret-{name}"}}
-        with create(tmp_path / "runs" / name, {**given, "tools": {**given["tools"], "mcp": [server]}}) as log:
+        with create_run_dir(tmp_path / "runs" / name, {**given, "tools": {**given["tools"], "mcp": [server]}}) as log:
             view_runs.write_step(log, 1)
     folder = Folder(tmp_path / "runs")
     assert data.config(folder, "a")["config"]["tools"]["mcp"] == [{"command": "x", "env": {"KEY": "(left out)"}}]
@@ -338,7 +338,7 @@ def test_entropies_are_studied_once_and_again_when_trees_change(
     folder = Folder(root)
     first = data.entropy(folder, "mine", "2")
     assert data.entropy(folder, "mine", "2") is first
-    with open_run(root / "mine", write=True) as log:
+    with open_run_dir(root / "mine", write=True) as log:
         view_runs.write_step(log, 2, [view_runs.straight()])
     os.utime(log.tree_files(2)[1], ns=(1, 1))
     assert data.entropy(folder, "mine", "2")["tree_count"] == 1
@@ -749,7 +749,7 @@ def test_an_export_holds_what_the_server_answers(known: Path, site: Site, tmp_pa
 
 
 def test_an_export_that_is_full_keeps_evenly_spread_steps_and_says_so(tmp_path: Path) -> None:
-    with create(tmp_path / "mine", view_runs.settings(tmp_path / "mine")) as log:
+    with create_run_dir(tmp_path / "mine", view_runs.settings(tmp_path / "mine")) as log:
         for step in range(1, 22):
             view_runs.write_step(log, step, [view_runs.branched()])
     folder = Folder(tmp_path / "mine")
@@ -765,7 +765,7 @@ def test_an_export_that_is_full_keeps_evenly_spread_steps_and_says_so(tmp_path: 
 
 
 def test_an_export_stays_within_its_size_also_where_steps_differ(tmp_path: Path) -> None:
-    with create(tmp_path / "mine", view_runs.settings(tmp_path / "mine")) as log:
+    with create_run_dir(tmp_path / "mine", view_runs.settings(tmp_path / "mine")) as log:
         for step in range(1, 10):  # the first, the middle and the last, from which sizes are guessed, are small
             view_runs.write_step(log, step, [view_runs.branched()] * (1 if step in (1, 5, 9) else 8))
     folder = Folder(tmp_path / "mine")
@@ -776,7 +776,7 @@ def test_an_export_stays_within_its_size_also_where_steps_differ(tmp_path: Path)
 
 def test_an_export_is_not_live(own: tuple[Path, Site]) -> None:
     root, site = own
-    with open_run(root / "mine", write=True):
+    with open_run_dir(root / "mine", write=True):
         assert site.get("runs")["runs"][0]["live"]
         assert not collect(Folder(root), 10**9)["/api/runs"]["runs"][0]["live"]
 

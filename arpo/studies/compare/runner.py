@@ -34,7 +34,7 @@ from arpo.config.schema import Config
 from arpo.errors import ArpoError
 from arpo.figures.text import printable
 from arpo.runs.locks import take_lock
-from arpo.runs.run_dir import is_run, open_run, write_atomically
+from arpo.runs.run_dir import is_run_dir, open_run_dir, write_atomically
 from arpo.studies.compare.stats import Comparison, Point, TrialResult
 
 COLD_START = "cold-start"
@@ -101,7 +101,7 @@ class ComparisonPlan:
 
     def metrics(self, algorithm: str, seed: int) -> list[dict[str, Any]]:
         """The metrics of a run's steps."""
-        return open_run(self.directory(algorithm, seed) / "run").read_metrics()
+        return open_run_dir(self.directory(algorithm, seed) / "run").read_metrics()
 
     def spent(self, algorithm: str, seed: int) -> int:
         """How much of the budget's unit a run has spent."""
@@ -304,8 +304,8 @@ class _Runner:
     def _notify(self, message: str = "") -> None:
         notes = []
         for directory in sorted(self.running):
-            if is_run(directory / "run"):
-                records = open_run(directory / "run").read_metrics()
+            if is_run_dir(directory / "run"):
+                records = open_run_dir(directory / "run").read_metrics()
                 spent = sum(record[self.plan.match] for record in records)
                 notes.append(f"{directory.parent.name} {directory.name}: step {len(records)}, {spent:,.0f}")
         total = len(self.plan.seeds) * (len(self.plan.algorithms) + 1)

@@ -23,7 +23,7 @@ from typing import Any
 from arpo.config.loading import load_config
 from arpo.config.schema import Config
 from arpo.errors import ArpoError, Collapsed
-from arpo.runs.run_dir import is_run, write_atomically
+from arpo.runs.run_dir import is_run_dir, write_atomically
 from arpo.training.interrupt import run_async
 from arpo.training.loop import open_run, test, train
 from arpo.training.sampler import Session, open_session
@@ -61,14 +61,14 @@ def _evaluate_untrained(config: Config, path: Path, samples: int) -> None:
 
 
 def _train_and_evaluate(config: Config, path: Path, samples: int, drop_models: bool) -> None:
-    with open_run(config, resume=is_run(Path(config.run.dir))) as run:
+    with open_run(config, resume=is_run_dir(Path(config.run.dir))) as run:
 
         async def work() -> dict[str, Any]:
             return {"step": await train(run), **await _evaluate(run.session, samples)}
 
         _write(path, run_async(work()))
         if drop_models:
-            run.log.drop_checkpoints()
+            run.log.delete_checkpoints()
 
 
 def _write(path: Path, result: dict[str, Any]) -> None:

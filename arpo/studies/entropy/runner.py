@@ -18,7 +18,7 @@ from arpo.config.schema import Config
 from arpo.errors import ArpoError
 from arpo.figures.style import require_matplotlib
 from arpo.rewards import Scorer
-from arpo.runs.run_dir import RunDir, open_run
+from arpo.runs.run_dir import RunDir, open_run_dir
 from arpo.studies.entropy.report import Subject, show_study, write_study
 from arpo.studies.entropy.study import Study, study
 from arpo.training.sampler import Session, open_session
@@ -31,7 +31,7 @@ Grown = list[ScoredTree]
 def study_run(directory: Path, steps: str | None, tokens: int, out: Path | None) -> None:
     """Study the trees that a run has saved, of all steps or of some: `3`, or `1-10`."""
     require_matplotlib()
-    log = open_run(directory)
+    log = open_run_dir(directory)
     chosen = chosen_steps(log, steps)
     config = config_from_resolved(log.config())
     out = the_folder(str(directory), out)

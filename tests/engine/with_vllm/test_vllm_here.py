@@ -22,7 +22,7 @@ from arpo.config.loading import load_config
 from arpo.engine.local.engine import LocalEngine
 from arpo.engine.vllm.engine import BLOCK, VllmEngine
 from arpo.models.save import save_for_vllm
-from arpo.runs.run_dir import open_run as read_run
+from arpo.runs.run_dir import open_run_dir as read_run
 from arpo.training.loop import open_run, train
 from arpo.types import Completion, Kind, SamplingParams
 

@@ -92,10 +92,10 @@ def test_a_run_that_grows(pages: Open, tmp_path: Path) -> None:
         trees.locator(".count", has_text="2 of 2 prompts").wait_for()
         pinned.locator(".steps", has_text="4 steps").wait_for()
         assert pinned.evaluate("window.before === document.querySelector('.detail')")
-        log.rewind(5)
+        log.roll_back(5)
         write_step(log, 6, [branched(), straight()], reward=0.9)  # as many bytes as before, in a new file
         page.locator('svg[aria-label*="to 0.9"]').wait_for()
-        log.rewind(3)
+        log.roll_back(3)
         page.locator('svg[aria-label*="to 0.3"]').wait_for()
         trees.locator(".steps", has_text="1 step with").wait_for()
         write_step(log, 6, [straight()])
