@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from arpo.agent.examples import encode_examples, read_examples
 from arpo.agent.formats import CallFormat, build_format, encode_next_question, encode_prompt
-from arpo.agent.traces import encode_examples, read_examples
 from arpo.config.schema import Config
 from arpo.data.task_set import TaskSet
 from arpo.errors import ArpoError

@@ -1,86 +1,55 @@
-"""Traces that are taught: rows of a file to conversations, and conversations to the tokens that a rollout would have.
+"""Reading traces: rows of a file become conversations in the call format of the run.
 
 A row has one of three layouts:
 
-    {"messages": [...]}                     one message of the user's, then assistant and tool in turn (OpenAI's layout)
-    {"question": ..., "text": ...}          what follows the question, in tags, with <result>...</result> in it
+    {"messages": [...]}                     OpenAI's: one user message, then assistant and tool messages, alternating
+    {"question": ..., "text": ...}          what follows the question, with tags and <result>...</result>
     {"question": ..., "segments": [...]}    the same in pieces, {"by": "model" or "tool", "text": ...}, taken verbatim
 
-Promises: every row becomes a trace or a problem that names it and says why. In a trace each turn of the model's ends
-where sampling would have stopped, at a call that can be read or at the closed answer; prompt, turns and results are
-tokenised piece by piece, as in a rollout, and only the model's own tokens are marked as such. System messages are left
-out: the prompt explains the tools.
-Does not cover: whether a call's arguments make sense and what a tool would answer; several calls at a time.
+Guarantees: every row becomes a trace or a problem that names the row and says why. Each turn of the model ends where
+sampling would have stopped: at a call that can be parsed, or at the closed answer. System messages are left out, since
+the prompt explains the tools.
+Not covered: whether a call's arguments make sense and what a tool would return; several calls in one turn.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from arpo.agent.formats import (
-    ANSWER_STOP,
-    CallFormat,
-    encode_example_turn,
-    encode_next_question,
-    encode_prompt,
-    encode_result,
-)
+from arpo.agent.formats import ANSWER_STOP, CallFormat
 from arpo.data.rows import read_rows, source_name
-from arpo.data.tasks import Row, complaint, question_of
+from arpo.data.tasks import Row, question_of
 from arpo.data.traces import Segment, Trace
-from arpo.errors import ArpoError
-from arpo.types import Credit, Kind, Leaf, Node, RolloutTree, ScoredTree, StopReason, Task, ToolCall, ToolResult
+from arpo.types import Kind, Task, ToolCall
 
 LAYOUTS = ("messages", "text", "segments")
-WRITERS = {"model": Kind.MODEL, "tool": Kind.TOOL}
 _RESULT = re.compile(r"<result>(.*?)</result>", re.DOTALL)
 
 
-@dataclass(frozen=True, slots=True)
-class TraceReading:
-    """What became of a source: its traces, and what is wrong with the other rows."""
+class TraceReading(NamedTuple):
+    """The traces of a source, and what is wrong with the other rows."""
 
-    source: str
     traces: tuple[Trace, ...]
-    problems: tuple[str, ...] = ()
+    problems: tuple[str, ...]
 
 
 def read_traces(source: str, fmt: CallFormat) -> TraceReading:
-    """Read every row of a file, or of a data set of the hub."""
+    """Read every row of a file or of a data set of the hub."""
     traces: list[Trace] = []
     problems: list[str] = []
     for row in read_rows(source):
         try:
-            traces.append(_trace(row.parse(), f"{source_name(source)}:{row.number}", fmt))
+            traces.append(_parse_trace(row.parse(), f"{source_name(source)}:{row.number}", fmt))
         except ValueError as error:
             problems.append(f"{source}, {row.place}: {error}")
-    return TraceReading(source, tuple(traces), tuple(problems))
-
-
-def require_traces(left: Sequence[object], problems: Sequence[str], source: str, bad_rows: str) -> None:
-    """Raise if some rows do not fit and may not be skipped, or if nothing is left."""
-    if problems and (bad_rows == "refuse" or not left):
-        way_out = ["mend the rows, or leave them out with data.bad_rows=skip"] if left else []
-        raise ArpoError("\n".join([complaint(problems), *way_out]))
-    if not left:
-        raise ArpoError(f"{source}: holds no traces")
-
-
-def write_row(trace: Trace) -> str:
-    """The trace as one line of JSON, in pieces: read again, it has the same tokens."""
-    names = {kind: name for name, kind in WRITERS.items()}
-    segments = [{"by": names[kind], "text": text} for kind, text in trace.segments]
-    row = {"id": trace.task.id, "question": trace.task.question, "answer": list(trace.task.answers)}
-    return json.dumps({**row, "segments": segments}, ensure_ascii=False)
+    return TraceReading(tuple(traces), tuple(problems))
 
 
 def check_segments(segments: Sequence[Segment], fmt: CallFormat) -> None:
-    """ValueError, saying why, unless a rollout could have written this: turns and results alternate, and so on."""
+    """Raise ValueError, with the reason, unless a rollout could have produced these turns and results."""
     if not segments or [kind for kind, _ in segments] != ([Kind.MODEL, Kind.TOOL] * len(segments))[: len(segments)]:
         raise ValueError("turns of the model and results of tools should alternate, the model first")
     for number, (kind, text) in enumerate(segments):
@@ -97,44 +66,45 @@ def _check_turn(text: str, last: bool, fmt: CallFormat) -> None:
     place, stop = min(found, default=(0, None))
     if stop is None or text[place + len(stop) :].strip() or (stop == ANSWER_STOP) != last:
         calls = " or ".join(stop for stop in fmt.stops if stop != ANSWER_STOP) or "a call (there are no tools)"
-        wanted = ANSWER_STOP if last else calls
-        seen = "holds neither a call nor an answer" if stop is None else f"stops at the first {stop}"
-        raise ValueError(f"a turn {seen}, expected it to end with its first {wanted}: {_short(text)}")
+        expected = ANSWER_STOP if last else calls
+        found_stop = "holds neither a call nor an answer" if stop is None else f"stops at the first {stop}"
+        raise ValueError(f"a turn {found_stop}, expected it to end with its first {expected}: {_short(text)}")
     call = None if last else fmt.find_call(text, stop)
     if call is not None and call.error is not None:
-        raise ValueError(f"a call cannot be read: {call.error}")
+        raise ValueError(f"a call cannot be parsed: {call.error}")
 
 
-def _trace(row: Row, name: str, fmt: CallFormat) -> Trace:
-    there = [layout for layout in LAYOUTS if row.get(layout) is not None]
-    if len(there) != 1:
-        raise ValueError(f"expected one of the columns {', '.join(LAYOUTS)}, got {', '.join(there) or 'none of them'}")
-    value = row[there[0]]
-    if there == ["messages"]:
+def _parse_trace(row: Row, name: str, fmt: CallFormat) -> Trace:
+    layouts = [layout for layout in LAYOUTS if row.get(layout) is not None]
+    if len(layouts) != 1:
+        got = ", ".join(layouts) or "none of them"
+        raise ValueError(f"expected one of the columns {', '.join(LAYOUTS)}, got {got}")
+    value = row[layouts[0]]
+    if layouts == ["messages"]:
         question, segments = _from_messages(value, fmt)
     else:
         question = question_of(row)
-        segments = _from_text(value) if there == ["text"] else _from_pieces(value)
+        segments = _from_text(value) if layouts == ["text"] else _from_segments(value)
     check_segments(segments, fmt)
-    answers = row.get("answer")
-    known = tuple(map(str, answers if isinstance(answers, list) else [answers])) if answers else ("unknown",)
-    return Trace(Task(str(row.get("id") or name), question, known), tuple(segments))
+    answer = row.get("answer")
+    answers = tuple(map(str, answer if isinstance(answer, list) else [answer])) if answer else ("unknown",)
+    return Trace(Task(str(row.get("id") or name), question, answers), tuple(segments))
 
 
-def _from_pieces(value: Any) -> list[Segment]:
+def _from_segments(value: Any) -> list[Segment]:
     if not isinstance(value, list) or not all(isinstance(piece, Mapping) for piece in value):
         raise ValueError('segments should be a list of {"by": ..., "text": ...}')
     for piece in value:
-        if piece.get("by") not in WRITERS or not isinstance(piece.get("text"), str):
+        if piece.get("by") not in ("model", "tool") or not isinstance(piece.get("text"), str):
             raise ValueError(f'a segment should be {{"by": "model" or "tool", "text": ...}}, got {_short(piece)}')
-    return [(WRITERS[piece["by"]], piece["text"]) for piece in value]
+    return [(Kind(piece["by"]), piece["text"]) for piece in value]
 
 
 def _from_text(value: Any) -> list[Segment]:
-    """Turns and results of a text in tags. Line breaks around a result belong to whoever wrote the file."""
+    """Turns and results of a text with tags; line breaks around a result are layout and are dropped."""
     if not isinstance(value, str):
-        raise ValueError(f"text should be a text, got {_short(value)}")
-    first, *rest = _RESULT.split(value.strip())  # turns and results in turn
+        raise ValueError(f"text should be a string, got {_short(value)}")
+    first, *rest = _RESULT.split(value.strip())  # turns and results, alternating
     segments = [(Kind.MODEL, first.rstrip())]
     for result, turn in zip(rest[::2], rest[1::2], strict=True):
         segments += [(Kind.TOOL, result.strip("\n")), (Kind.MODEL, turn.lstrip("\n").rstrip())]
@@ -144,23 +114,23 @@ def _from_text(value: Any) -> list[Segment]:
 def _from_messages(value: Any, fmt: CallFormat) -> tuple[str, list[Segment]]:
     if not isinstance(value, list) or not all(isinstance(message, Mapping) for message in value):
         raise ValueError("messages should be a list of objects with role and content")
-    said = [message for message in value if message.get("role") != "system"]
-    roles = [message.get("role") for message in said]
+    messages = [message for message in value if message.get("role") != "system"]
+    roles = [message.get("role") for message in messages]
     if roles[:1] != ["user"] or not {*roles[1:]} <= {"assistant", "tool"}:
         shown = ", ".join(map(str, roles)) or "none"
-        raise ValueError(f"expected one message of the user's, then assistant and tool in turn, got: {shown}")
+        raise ValueError(f"expected one user message, then assistant and tool messages, got: {shown}")
     segments = [
-        (Kind.TOOL, _content(message)) if message["role"] == "tool" else (Kind.MODEL, _written(message, fmt))
-        for message in said[1:]
+        (Kind.TOOL, _content(message)) if message["role"] == "tool" else (Kind.MODEL, _assistant_text(message, fmt))
+        for message in messages[1:]
     ]
-    return _content(said[0]), segments
+    return _content(messages[0]), segments
 
 
-def _written(message: Mapping[str, Any], fmt: CallFormat) -> str:
-    """A turn of the assistant's, with its call as the model is to write it."""
+def _assistant_text(message: Mapping[str, Any], fmt: CallFormat) -> str:
+    """The text of an assistant message, with its tool call in the call format."""
     text, calls = _content(message), message.get("tool_calls") or []
     if len(calls) > 1:
-        raise ValueError(f"{len(calls)} calls in one message; they are made one at a time")
+        raise ValueError(f"{len(calls)} calls in one message; only one at a time is supported")
     for call in calls:
         function = call.get("function") if isinstance(call, Mapping) else None
         name, args = (
@@ -191,76 +161,3 @@ def _content(message: Mapping[str, Any]) -> str:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:40]}...{text[-37:]}"
-
-
-# --- tokens
-
-
-@dataclass(frozen=True, slots=True)
-class SFTExample:
-    """A trace as token ids, piece by piece, the prompt first."""
-
-    task: Task
-    pieces: tuple[tuple[Kind, array[int]], ...]
-
-    @property
-    def tokens(self) -> int:
-        """All of them."""
-        return sum(len(ids) for _, ids in self.pieces)
-
-    def scored_tree(self) -> ScoredTree:
-        """The tree of one trajectory that a rollout would have produced; every model token has advantage 1."""
-        nodes = [
-            Node(
-                parent=number - 1 if number else None,
-                kind=kind,
-                tokens=tuple(ids),
-                text="",
-                logprobs=(0.0,) * len(ids) if kind is Kind.MODEL else (),
-                entropies=(0.0,) * len(ids) if kind is Kind.MODEL else (),
-                result=ToolResult("") if kind is Kind.TOOL else None,
-            )
-            for number, (kind, ids) in enumerate(self.pieces)
-        ]
-        tree = RolloutTree(self.task, tuple(nodes), (Leaf(len(nodes) - 1, StopReason.ANSWER),))
-        credit = Credit(1.0, {index: 1.0 for index, (kind, _) in enumerate(self.pieces) if kind is Kind.MODEL})
-        return ScoredTree(tree, credits=(credit,))
-
-
-def encode_trace(trace: Trace, tokenizer: Any, fmt: CallFormat, result_tokens: int | None = None) -> SFTExample:
-    """Tokenise a trace as a rollout would; results are cut to `result_tokens`, if given."""
-    pieces = [(Kind.PROMPT, array("i", encode_prompt(tokenizer, trace.task.question, fmt.instructions)))]
-    for kind, text in trace.segments:
-        if kind is Kind.MODEL:
-            ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
-        else:
-            ids = encode_result(tokenizer, fmt, text, len(text) if result_tokens is None else result_tokens)[0]
-        pieces.append((kind, array("i", ids)))
-    return SFTExample(trace.task, tuple(pieces))
-
-
-def read_examples(source: str | None, fmt: CallFormat) -> tuple[Trace, ...]:
-    """The worked examples that `rollout.examples` names; every row must fit."""
-    if source is None:
-        return ()
-    reading = read_traces(source, fmt)
-    if reading.problems or not reading.traces:
-        wrong = complaint(reading.problems) if reading.problems else f"{source}: holds no traces"
-        raise ArpoError(f"{wrong}\n(these are rollout.examples)")
-    return reading.traces
-
-
-def encode_examples(traces: Sequence[Trace], tokenizer: Any, fmt: CallFormat, result_tokens: int) -> tuple[int, ...]:
-    """Token ids of worked examples as earlier turns of the conversation, the system prompt first; none for none."""
-    ids: list[int] = []
-    for trace in traces:
-        if ids:
-            ids += encode_next_question(tokenizer, ids, trace.task.question)
-        else:
-            ids += encode_prompt(tokenizer, trace.task.question, fmt.instructions)
-        for kind, text in trace.segments:
-            if kind is Kind.MODEL:
-                ids += encode_example_turn(tokenizer, text)
-            else:
-                ids += encode_result(tokenizer, fmt, text, result_tokens)[0]
-    return tuple(ids)

@@ -13,8 +13,8 @@ import torch
 from torch.nn import functional
 
 from arpo.agent.formats import CallFormat
-from arpo.agent.traces import encode_trace
 from arpo.data.traces import Trace
+from arpo.training.sft_examples import encode_trace
 from arpo.types import Kind
 
 Row = tuple[list[int], list[bool]]  # token ids, and which of them are trained on
@@ -31,13 +31,13 @@ def imitate(model: Any, batches: Iterator[list[Row]], steps: int, lr: float, pro
 
 def trace_rows(traces: Sequence[Trace], tokenizer: Any, fmt: CallFormat) -> list[Row]:
     """Traces as token rows, tokenised piece by piece exactly as a rollout would."""
-    lessons = [encode_trace(trace, tokenizer, fmt) for trace in traces]
+    examples = (encode_trace(trace, tokenizer, fmt) for trace in traces)
     return [
         (
-            [token for _, ids in lesson.pieces for token in ids],
-            [kind is Kind.MODEL for kind, ids in lesson.pieces for _ in ids],
+            [token for _, ids in example.segments for token in ids],
+            [kind is Kind.MODEL for kind, ids in example.segments for _ in ids],
         )
-        for lesson in lessons
+        for example in examples
     ]
 
 

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
+from arpo.data.rows import list_problems
 from arpo.data.tasks import Reading
 from arpo.figures.text import printable as printable
 from arpo.tools.stats import ToolStats
@@ -108,7 +109,7 @@ def show_reading(reading: Reading, skip: bool) -> None:
     if reading.problems:
         fate = "are left out" if skip else "would be refused; data.bad_rows=skip leaves them out"
         console.print(f"rows that do not fit and {fate}: {len(reading.problems):,}")
-        console.print(printable(reading.complaint()))
+        console.print(printable(list_problems(reading.problems)))
 
 
 def tool_lines(stats: Mapping[str, ToolStats]) -> list[str]:

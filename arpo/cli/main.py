@@ -105,10 +105,10 @@ def sft(
 ) -> None:
     """Teach a model the traces in sft.data, as a cold start; everything goes to run.dir."""
     settings = load_config(config, overrides or ())
-    from arpo.training import sft as course
+    from arpo.training.sft import open_sft, train_sft
 
-    with course.open_sft(settings, resume) as run:
-        _run_to_the_end(course.train_sft(run), run.keeper.log.directory)
+    with open_sft(settings, resume) as run:
+        _run_to_the_end(train_sft(run), run.keeper.log.directory)
 
 
 def _run_to_the_end(work: Coroutine[None, None, int], directory: Path) -> None:

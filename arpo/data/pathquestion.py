@@ -26,8 +26,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from arpo.data.rows import read_text
-from arpo.data.tasks import complaint
+from arpo.data.rows import list_problems, read_text
 from arpo.errors import ArpoError
 from arpo.types import Document, Task, derive_seed
 
@@ -58,7 +57,7 @@ def read_pathquestion(directory: Path) -> PathQuestions:
         for task in _questions(names[hops][0], hops, known, problems):
             tasks.setdefault(task.question, task)
     if problems:
-        raise ArpoError(complaint(problems))
+        raise ArpoError(list_problems(problems))
     if not tasks:
         raise ArpoError(f"{directory}: holds no questions")
     return PathQuestions(tuple(tasks.values()), tuple(facts))

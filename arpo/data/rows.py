@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from arpo.errors import ArpoError
 
 HUB = "hf:"
+MAX_PROBLEMS_SHOWN = 20
 
 
 class RawRow(NamedTuple):
@@ -63,6 +64,21 @@ def read_rows(source: str, columns: Collection[str] = ()) -> Iterator[RawRow]:
 def source_name(source: str) -> str:
     """A short name for rows of this source: the name of the file or of the data set."""
     return source.removeprefix(HUB) if source.startswith(HUB) else Path(source).name
+
+
+def list_problems(problems: Sequence[str]) -> str:
+    """The first problems, one per line, and how many more there are."""
+    more = len(problems) - MAX_PROBLEMS_SHOWN
+    return "\n".join([*problems[:MAX_PROBLEMS_SHOWN], *([f"and {more} more"] if more > 0 else [])])
+
+
+def refuse_bad_rows(source: str, what: str, kept: Sequence[object], problems: Sequence[str], bad_rows: str) -> None:
+    """Raise if there are problems and `bad_rows` is "refuse", or if nothing is left; `what` names what is kept."""
+    if problems and (bad_rows == "refuse" or not kept):
+        hint = ["fix the rows, or leave them out with data.bad_rows=skip"] if kept else []
+        raise ArpoError("\n".join([list_problems(problems), *hint]))
+    if not kept:
+        raise ArpoError(f"{source}: holds no {what}")
 
 
 @contextmanager

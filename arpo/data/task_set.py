@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from arpo.config.schema import Config, Data
 from arpo.data.order import Source
 from arpo.data.plugin import TASK_PLUGINS, TaskPlugin, task_plugin
+from arpo.data.rows import list_problems
 from arpo.data.tasks import Columns, load_tasks
 from arpo.errors import ArpoError
 from arpo.types import Task
@@ -63,5 +64,5 @@ def _read(source: str, columns: Columns, bad_rows: str, notes: list[str]) -> tup
     reading = load_tasks(source, columns, bad_rows)
     if reading.problems:
         notes.append(f"{len(reading.problems):,} of {reading.rows:,} rows of {source} are left out:")
-        notes.append(reading.complaint())
+        notes.append(list_problems(reading.problems))
     return reading.tasks

@@ -18,11 +18,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from arpo.config.schema import Data, Mix
-from arpo.data.rows import read_rows, source_name
-from arpo.errors import ArpoError
+from arpo.data.rows import read_rows, refuse_bad_rows, source_name
 from arpo.types import Task
 
-SHOWN = 20  # problems listed before "and N more"
 Row = Mapping[str, Any]
 _NOWHERE = object()
 
@@ -65,16 +63,6 @@ class Reading:
         """Rows that the source has."""
         return len(self.tasks) + len(self.problems) + self.left_out
 
-    def complaint(self) -> str:
-        """The problems, the first of them and how many more there are."""
-        return complaint(self.problems)
-
-
-def complaint(problems: Sequence[str]) -> str:
-    """The first problems and how many more there are."""
-    more = len(problems) - SHOWN
-    return "\n".join([*problems[:SHOWN], *([f"and {more} more"] if more > 0 else [])])
-
 
 def read_tasks(source: str, columns: Columns, prepare: Callable[[Row], Row | None] | None = None) -> Reading:
     """Read every row. `prepare` may change a row first, or give None for one that is to be left out."""
@@ -102,11 +90,7 @@ def load_tasks(
 ) -> Reading:
     """`read_tasks`, where rows that do not fit are refused unless `bad_rows` is "skip", and some must be there."""
     reading = read_tasks(source, columns, prepare)
-    if reading.problems and (bad_rows == "refuse" or not reading.tasks):
-        way_out = [] if not reading.tasks else ["mend the rows, or leave them out with data.bad_rows=skip"]
-        raise ArpoError("\n".join([reading.complaint(), *way_out]))
-    if not reading.tasks:
-        raise ArpoError(f"{source}: holds no questions")
+    refuse_bad_rows(source, "questions", reading.tasks, reading.problems, bad_rows)
     return reading
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from arpo.agent.agent import Agent, build_agent, call_format, fit_prompts
-from arpo.agent.traces import read_examples
+from arpo.agent.examples import read_examples
 from arpo.algorithm.rollout import rollout
 from arpo.cli.display import cold_start_progress, console, print_table, progress_bar, tool_lines
 from arpo.config.schema import Branching, Config, Eval, Rewards, Rollout

@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 
 from arpo.agent.agent import Agent
-from arpo.agent.traces import check_segments, encode_trace, write_row
+from arpo.agent.traces import check_segments
 from arpo.algorithm.rollout import sample_trees
 from arpo.cli.display import console, progress_bar
 from arpo.data.gsm8k import Program, make_program
@@ -31,6 +31,7 @@ from arpo.tools.build import open_sandbox
 from arpo.tools.executor import Toolset, call_tool
 from arpo.tools.python.tool import build_python
 from arpo.training.sampler import Session
+from arpo.training.sft_examples import encode_trace
 from arpo.types import ScoredTree, StopReason, ToolCall, Trajectory, derive_seed
 
 AT_A_TIME = 256  # questions or programs under way
@@ -109,7 +110,7 @@ async def sample_traces(session: Session, out: Path, questions: int | None = Non
                 paths += len(scored.tree.leaves)
                 answered += bool(traces)
                 for trace in traces:
-                    write(write_row(trace))
+                    write(trace.to_json())
         kept = paths - left_out.total()
         said = f"{kept:,} of {paths:,} paths became traces, for {answered:,} of {len(tasks):,} questions"
         _report(said, kept, left_out, out)
@@ -149,9 +150,9 @@ def _same_tokens(agent: Agent, trajectory: Trajectory, trace: Trace) -> bool:
         check_segments(trace.segments, agent.format)
     except ValueError:
         return False
-    lesson = encode_trace(trace, agent.tokenizer, agent.format, agent.result_tokens)
+    example = encode_trace(trace, agent.tokenizer, agent.format, agent.result_tokens)
     sampled = [node.tokens for node in trajectory.nodes[1:]]  # the prompt may begin with examples
-    return [tuple(ids) for _, ids in lesson.pieces[1:]] == sampled
+    return [tuple(ids) for _, ids in example.segments[1:]] == sampled
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from arpo.agent.agent import Agent, build_agent, call_format, fit_prompts
-from arpo.agent.traces import read_examples
+from arpo.agent.examples import read_examples
 from arpo.algorithm.rollout import sample_trees
 from arpo.cli.display import cold_start_progress, console
 from arpo.config.schema import Config

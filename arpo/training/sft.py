@@ -21,14 +21,15 @@ from dataclasses import dataclass
 from itertools import accumulate, groupby
 
 from arpo.agent.formats import build_format
-from arpo.agent.traces import SFTExample, encode_trace, read_traces, require_traces
+from arpo.agent.traces import read_traces
 from arpo.cli.display import SFT_HEADER, cold_start_progress, console, printable, progress_bar, sft_line
 from arpo.config.schema import Config, Loss
-from arpo.data.tasks import complaint
+from arpo.data.rows import list_problems, refuse_bad_rows
 from arpo.models.resolve import load_policy
 from arpo.tools.build import build_tools
 from arpo.trainer.trainer import Trainer
 from arpo.training.checkpoints import CheckpointManager, open_directory
+from arpo.training.sft_examples import SFTExample, encode_trace
 from arpo.types import derive_seed
 
 RESUMABLE_KEYS = ("sft.epochs:", "sft.lr:", "train.steps:")  # when a run is resumed
@@ -40,8 +41,8 @@ KEPT = ("loss", "grad_norm", "trained_tokens", "computed_tokens", "train_entropy
 class SFTRun:
     """A run of supervised fine-tuning: what is taught in each step, and what keeps it."""
 
-    lessons: Sequence[SFTExample]
-    batches: Sequence[tuple[float, Sequence[int]]]  # per step: epochs done after it, and which lessons it takes
+    examples: Sequence[SFTExample]
+    batches: Sequence[tuple[float, Sequence[int]]]  # per step: epochs done after it, and the indices of its examples
     keeper: CheckpointManager
 
 
@@ -51,35 +52,35 @@ def open_sft(config: Config, resume: bool = False) -> Iterator[SFTRun]:
     with ExitStack() as stack:
         tools = stack.enter_context(build_tools(config))
         fmt = build_format(config.rollout.format, [tool.spec for tool in tools.values()])
-        reading = read_traces(config.sft.data, fmt)
-        require_traces(reading.traces, reading.problems, reading.source, config.data.bad_rows)
-        lessons: list[SFTExample] = []
+        traces, problems = read_traces(config.sft.data, fmt)
+        refuse_bad_rows(config.sft.data, "traces", traces, problems, config.data.bad_rows)
+        examples: list[SFTExample] = []
 
         def load(latest: Config) -> Trainer:
             with cold_start_progress(latest.coldstart.steps) as progress:
                 model, tokenizer = load_policy(latest, progress)
-            encoded = [encode_trace(trace, tokenizer, fmt, config.tools.result_tokens) for trace in reading.traces]
-            lessons.extend(_fitting(encoded, model.config.max_position_embeddings, config, reading.problems))
+            encoded = [encode_trace(trace, tokenizer, fmt, config.tools.result_tokens) for trace in traces]
+            examples.extend(_fitting(encoded, model.config.max_position_embeddings, config, problems))
             return Trainer(model, tokenizer, objective(config))
 
         keeper = stack.enter_context(open_directory(config, resume, load, RESUMABLE_KEYS, RUN_KIND_METRIC))
-        counts = [lesson.tokens for lesson in lessons]
-        yield SFTRun(lessons, plan(counts, config.sft.batch_tokens, config.sft.epochs, config.seed), keeper)
+        counts = [example.num_tokens for example in examples]
+        yield SFTRun(examples, plan(counts, config.sft.batch_tokens, config.sft.epochs, config.seed), keeper)
 
 
-def _fitting(lessons: Sequence[SFTExample], context: int, config: Config, problems: Sequence[str]) -> list[SFTExample]:
-    """Those that the model can hold; what is wrong with others is said, with what was wrong with rows before."""
-    long = [
-        f"{config.sft.data}, {lesson.task.id}: has {lesson.tokens} tokens, but the model's context holds {context}"
-        for lesson in lessons
-        if lesson.tokens > context
+def _fitting(examples: Sequence[SFTExample], context: int, config: Config, problems: Sequence[str]) -> list[SFTExample]:
+    """The examples that fit into the model's context; what is left out is printed, bad rows included."""
+    too_long = [
+        f"{config.sft.data}, {example.task.id}: has {example.num_tokens} tokens, but the model's context holds {context}"
+        for example in examples
+        if example.num_tokens > context
     ]
-    fitting = [lesson for lesson in lessons if lesson.tokens <= context]
-    require_traces(fitting, long, config.sft.data, config.data.bad_rows)
-    left_out = [*problems, *long]
+    fitting = [example for example in examples if example.num_tokens <= context]
+    refuse_bad_rows(config.sft.data, "traces", fitting, too_long, config.data.bad_rows)
+    left_out = [*problems, *too_long]
     if left_out:
-        console.print(f"{len(left_out):,} of {len(lessons) + len(problems):,} traces are left out:")
-        console.print(printable(complaint(left_out)))
+        console.print(f"{len(left_out):,} of {len(examples) + len(problems):,} traces are left out:")
+        console.print(printable(list_problems(left_out)))
     return fitting
 
 
@@ -111,20 +112,20 @@ def plan(counts: Sequence[int], batch_tokens: int, epochs: int, seed: int) -> li
     return steps
 
 
-async def train_sft(course: SFTRun) -> int:
+async def train_sft(run: SFTRun) -> int:
     """Train to the end of the last epoch; returns the last step done."""
-    keeper, step, last = course.keeper, course.keeper.step, len(course.batches)
+    keeper, step, last = run.keeper, run.keeper.step, len(run.batches)
     if step >= last:
         console.print(f"Nothing to do: the run is at step {step} of {last}.")
         return step
-    console.print(f"{len(course.lessons):,} traces, {last:,} steps")
+    console.print(f"{len(run.examples):,} traces, {last:,} steps")
     console.print(SFT_HEADER)
     with progress_bar("teaching", last) as bar:
         while step < last:
             bar.update(bar.task_ids[0], completed=step)
             with keeper.saving(step):
                 await asyncio.sleep(0.001)  # long enough for a Ctrl-C to get through
-            metrics = _step(course, step)
+            metrics = _step(run, step)
             step += 1
             keeper.record(step, metrics)
             console.print(sft_line(step, metrics))
@@ -132,10 +133,10 @@ async def train_sft(course: SFTRun) -> int:
     return step
 
 
-def _step(course: SFTRun, step: int) -> dict[str, float]:
+def _step(run: SFTRun, step: int) -> dict[str, float]:
     started = time.monotonic()
-    epoch, numbers = course.batches[step]
-    lessons = [course.lessons[number] for number in numbers]
-    learnt = course.keeper.trainer.update([lesson.scored_tree() for lesson in lessons])
+    epoch, numbers = run.batches[step]
+    examples = [run.examples[number] for number in numbers]
+    learnt = run.keeper.trainer.update([example.scored_tree() for example in examples])
     numbers_of = {name: learnt[name] for name in KEPT}
-    return {"epoch": epoch, "traces": len(lessons), **numbers_of, "train_seconds": time.monotonic() - started}
+    return {"epoch": epoch, "traces": len(examples), **numbers_of, "train_seconds": time.monotonic() - started}

@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 from traces import formats, sum_row, write_rows
 
 from arpo.agent.agent import Agent
-from arpo.agent.traces import encode_trace, read_traces, require_traces, write_row
+from arpo.agent.traces import read_traces
 from arpo.algorithm.rollout import rollout
 from arpo.config.schema import Branching, Rollout
+from arpo.data.rows import refuse_bad_rows
 from arpo.engine.scripted import ScriptedEngine
 from arpo.errors import ArpoError
 from arpo.tools.base import tool
+from arpo.training.sft_examples import encode_trace
 from arpo.types import Kind, ToolCall
 
 CALL, RESULT, END = "<think>a</think><python>1 + 2</python>", "3", "<think>b</think><answer>\\boxed{3}</answer>"
@@ -67,7 +69,7 @@ def test_segments_are_taken_verbatim_and_survive_writing(tmp_path: Path) -> None
     (trace,) = read(tmp_path, row).traces
     assert [text for _, text in trace.segments] == [text for _, text in pieces]
     assert (trace.task.id, trace.task.answers) == ("q7", ("3",))
-    assert read(tmp_path, json.loads(write_row(trace))).traces == (trace,)
+    assert read(tmp_path, json.loads(trace.to_json())).traces == (trace,)
 
 
 BAD = [
@@ -77,14 +79,14 @@ BAD = [
     ({"question": "q", "text": END, "messages": []}, "got messages, text"),
     ({"text": END}, "no column 'question'"),
     ({"question": " ", "text": END}, "empty question"),
-    ({"question": "q", "text": 3}, "text should be a text"),
+    ({"question": "q", "text": 3}, "text should be a string"),
     ({"question": "q", "text": "just 3"}, "holds neither a call nor an answer"),
     ({"question": "q", "text": f"{CALL}{END}"}, "stops at the first </python>"),
     ({"question": "q", "text": f"{END} more"}, "stops at the first </answer>"),
     ({"question": "q", "text": f"{END}<result>3</result>{END}"}, "stops at the first </answer>"),
     ({"question": "q", "text": f"<search>x</search><result>3</result>{END}"}, "holds neither"),
     ({"question": "q", "text": f"{CALL}<result>3</result>"}, "should end with the answer"),
-    ({"question": "q", "text": f"1 + 2</python><result>3</result>{END}"}, "a call cannot be read"),
+    ({"question": "q", "text": f"1 + 2</python><result>3</result>{END}"}, "a call cannot be parsed"),
     ({"question": "q", "text": f"<think></python></think>{CALL}<result>3</result>{END}"}, "stops at the first"),
     ({"question": "q", "text": "\ud800" + END}, "half a character"),
     ({"question": "q", "segments": "x"}, "a list of"),
@@ -92,8 +94,8 @@ BAD = [
     ({"question": "q", "segments": [{"by": "model", "text": END}] * 2}, "should alternate"),
     ({"question": "q", "segments": []}, "should alternate"),
     ({"messages": "x"}, "a list of objects"),
-    (messages(("assistant", END)), "one message of the user's"),
-    (messages(("user", "q"), ("assistant", END), ("user", "and?")), "one message of the user's"),
+    (messages(("assistant", END)), "expected one user message"),
+    (messages(("user", "q"), ("assistant", END), ("user", "and?")), "expected one user message"),
     (messages(("user", "q"), ("assistant", CALL), ("assistant", END)), "should alternate"),
     (messages(("user", "q"), ("assistant", {})), "should be text"),
     (messages(("user", None)), "should be text"),
@@ -120,16 +122,16 @@ def test_every_bad_row_is_named_with_its_reason(tmp_path: Path) -> None:
 def test_bad_rows_are_refused_all_at_once_or_skipped() -> None:
     problems = [f"line {n}" for n in range(25)]
     with pytest.raises(ArpoError) as refused:
-        require_traces([1], problems, "x", "refuse")
+        refuse_bad_rows("x", "traces", [1], problems, "refuse")
     assert str(refused.value).splitlines()[-2:] == [
         "and 5 more",
-        "mend the rows, or leave them out with data.bad_rows=skip",
+        "fix the rows, or leave them out with data.bad_rows=skip",
     ]
-    require_traces([1], problems, "x", "skip")
+    refuse_bad_rows("x", "traces", [1], problems, "skip")
     with pytest.raises(ArpoError, match="line 0"):
-        require_traces([], problems, "x", "skip")
+        refuse_bad_rows("x", "traces", [], problems, "skip")
     with pytest.raises(ArpoError, match="x: holds no traces"):
-        require_traces([], [], "x", "skip")
+        refuse_bad_rows("x", "traces", [], [], "skip")
 
 
 def test_parquet_rows_are_read(tmp_path: Path) -> None:
@@ -190,10 +192,12 @@ def test_the_tokens_are_those_of_a_rollout(tokenizer: Any, tmp_path: Path, name:
     tree = asyncio.run(
         rollout(agent, trace.task, Rollout(num_trajectories=1, num_initial=1), Branching(policy="never"), 0)
     )
-    lesson = encode_trace(trace, tokenizer, fmt, 12)
-    assert [(node.kind, node.tokens) for node in tree.nodes] == [(kind, tuple(ids)) for kind, ids in lesson.pieces]
+    example = encode_trace(trace, tokenizer, fmt, 12)
+    assert [(node.kind, node.tokens) for node in tree.nodes] == [(kind, tuple(ids)) for kind, ids in example.segments]
     whole = encode_trace(trace, tokenizer, fmt)
-    assert whole.tokens > lesson.tokens
-    scored = lesson.scored_tree()
-    assert [(node.kind, node.tokens) for node in scored.tree.nodes] == [(node.kind, node.tokens) for node in tree.nodes]
-    assert [credit.by_node for credit in scored.credits] == [{1: 1.0, 3: 1.0}]
+    assert whole.num_tokens > example.num_tokens
+    assert [(node.kind, node.tokens) for node in example.scored_tree().tree.nodes] == [
+        (node.kind, node.tokens) for node in tree.nodes
+    ]
+    (credit,) = example.scored_tree().credits
+    assert credit.by_node == {1: 1.0, 3: 1.0}

@@ -31,11 +31,11 @@ from arpo.data.tasks import Columns, load_tasks, read_tasks
 from arpo.engine.scripted import ScriptedEngine
 from arpo.errors import ArpoError
 from arpo.models.save import save_pretrained
-from arpo.rewards import build_reward
+from arpo.rewards import Scorer, build_reward
 from arpo.runs.run_dir import open_run_dir as read_run
 from arpo.tools.build import build_tools
 from arpo.training.loop import _outcome, open_run, train
-from arpo.types import Fault, Kind, Leaf, Node, Reward, RolloutTree, Task
+from arpo.types import Fault, Node, Reward, ScoredTree, Task, Trajectory
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NO_TOOLS = ["reward.bonus=0", "tools.enabled=[]"]
@@ -127,7 +127,7 @@ def test_search_needs_somewhere_to_look_unless_the_world_is_among_the_sources(he
 
 def test_bad_rows_are_refused_or_skipped_and_noted(here: Path) -> None:
     write("mine.jsonl", {"question": "Who?", "answer": "Ada"}, {"question": "Who?", "answer": "\x1b[31m "}, [1])
-    with pytest.raises(ArpoError, match=r"line 3: expected a JSON object, got list\nmend the rows, or leave them out"):
+    with pytest.raises(ArpoError, match=r"line 3: expected a JSON object, got list\nfix the rows, or leave them out"):
         load_task_set(toml("", "data.train=mine.jsonl"))
     tasks = load_task_set(toml("", "data.train=mine.jsonl", "data.bad_rows=skip"))
     assert [task.id for task in tasks.train] == ["mine.jsonl:1", "mine.jsonl:2"]
@@ -179,11 +179,11 @@ TINY_RUN = [
 ]  # fmt: skip
 
 
-def often_settled(task: Task, tree: RolloutTree, leaf: Leaf) -> Reward:
+def often_settled(trajectory: Trajectory) -> Reward:
     """For half of the questions always right; for the others, the share of even tokens is what counts."""
-    tokens = [t for i in tree.path(leaf.node) if tree.nodes[i].kind is Kind.MODEL for t in tree.nodes[i].tokens]
+    tokens = [token for node in trajectory.model_nodes for token in node.tokens]
     share = sum(token % 2 == 0 for token in tokens) / len(tokens)
-    return Reward(share, {"correct": float(task.id.endswith(("0", "2")) or share > 0.5), "format": 1.0})
+    return Reward(share, {"correct": float(trajectory.task.id.endswith(("0", "2")) or share > 0.5), "format": 1.0})
 
 
 def run_to_the_end(tokenizer: Any, directory: Path, *more: str, resume: bool = False) -> None:
@@ -234,7 +234,7 @@ def test_a_curriculum_changes_what_is_asked_and_only_when_it_is_on(tokenizer: An
 def test_paths_spoilt_by_a_broken_tool_do_not_count(fault: Fault | None, letter: str) -> None:
     tree = trees.tree([trees.prompt(), trees.model(0, [3]), trees.tool(1, fault=fault), trees.model(2, [4])], [1, 3])
     right, wrong = (Reward(value, {"correct": value}) for value in (1.0, 0.0))
-    assert _outcome(tree, [right, wrong]) == letter
+    assert _outcome(ScoredTree(tree, (right, wrong))) == letter
 
 
 # What `arpo data check` shows.
@@ -343,16 +343,17 @@ def test_an_example_reads_its_files_and_rolls_out(here: Path, tokenizer: Any, na
             return f"<think>Look.</think><{tool}>{calls[tool](number)}</{tool}>"
         return f"<think>Done.</think><answer>\\boxed{{{number + 1}}}</answer>"
 
-    with build_tools(config) as tools:
+    reward = build_reward(config.reward.accuracy, config.reward.bonus, config.reward.bonus_tools)
+    with build_tools(config) as tools, Scorer(reward, 1) as scorer:
         agent = scripted(tokenizer, tools, script)
         tasks = fit_prompts(load_task_set(config), agent, config.data.max_prompt_tokens)
         assert [task.answers for task in tasks.train] == [(str(n),) for n in range(1, 21)]
-        grown = asyncio.run(sample_trees(agent, tasks.train, config.rollout, config.branching, range(20)))
-    reward = build_reward(config.reward.accuracy, config.reward.bonus, config.reward.bonus_tools)
-    earned = [reward(tree.task, tree, leaf) for tree in grown for leaf in tree.leaves]
+        sampling = sample_trees(agent, tasks.train, config.rollout, config.branching, range(20), scorer.score)
+        scored = asyncio.run(sampling)
+    earned = [reward for each in scored for reward in each.rewards]
     assert len(earned) == 40
     assert {(each.total, each.parts["correct"]) for each in earned} == {(1.0 + config.reward.bonus, 1.0)}
-    assert all(f"{tree.task.answers[0]}" in node.text for tree in grown for node in tree.nodes if _is_python(node))
+    assert all(s.tree.task.answers[0] in node.text for s in scored for node in s.tree.nodes if _is_python(node))
 
 
 def _is_python(node: Node) -> bool:

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from questions import rows, verl
 
 from arpo.config.schema import Data, Mix
-from arpo.data.tasks import SHOWN, Columns, load_tasks, lookup, read_tasks, text_after
+from arpo.data.rows import MAX_PROBLEMS_SHOWN
+from arpo.data.tasks import Columns, load_tasks, lookup, read_tasks, text_after
 from arpo.errors import ArpoError
 from arpo.types import Task
 
@@ -167,17 +168,19 @@ def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
         f"{path}, line 4: expected a JSON object, got list",
         f"{path}, line 5: task 'questions.jsonl:5' has no answer",
     ]
-    assert complaint(path).splitlines() == [*problems, "mend the rows, or leave them out with data.bad_rows=skip"]
+    assert complaint(path).splitlines() == [*problems, "fix the rows, or leave them out with data.bad_rows=skip"]
     reading = load_tasks(path, Columns(), "skip")
     assert [task.id for task in reading.tasks] == ["questions.jsonl:1", "questions.jsonl:3"]
     assert (list(reading.problems), reading.rows) == (problems, 5)
 
 
 def test_of_very_many_problems_the_first_are_shown(tmp_path: Path) -> None:
-    path = write(tmp_path, rows(*[1] * (SHOWN + 3)))
+    path = write(tmp_path, rows(*[1] * (MAX_PROBLEMS_SHOWN + 3)))
     told = complaint(path).splitlines()
-    assert told[:SHOWN] == [f"{path}, line {n}: expected a JSON object, got int" for n in range(1, SHOWN + 1)]
-    assert told[SHOWN:] == ["and 3 more"]
+    assert told[:MAX_PROBLEMS_SHOWN] == [
+        f"{path}, line {n}: expected a JSON object, got int" for n in range(1, MAX_PROBLEMS_SHOWN + 1)
+    ]
+    assert told[MAX_PROBLEMS_SHOWN:] == ["and 3 more"]
 
 
 @pytest.mark.parametrize("content", ["", "\n \n"])

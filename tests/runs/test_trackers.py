@@ -338,9 +338,9 @@ def test_a_test_that_is_made_up_after_a_stop_is_sent(
 def test_supervised_fine_tuning_is_tracked(tmp_path: Path, fakes: dict[str, Fake]) -> None:
     write_model(tmp_path / "model")
     write_rows(tmp_path / "traces.jsonl", [sum_row(a, a + 1) for a in range(6)])
-    with open_sft(sums_config(tmp_path, "sft.batch_tokens=70", "sft.epochs=1", "run.tracker=wandb")) as course:
-        asyncio.run(train_sft(course))
-        records = course.keeper.log.read_metrics()
+    with open_sft(sums_config(tmp_path, "sft.batch_tokens=70", "sft.epochs=1", "run.tracker=wandb")) as run:
+        asyncio.run(train_sft(run))
+        records = run.keeper.log.read_metrics()
     assert fakes["wandb"].steps == [row["step"] for row in records] != []
     assert [row["loss"] for row in fakes["wandb"].values] == [row["loss"] for row in records]
     assert fakes["wandb"].pictures == []

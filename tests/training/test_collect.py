@@ -13,14 +13,15 @@ from traces import formats, python, sum_row, sums_config, write_model, write_row
 from trees import model, prompt, tool, tree
 
 from arpo.agent.agent import Agent
-from arpo.agent.traces import encode_trace, read_traces
+from arpo.agent.traces import read_traces
 from arpo.data.traces import Trace
 from arpo.engine.scripted import ScriptedEngine
 from arpo.errors import ArpoError
 from arpo.training.collect import right_traces, sample_traces
 from arpo.training.loop import open_session
 from arpo.training.sft import open_sft, train_sft
-from arpo.types import Fault, Kind, Node, Reward, RolloutTree, StopReason, Task
+from arpo.training.sft_examples import encode_trace
+from arpo.types import Fault, Kind, Node, Reward, RolloutTree, ScoredTree, StopReason, Task
 
 CALL, END = "<think>a</think><python>1 + 2</python>", "<think>b</think><answer>\\boxed{3}</answer>"
 TASK = Task("q", "What is 1 plus 2?", ("3",))
@@ -35,7 +36,7 @@ def agent(tokenizer: Any) -> Agent:
 def path(agent: Agent, first: str = CALL, last: str = END, fault: Fault | None = None) -> list[Node]:
     """The nodes of a path, with the tokens that it would have if it were sampled as it is written."""
     segments = ((Kind.MODEL, first), (Kind.TOOL, "3"), (Kind.MODEL, last))
-    pieces = [tuple(ids) for _, ids in encode_trace(Trace(TASK, segments), agent.tokenizer, agent.format).pieces]
+    pieces = [tuple(ids) for _, ids in encode_trace(Trace(TASK, segments), agent.tokenizer, agent.format).segments]
     return [
         prompt(pieces[0]),
         model(0, pieces[1], first),
@@ -48,7 +49,7 @@ def kept(
     agent: Agent, nodes: list[Node], reward: Reward = RIGHT, end: StopReason = StopReason.ANSWER
 ) -> tuple[int, list[str]]:
     left_out: Counter[str] = Counter()
-    traces = right_traces(agent, tree(nodes, [len(nodes) - 1], TASK, end), [reward], 4, left_out)
+    traces = right_traces(agent, ScoredTree(tree(nodes, [len(nodes) - 1], TASK, end), (reward,)), 4, left_out)
     return len(traces), list(left_out)
 
 
@@ -79,7 +80,7 @@ def test_equal_paths_are_kept_once_and_not_too_many(agent: Agent) -> None:
     nodes += [path(agent, last=end)[3] for end in ends]
     left_out: Counter[str] = Counter()
     grown = tree(nodes, [3, 4, 5, 6], TASK)
-    traces = right_traces(agent, grown, [RIGHT] * 4, 2, left_out)
+    traces = right_traces(agent, ScoredTree(grown, (RIGHT,) * 4), 2, left_out)
     assert [trace.segments[2][1] for trace in traces] == [ends[0], ends[2]]
     assert left_out == {"the same as another path": 1, "more than enough paths for one question": 1}
 
@@ -95,8 +96,8 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder / "questions.jsonl", [{"question": f"What is {a} plus {b}?", "answer": str(a + b)} for a, b in sums]
     )
     config = sums_config(folder, "sft.lr=1e-2", "sft.epochs=60", f"data.train={folder / 'questions.jsonl'}")
-    with open_sft(config) as course:
-        asyncio.run(train_sft(course))
+    with open_sft(config) as run:
+        asyncio.run(train_sft(run))
     return folder
 
 
@@ -108,9 +109,9 @@ def test_sampled_traces_are_read_back_with_the_tokens_that_were_sampled(
     seen: list[RolloutTree] = []
     original = right_traces
 
-    def watch(agent: Agent, grown: RolloutTree, *more: Any) -> Any:
-        seen.append(grown)
-        return original(agent, grown, *more)
+    def watch(agent: Agent, scored: ScoredTree, *more: Any) -> Any:
+        seen.append(scored.tree)
+        return original(agent, scored, *more)
 
     monkeypatch.setattr("arpo.training.collect.right_traces", watch)
     out, settings = (
@@ -126,7 +127,7 @@ def test_sampled_traces_are_read_back_with_the_tokens_that_were_sampled(
     assert reading.problems == () and len(reading.traces) > 5
     sampled = {grown.tokens(leaf.node) for grown in seen for leaf in grown.leaves}
     for trace in reading.traces:
-        pieces = encode_trace(trace, tokenizer, fmt, config.tools.result_tokens).pieces
+        pieces = encode_trace(trace, tokenizer, fmt, config.tools.result_tokens).segments
         assert tuple(token for _, ids in pieces for token in ids) in sampled
     by_question = Counter(trace.task.question for trace in reading.traces)
     assert max(by_question.values()) <= 2
@@ -138,9 +139,9 @@ def test_sampled_traces_are_read_back_with_the_tokens_that_were_sampled(
         call("data", "sample", taught / "run", "--out", again, "--per-question", 2, "--questions", 10, *settings) == 0
     )
     assert again.read_bytes() == out.read_bytes()
-    with open_sft(sums_config(taught, f"sft.data={out}", f"run.dir={tmp_path / 'run'}", "sft.epochs=1")) as course:
-        assert len(course.lessons) == len(reading.traces)
-        assert asyncio.run(train_sft(course)) == 1
+    with open_sft(sums_config(taught, f"sft.data={out}", f"run.dir={tmp_path / 'run'}", "sft.epochs=1")) as run:
+        assert len(run.examples) == len(reading.traces)
+        assert asyncio.run(train_sft(run)) == 1
 
 
 def test_a_model_that_gets_nothing_right_leaves_no_file(taught: Path, tmp_path: Path) -> None:

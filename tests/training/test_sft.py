@@ -23,7 +23,7 @@ from traces import formats, sum_row, sums_config, write_model, write_rows
 
 import arpo.training.loop
 import arpo.training.sft
-from arpo.agent.traces import SFTExample, encode_trace, read_traces
+from arpo.agent.traces import read_traces
 from arpo.config.schema import Config, Model
 from arpo.errors import ArpoError
 from arpo.models.load import load_model
@@ -33,6 +33,7 @@ from arpo.trainer.trainer import Trainer
 from arpo.training.loop import open_session
 from arpo.training.loop import test as evaluate
 from arpo.training.sft import objective, open_sft, plan, train_sft
+from arpo.training.sft_examples import SFTExample, encode_trace
 from arpo.types import Kind
 
 SUMS = [(1, 2), (13, 4), (5, 60), (7, 7), (20, 22), (9, 81)]
@@ -48,22 +49,22 @@ def folder(tmp_path: Path) -> Path:
 
 
 def run_to_the_end(config: Config, resume: bool = False) -> int:
-    with open_sft(config, resume) as course:
-        return asyncio.run(train_sft(course))
+    with open_sft(config, resume) as run:
+        return asyncio.run(train_sft(run))
 
 
 def with_model(config: Config, **update: Any) -> Config:
     return config.model_copy(update={"model": config.model.model_copy(update=update)})
 
 
-def lessons_of(folder: Path, rows: Sequence[dict[str, Any]]) -> tuple[Any, list[SFTExample]]:
+def examples_of(folder: Path, rows: Sequence[dict[str, Any]]) -> tuple[Any, list[SFTExample]]:
     model, tokenizer = load_model(Model(path=str(folder / "model"), device="cpu"))
     traces = read_traces(str(write_rows(folder / "some.jsonl", rows)), formats()).traces
     return model, [encode_trace(trace, tokenizer, formats(), 512) for trace in traces]
 
 
 def gradients(
-    model: Any, lessons: Sequence[SFTExample], config: Config
+    model: Any, examples: Sequence[SFTExample], config: Config
 ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """What one step would change the weights by, and its metrics."""
     trainer = Trainer(model, None, objective(config))
@@ -75,17 +76,17 @@ def gradients(
         return 1.0
 
     trainer.optimizer.step = step  # type: ignore[method-assign]
-    metrics = trainer.update([lesson.tree() for lesson in lessons], [[lesson.credit()] for lesson in lessons])
+    metrics = trainer.update([example.scored_tree() for example in examples])
     return found, metrics
 
 
-def plain_gradients(model: Any, lessons: Sequence[SFTExample]) -> tuple[dict[str, torch.Tensor], float]:
+def plain_gradients(model: Any, examples: Sequence[SFTExample]) -> tuple[dict[str, torch.Tensor], float]:
     """The mean negative log-likelihood of the model's tokens, one trace at a time, straight from the definition."""
-    own = sum(len(ids) for lesson in lessons for kind, ids in lesson.pieces if kind is Kind.MODEL)
+    own = sum(len(ids) for example in examples for kind, ids in example.segments if kind is Kind.MODEL)
     total = 0.0
-    for lesson in lessons:
-        tokens = torch.tensor([token for _, ids in lesson.pieces for token in ids])
-        mine = torch.tensor([kind is Kind.MODEL for kind, ids in lesson.pieces for _ in ids])
+    for example in examples:
+        tokens = torch.tensor([token for _, ids in example.segments for token in ids])
+        mine = torch.tensor([kind is Kind.MODEL for kind, ids in example.segments for _ in ids])
         logits = model(tokens[None]).logits[0]
         loss = functional.cross_entropy(logits[:-1][mine[1:]], tokens[1:][mine[1:]], reduction="sum") / own
         loss.backward()
@@ -128,7 +129,7 @@ def test_packed_traces_have_the_gradient_of_each_by_itself(folder: Path, more: t
     """However they are packed and cut, and whatever the settings of reinforcement learning are."""
     rows = [sum_row(a, b) for a, b in SUMS]
     rows[2]["messages"][1]["content"] = "<think>Add. So add. Add!</think>"  # traces weigh by their tokens
-    model, lessons = lessons_of(folder, rows)
+    model, examples = examples_of(folder, rows)
     others = (
         "rollout.temperature=0.5",
         "loss.kl_coef=1",
@@ -137,11 +138,11 @@ def test_packed_traces_have_the_gradient_of_each_by_itself(folder: Path, more: t
         "loss.entropy_coef=0.1",
     )
     config = sums_config(folder, *others, *more)
-    expected, loss = plain_gradients(model, lessons)
-    found, metrics = gradients(model, lessons, config)
+    expected, loss = plain_gradients(model, examples)
+    found, metrics = gradients(model, examples, config)
     assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
-    assert metrics["computed_tokens"] == sum(lesson.tokens for lesson in lessons)
-    assert metrics["trained_tokens"] == sum(len(i) for x in lessons for kind, i in x.pieces if kind is Kind.MODEL)
+    assert metrics["computed_tokens"] == sum(example.num_tokens for example in examples)
+    assert metrics["trained_tokens"] == sum(len(i) for x in examples for kind, i in x.segments if kind is Kind.MODEL)
     assert found.keys() == expected.keys()
     for name in expected:
         torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-6)
@@ -157,13 +158,13 @@ def test_results_and_prompts_teach_nothing_but_through_attention(folder: Path) -
         return changed
 
     texts = [("What is 1 plus 2?", "3"), ("What is 1 plus 2?", "77 plus 8"), ("is 5 What?", "3")]
-    model, lessons = lessons_of(folder, [row(*text) for text in texts])
-    seeing = [gradients(model, [lesson], sums_config(folder))[0]["model.embed_tokens.weight"] for lesson in lessons]
+    model, examples = examples_of(folder, [row(*text) for text in texts])
+    seeing = [gradients(model, [example], sums_config(folder))[0]["model.embed_tokens.weight"] for example in examples]
     assert not torch.equal(seeing[0], seeing[1]) and not torch.equal(seeing[0], seeing[2])
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.zero_()
-    blind = [gradients(model, [lesson], sums_config(folder)) for lesson in lessons]
+    blind = [gradients(model, [example], sums_config(folder)) for example in examples]
     assert blind[0][1]["loss"] == blind[1][1]["loss"] == blind[2][1]["loss"]
     for other in blind[1:]:
         for name in blind[0][0].keys() - {"model.layers.0.self_attn.o_proj.weight"}:
@@ -175,10 +176,10 @@ def test_a_run_has_the_settings_of_its_section(folder: Path) -> None:
     for number, more in enumerate(("sft.warmup_steps=0", "sft.warmup_steps=1000", "sft.lr=1e-5")):
         run_to_the_end(sums_config(folder, *FAST, "rollout.temperature=0.5", more, f"run.dir={folder / str(number)}"))
     rows = [what_it_left(folder / str(number))[1] for number in range(3)]
-    with open_sft(sums_config(folder, *FAST, f"run.dir={folder / 'other'}")) as course:
-        model, lessons = course.keeper.trainer.model, [course.lessons[n] for n in course.batches[0][1]]
-    assert rows[0][0]["loss"] == pytest.approx(plain_gradients(model, lessons)[1], rel=1e-5)
-    assert rows[0][0]["traces"] == len(lessons)
+    with open_sft(sums_config(folder, *FAST, f"run.dir={folder / 'other'}")) as run:
+        model, examples = run.keeper.trainer.model, [run.examples[n] for n in run.batches[0][1]]
+    assert rows[0][0]["loss"] == pytest.approx(plain_gradients(model, examples)[1], rel=1e-5)
+    assert rows[0][0]["traces"] == len(examples)
     assert rows[0][-1]["loss"] < 0.9 * rows[0][0]["loss"]
     for slow in rows[1:]:
         assert slow[0] == rows[0][0]
@@ -220,10 +221,10 @@ def test_stopping_saves_every_finished_step(
     step = arpo.training.sft._step
     stopped = sums_config(folder, *FAST, f"run.dir={folder / 'stopped'}", f"run.checkpoint_every={every}")
 
-    def stop_in_the_last_step(course: arpo.training.sft.SFTRun, number: int) -> dict[str, float]:
+    def stop_in_the_last_step(run: arpo.training.sft.SFTRun, number: int) -> dict[str, float]:
         if number == last - 1:
             asyncio.current_task().cancel()  # type: ignore[union-attr]
-        return step(course, number)
+        return step(run, number)
 
     with monkeypatch.context() as patch:
         patch.setattr(arpo.training.sft, "_step", stop_in_the_last_step)
@@ -271,8 +272,8 @@ def test_bad_rows_are_refused_or_skipped_and_leave_no_run_behind(
         f"{folder / 'traces.jsonl'}, line 4",
     ]
     write_rows(folder / "traces.jsonl", [*rows, long])
-    with open_sft(sums_config(folder, "data.bad_rows=skip")) as course:
-        assert [lesson.task.id for lesson in course.lessons] == ["1+2", "3+4"]
+    with open_sft(sums_config(folder, "data.bad_rows=skip")) as run:
+        assert [example.task.id for example in run.examples] == ["1+2", "3+4"]
     said = capsys.readouterr().out
     assert "3 of 5 traces are left out" in said
     assert "8+9: has 6" in said and "the model's context holds 256" in said

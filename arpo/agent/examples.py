@@ -1,0 +1,40 @@
+"""Few-shot examples: traces that stand at the beginning of every prompt, as earlier turns of the conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from arpo.agent.formats import CallFormat, encode_example_turn, encode_next_question, encode_prompt, encode_result
+from arpo.agent.traces import read_traces
+from arpo.data.rows import list_problems
+from arpo.data.traces import Trace
+from arpo.errors import ArpoError
+from arpo.types import Kind
+
+
+def read_examples(source: str | None, fmt: CallFormat) -> tuple[Trace, ...]:
+    """The traces that `rollout.examples` names; every row must be a trace."""
+    if source is None:
+        return ()
+    traces, problems = read_traces(source, fmt)
+    if problems or not traces:
+        error = list_problems(problems) if problems else f"{source}: holds no traces"
+        raise ArpoError(f"{error}\n(these are rollout.examples)")
+    return traces
+
+
+def encode_examples(traces: Sequence[Trace], tokenizer: Any, fmt: CallFormat, result_tokens: int) -> tuple[int, ...]:
+    """The token ids of the system prompt and the examples; empty without examples."""
+    ids: list[int] = []
+    for trace in traces:
+        if ids:
+            ids += encode_next_question(tokenizer, ids, trace.task.question)
+        else:
+            ids += encode_prompt(tokenizer, trace.task.question, fmt.instructions)
+        for kind, text in trace.segments:
+            if kind is Kind.MODEL:
+                ids += encode_example_turn(tokenizer, text)
+            else:
+                ids += encode_result(tokenizer, fmt, text, result_tokens)[0]
+    return tuple(ids)
