@@ -108,6 +108,7 @@ def random_forest(
     return Forest(tuple(random_credit(rng, rollout, attribution) for rollout in trees))
 
 
+@cache
 def rich_forest(seed: int, attribution: str = "soft", times: int = 1) -> Forest:
     """A random forest in which much is shared and long: paths of both signs go through one of its model nodes."""
     for attempt in count():
