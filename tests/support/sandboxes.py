@@ -34,6 +34,11 @@ def opened(tier: str, **limits: object) -> Sandbox:
     return sandbox
 
 
+def unique(name: str) -> str:
+    """A name for processes, of 15 characters at most, that no other run of these tests uses."""
+    return f"{name}-{os.getpid()}"
+
+
 def marked(name: str, among: list[int] | None = None) -> list[int]:
     """Processes that gave themselves this name."""
     found = []

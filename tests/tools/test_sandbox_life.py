@@ -26,6 +26,7 @@ from sandboxes import (
     marked,
     opened,
     running,
+    unique,
     until,
     zygote_pid,
 )
@@ -48,13 +49,13 @@ def fresh(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_cancelled_call_ends_at_once_and_leaves_nothing(fresh: Sandbox, tmp_path: Path) -> None:
     async def cancelled() -> None:
-        code = f"{MARKED.format('arpo-cancel')}open('file', 'w').close()\nwhile True: pass"
+        code = f"{MARKED.format(unique('cancel'))}open('file', 'w').close()\nwhile True: pass"
         task = asyncio.create_task(fresh.arun(code, 600))
-        assert await asyncio.to_thread(until, lambda: marked("arpo-cancel"))
+        assert await asyncio.to_thread(until, lambda: marked(unique("cancel")))
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert await asyncio.to_thread(until, lambda: not marked("arpo-cancel"))
+        assert await asyncio.to_thread(until, lambda: not marked(unique("cancel")))
         results = await asyncio.gather(*(fresh.arun("print(1)") for _ in range(4)))
         assert [result.stdout for result in results] == ["1\n"] * 4
 
@@ -69,22 +70,22 @@ def test_a_call_that_is_cancelled_while_it_waits_never_runs(fresh: Sandbox) -> N
     async def cancelled() -> None:
         busy = [asyncio.create_task(fresh.arun(WAITING.format("arpo-busy"), 600)) for _ in range(2)]
         assert await asyncio.to_thread(until, lambda: len(mine("arpo-busy")) == 2)
-        waiting = asyncio.create_task(fresh.arun(f"{MARKED.format('arpo-never')}import time; time.sleep(5)"))
+        waiting = asyncio.create_task(fresh.arun(f"{MARKED.format(unique('never'))}import time; time.sleep(5)"))
         await asyncio.sleep(0.05)
         waiting.cancel()
         for pid in mine("arpo-busy"):
             os.kill(pid, signal.SIGUSR1)
         assert [result.stdout for result in await asyncio.gather(*busy)] == ["done\n"] * 2
         assert (await fresh.arun("print(1)")).stdout == "1\n"
-        assert marked("arpo-never") == []
+        assert marked(unique("never")) == []
 
     asyncio.run(cancelled())
 
 
 def test_closing_ends_calls_and_processes(fresh: Sandbox, tmp_path: Path) -> None:
-    code = f"{MARKED.format('arpo-close')}open('file', 'w').close()\nimport time; time.sleep(600)"
+    code = f"{MARKED.format(unique('close'))}open('file', 'w').close()\nimport time; time.sleep(600)"
     calls = [in_thread(lambda: fresh.run(code, 600)) for _ in range(3)]  # one more than there are workers
-    assert until(lambda: len(marked("arpo-close")) == 2)
+    assert until(lambda: len(marked(unique("close"))) == 2)
     below = family(zygote_pid(fresh))
     began = time.monotonic()
     fresh.close()
@@ -178,7 +179,7 @@ def test_nothing_survives_the_supervisor(tmp_path: Path) -> None:
     for tier in TIERS:
         with contextlib.closing(opened(tier)):
             pass
-        name = f"arpo-orphan-{tier[0]}"
+        name = unique(f"left-{tier[0]}")
         code = f"{MARKED.format(name)}open('file', 'w').write('x')\nwhile True: pass"
         script = (
             "from arpo.tools.sandbox.sandbox import Sandbox\n"
