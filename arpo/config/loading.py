@@ -31,6 +31,35 @@ COMMAND_LINE = "command line"
 _ABSENT = object()
 Layers = Sequence[tuple[str, Mapping[str, Any]]]  # (where it comes from, values), highest precedence first
 
+RENAMED = {
+    "rollout.leaves": "rollout.num_trajectories",
+    "rollout.initial": "rollout.num_initial",
+    "rollout.max_calls": "rollout.max_tool_calls",
+    "rollout.kv_tokens": "rollout.kv_cache_tokens",
+    "branching.width": "branching.branch_width",
+    "train.prompts": "train.batch_size",
+    "train.resample": "train.dynamic_sampling_rounds",
+    "train.micro_tokens": "train.max_microbatch_tokens",
+    "train.checkpointing": "train.gradient_checkpointing",
+    "train.budget_of": "train.budget_unit",
+    "train.drop_infra": "train.mask_infra_faults",
+    "train.warmup": "train.warmup_steps",
+    "sft.warmup": "sft.warmup_steps",
+    "loss.kl": "loss.kl_coef",
+    "loss.entropy": "loss.entropy_coef",
+    "advantage.entropy": "advantage.entropy_weight",
+    "cluster.ahead": "cluster.max_off_policy_steps",
+}
+"""Old names of settings, which are refused with a message that gives the new one."""
+RENAMED_VALUES = {
+    ("branching.policy", "later"): "posthoc_random",
+    ("branching.policy", "top"): "posthoc_entropy",
+    ("branching.fill", "mixed"): "informative",
+    ("advantage.baseline", "others"): "leave_one_out",
+    ("train.budget_unit", "paths"): "trajectories",
+}
+"""Old values of settings, likewise, by the setting's new name."""
+
 
 def load_config(path: Path | None, overrides: Sequence[str] = (), algorithm: str | None = None) -> Config:
     """The configuration in `path` (TOML, or a run's config.json; none: defaults), `key.sub=value` overrides on top.
@@ -231,6 +260,13 @@ def _problem(detail: Mapping[str, Any], layers: Layers, merged: Any) -> str | No
         return f"{_source(layers, path[:-1])}: {key}: is missing, expected {_words(_settings()[key])}"
     if detail["type"] == "default_factory_not_called":
         return None  # only says that another setting, which is reported itself, was wrong
+    renamed = RENAMED.get(key, key)
+    renamed_value = RENAMED_VALUES.get((renamed, value)) if isinstance(value, str) else None
+    if renamed != key and detail["type"] == "extra_forbidden":
+        also = f", and its value {given} to {_show(renamed_value)}" if renamed_value else ""
+        return f"{source}: {key}: was renamed to {renamed}{also}"
+    if renamed_value:
+        return f"{source}: {key}: the value {given} was renamed to {_show(renamed_value)}"
     if detail["type"] == "extra_forbidden":
         return f"{source}: {key}: got {given}, but there is no such setting; {_nearest_setting(key)}"
     schema = _settings().get(key)

@@ -11,8 +11,16 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from arpo.config.loading import Config, config_from_resolved, differences, load_config, presets, settings_table
-from arpo.config.schema import Mcp
+from arpo.config.loading import (
+    RENAMED,
+    RENAMED_VALUES,
+    config_from_resolved,
+    differences,
+    load_config,
+    presets,
+    settings_table,
+)
+from arpo.config.schema import Config, Mcp
 from arpo.errors import ArpoError
 
 PRESETS = (
@@ -211,6 +219,30 @@ def test_config_cannot_be_changed() -> None:
 def test_one_mistake_gives_one_exact_line(tmp_path: Path, toml: str, message: str) -> None:
     path = _file(tmp_path, toml)
     assert _error(path) == f"{path}: {message}"
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED.items())
+def test_an_old_name_of_a_setting_is_answered_with_the_new_one(old: str, new: str) -> None:
+    assert new in {row[0] for row in settings_table()}
+    assert old not in {row[0] for row in settings_table()}
+    assert _error(None, [f"{old}=1"]) == f"command line: {old}: was renamed to {new}"
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED_VALUES.items())
+def test_an_old_value_of_a_setting_is_answered_with_the_new_one(old: tuple[str, str], new: str) -> None:
+    key, value = old
+    assert load_config(None, [f"{key}={new}"])
+    assert _error(None, [f"{key}={value}"]) == f'command line: {key}: the value "{value}" was renamed to "{new}"'
+
+
+def test_old_names_in_files_and_saved_runs(tmp_path: Path) -> None:
+    path = _file(tmp_path, '[rollout]\nleaves = 4\n[train]\nbudget_of = "paths"\n')
+    assert _error(path) == (
+        f"{path}: rollout.leaves: was renamed to rollout.num_trajectories\n"
+        f'{path}: train.budget_of: was renamed to train.budget_unit, and its value "paths" to "trajectories"'
+    )
+    with pytest.raises(ArpoError, match=r"^saved configuration: loss\.kl: was renamed to loss\.kl_coef$"):
+        config_from_resolved({"loss": {"kl": 0.1}})
 
 
 def test_all_mistakes_are_reported_at_once_each_with_its_source(tmp_path: Path) -> None:
