@@ -20,6 +20,33 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptEncoder:
+    """Turns questions into prompts: system prompt, worked examples (if any), question."""
+
+    tokenizer: Any
+    format: CallFormat
+    max_context: int
+    examples: tuple[int, ...] = ()  # token ids of the system prompt and the worked examples; empty without examples
+
+    def encode(self, question: str) -> tuple[int, ...]:
+        """The token ids of the prompt with this question, however long."""
+        if not self.examples:
+            return encode_prompt(self.tokenizer, question, self.format.instructions)
+        return (*self.examples, *encode_next_question(self.tokenizer, self.examples, question))
+
+    def prompt(self, task: Task) -> tuple[int, ...]:
+        """The prompt's token ids; an error if no answer would fit into the context."""
+        tokens = self.encode(task.question)
+        if len(tokens) >= self.max_context:
+            fewer = ", give fewer rollout.examples" if self.examples else ""
+            raise ArpoError(
+                f"the prompt of task {task.id!r} has {len(tokens)} tokens, but the model's context holds "
+                f"{self.max_context}: shorten the question{fewer} or use a model with a longer context"
+            )
+        return tokens
+
+
+@dataclass(frozen=True, slots=True)
 class Agent:
     """What samples trajectories: engine, tokenizer, tools, call format, and the examples that begin every prompt."""
 
@@ -28,25 +55,16 @@ class Agent:
     tools: Mapping[str, Tool]
     format: CallFormat
     result_tokens: int = 512
-    examples: tuple[int, ...] = ()  # token ids of the system prompt and the worked examples; empty without examples
+    examples: tuple[int, ...] = ()  # as in `PromptEncoder`
+
+    @property
+    def prompts(self) -> PromptEncoder:
+        """The encoder of this agent's prompts."""
+        return PromptEncoder(self.tokenizer, self.format, self.engine.capabilities.max_context, self.examples)
 
     def prompt(self, task: Task) -> tuple[int, ...]:
         """The prompt's token ids; an error if no answer would fit into the context."""
-        tokens = self.encode(task.question)
-        limit = self.engine.capabilities.max_context
-        if len(tokens) >= limit:
-            fewer = ", give fewer rollout.examples" if self.examples else ""
-            raise ArpoError(
-                f"the prompt of task {task.id!r} has {len(tokens)} tokens, but the model's context holds {limit}: "
-                f"shorten the question{fewer} or use a model with a longer context"
-            )
-        return tokens
-
-    def encode(self, question: str) -> tuple[int, ...]:
-        """The token ids of the prompt with this question, however long."""
-        if not self.examples:
-            return encode_prompt(self.tokenizer, question, self.format.instructions)
-        return (*self.examples, *encode_next_question(self.tokenizer, self.examples, question))
+        return self.prompts.prompt(task)
 
 
 def call_format(config: Config, tools: Mapping[str, Tool]) -> CallFormat:
@@ -70,24 +88,32 @@ def build_agent(
             "be rounded away; use rollout.engine=local, model.dtype=float32, or train.lora_rank=0"
         )
     engine = build_engine(config.rollout, model, tokenizer, partial(save_for_vllm, model, tokenizer), threaded)
+    prompts = build_prompts(config, tools, tokenizer, engine.capabilities.max_context)
+    return Agent(engine, tokenizer, tools, prompts.format, config.tools.result_tokens, prompts.examples)
+
+
+def build_prompts(
+    config: Config, tools: Mapping[str, Tool], tokenizer: Any, max_context: int
+) -> PromptEncoder:
+    """The encoder of the prompts that these settings describe."""
     fmt, limit = call_format(config, tools), config.tools.result_tokens
     examples = encode_examples(read_examples(config.rollout.examples, fmt), tokenizer, fmt, limit)
-    return Agent(engine, tokenizer, tools, fmt, limit, examples)
+    return PromptEncoder(tokenizer, fmt, max_context, examples)
 
 
-def fit_prompts(tasks: TaskSet, agent: Agent, max_tokens: int | None) -> TaskSet:
+def fit_prompts(tasks: TaskSet, prompts: PromptEncoder, max_tokens: int | None) -> TaskSet:
     """Leave out training tasks whose prompt has more than `max_tokens`; notes say how many.
 
     Without a limit, and for test tasks, a prompt that does not fit into the model's context is an error.
     """
     for task in tasks.test if max_tokens else (*tasks.train, *tasks.test):
-        agent.prompt(task)
+        prompts.prompt(task)
     if max_tokens is None:
         return tasks
-    limit = min(max_tokens, agent.engine.capabilities.max_context - 1)
+    limit = min(max_tokens, prompts.max_context - 1)
     sources, notes = [], []
     for source in tasks.sources:
-        short = tuple(task for task in source.tasks if len(agent.encode(task.question)) <= limit)
+        short = tuple(task for task in source.tasks if len(prompts.encode(task.question)) <= limit)
         count, left_out = len(source.tasks), len(source.tasks) - len(short)
         if not short:
             raise ArpoError(

@@ -1,13 +1,18 @@
-"""What every kind of training run does alike: it is opened new or where it stopped, and loses no finished step.
+"""Starting, resuming and saving a run, for every kind of training.
 
-Promises: a mistake in settings, data or model leaves no run behind; a resumed run has the settings it began with, but
-for those that may change, and was begun by the same command; whatever ends the work, Ctrl-C or an error, the last whole
-step is saved first.
+    with find_start(config, resume, RESUMABLE_KEYS, RUN_KIND_METRIC) as start:
+        trainer = Trainer(*load_policy(start.config), config)
+        with start.open(trainer) as checkpoints:
+            ...
+
+Guarantees: a mistake in settings, data or model leaves no run behind; a resumed run has the settings it began with,
+except for those that may change, and was begun by the same command; whatever ends the work, Ctrl-C or an error, the last
+complete step is saved first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +27,7 @@ from arpo.runs.trackers import Trackers, require_trackers
 from arpo.trainer.checkpoint import load_checkpoint, save_checkpoint
 from arpo.trainer.trainer import Trainer
 
-# Settings that any resumed run may have other than it began with.
+# Settings that may change when any kind of run is resumed.
 ALWAYS_RESUMABLE_KEYS = (
     "run.",
     "eval.",
@@ -35,45 +40,45 @@ ALWAYS_RESUMABLE_KEYS = (
 
 @dataclass(slots=True)
 class CheckpointManager:
-    """Keeps a run's records and checkpoints; `saved` is the step of the last one."""
+    """Writes a run's metrics and checkpoints; `saved` is the step of the last checkpoint."""
 
     trainer: Trainer
-    log: RunDir
+    run: RunDir
     trackers: Trackers
-    step: int  # that was done when the run was opened
+    start_step: int  # steps done when the run was opened
     every: int
     keep: int
     saved: int = field(init=False)
-    spare: tuple[int, ...] = ()  # checkpoints that are not dropped, however old
+    protected: tuple[int, ...] = ()  # checkpoints that are not deleted, however old
 
     def __post_init__(self) -> None:
-        self.saved = self.step
+        self.saved = self.start_step
 
-    def record(self, step: int, values: Mapping[str, float | int | str]) -> None:
-        """Log a step that was done, here and wherever the run is tracked."""
-        self.log.append_metrics(step, values)
-        self.trackers.record(step, values)
+    def record(self, step: int, metrics: Mapping[str, float | int | str]) -> None:
+        """Write the metrics of a step, here and to the trackers."""
+        self.run.append(step, metrics)
+        self.trackers.record(step, metrics)
 
-    def amend(self, step: int, values: Mapping[str, float]) -> None:
-        """Add to the last record, which is that of this step, here and wherever the run is tracked."""
-        self.log.update_metrics(step, values)
-        self.trackers.amend(step, values)
+    def amend(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add metrics to the last record, which is that of `step`, here and in the trackers."""
+        self.run.amend(step, metrics)
+        self.trackers.amend(step, metrics)
 
     def save(self, step: int) -> None:
         """Write a checkpoint of this step."""
-        self.log.commit_checkpoint(
-            step, lambda directory: save_checkpoint(self.trainer, step, directory), self.keep, self.spare
+        self.run.commit_checkpoint(
+            step, lambda directory: save_checkpoint(self.trainer, step, directory), self.keep, self.protected
         )
         self.saved = step
 
-    def step_done(self, step: int, last: int) -> None:
-        """Save if it is time to."""
-        if step % self.every == 0 or step == last:
+    def save_if_due(self, step: int, last_step: int) -> None:
+        """Write a checkpoint every `run.checkpoint_every` steps and after the last one."""
+        if step % self.every == 0 or step == last_step:
             self.save(step)
 
     @contextmanager
-    def saving(self, step: int) -> Iterator[None]:
-        """Whatever ends the work inside, Ctrl-C or an error, costs no finished step: they are saved first."""
+    def save_on_error(self, step: int) -> Iterator[None]:
+        """Whatever ends the work inside, Ctrl-C or an error: a checkpoint of `step` is written first."""
         try:
             yield
         except BaseException:
@@ -82,52 +87,79 @@ class CheckpointManager:
             raise
 
 
-@contextmanager
-def open_directory(
-    config: Config, resume: bool, load: Callable[[Config], Trainer], may_change: tuple[str, ...], sign: str
-) -> Iterator[CheckpointManager]:
-    """A new run in `run.dir`, or one that goes on there from its last checkpoint. Holds the directory until left.
+@dataclass(frozen=True, slots=True)
+class RunStart:
+    """Where a run starts: from scratch, or from the last checkpoint of an existing run directory."""
 
-    `load` gets the settings with the model to start from; `sign` is a metric that all records of such a run have.
-    """
-    directory = Path(config.run.dir).expanduser()
-    require_trackers(config.run.tracker)
-    with ExitStack() as stack:
-        log = stack.enter_context(_resume(directory, config, may_change, sign)) if resume else None
-        if log is None:
-            run_dir.require_unused(directory)
-        checkpoint = log.latest_checkpoint() if log else None
-        model = config.model.model_copy(update=checkpoint_model_settings(checkpoint[1]) if checkpoint else {})
-        trainer = load(config.model_copy(update={"model": model}))
-        step = load_checkpoint(trainer, checkpoint[1]) if checkpoint else 0
-        if log is None:  # only now: a mistake in data or model leaves no run behind
-            log = stack.enter_context(run_dir.create_run_dir(directory, config.resolved()))
-        log.roll_back(step)
-        if [line for line in differences(log.config(), config.resolved()) if not line.startswith("run.dir:")]:
-            log.update_config(step, config.resolved())
-        trackers = stack.enter_context(closing(Trackers(config, log, step)))
-        yield CheckpointManager(trainer, log, trackers, step, config.run.checkpoint_every, config.run.keep_checkpoints)
+    config: Config  # with the model of the checkpoint, if there is one
+    original: Config
+    run: RunDir | None
+    checkpoint: Path | None
 
-
-def _resume(directory: Path, config: Config, may_change: tuple[str, ...], sign: str) -> RunDir:
-    if not run_dir.is_run_dir(directory):
-        raise ArpoError(f"{directory}: there is no run yet; leave out --resume to begin one")
-    log = run_dir.open_run_dir(directory, write=True)
-    try:
-        begun = config_from_resolved(log.config()).resolved()  # with the defaults of settings that came later
-        changed = [
-            line
-            for line in differences(begun, config.resolved())
-            if not line.startswith(ALWAYS_RESUMABLE_KEYS + may_change)
-        ]
-        if changed:
-            message = f"{directory} was begun with other settings, so it can't be resumed:\n"
-            raise ArpoError(
-                "\n".join([message.rstrip(), *changed, "give these as they were, or choose another run.dir"])
+    @contextmanager
+    def open(self, trainer: Trainer) -> Iterator[CheckpointManager]:
+        """Restore the trainer, create or rewind the run directory, and manage its checkpoints until left."""
+        config = self.original
+        with ExitStack() as stack:
+            step = load_checkpoint(trainer, self.checkpoint) if self.checkpoint else 0
+            run = self.run
+            if run is None:  # only now: a mistake in data or model leaves no run behind
+                run = stack.enter_context(run_dir.create(_directory(config), config.resolved()))
+            run.rewind(step)
+            changed = differences(run.config(), config.resolved())
+            if any(not line.startswith("run.dir:") for line in changed):
+                run.change_config(step, config.resolved())
+            trackers = stack.enter_context(closing(Trackers(config, run, step)))
+            yield CheckpointManager(
+                trainer, run, trackers, step, config.run.checkpoint_every, config.run.keep_checkpoints
             )
-        if any(sign not in record for record in log.read_metrics()):
+
+
+@contextmanager
+def find_start(config: Config, resume: bool, resumable_keys: tuple[str, ...], kind_metric: str) -> Iterator[RunStart]:
+    """Find where the run in `run.dir` starts; an existing run directory is locked until left.
+
+    `resumable_keys` are the settings that may differ from those the run began with; `kind_metric` is a metric that all
+    records of this kind of run have.
+    """
+    require_trackers(config.run.tracker)
+    if not resume:
+        run_dir.refuse_used(_directory(config))
+        yield RunStart(config, config, None, None)
+        return
+    with _open_to_resume(config, resumable_keys, kind_metric) as run:
+        latest = run.latest_checkpoint()
+        checkpoint = latest[1] if latest else None
+        model = config.model.model_copy(update=checkpoint_model_settings(checkpoint) if checkpoint else {})
+        yield RunStart(config.model_copy(update={"model": model}), config, run, checkpoint)
+
+
+def _directory(config: Config) -> Path:
+    return Path(config.run.dir).expanduser()
+
+
+def _open_to_resume(config: Config, resumable_keys: tuple[str, ...], kind_metric: str) -> RunDir:
+    directory = _directory(config)
+    if not run_dir.is_run(directory):
+        raise ArpoError(f"{directory}: there is no run yet; leave out --resume to begin one")
+    run = run_dir.open_run(directory, write=True)
+    try:
+        original = config_from_resolved(run.config()).resolved()  # with the defaults of settings added since
+        resumable = ALWAYS_RESUMABLE_KEYS + resumable_keys
+        changed = [line for line in differences(original, config.resolved()) if not line.startswith(resumable)]
+        if changed:
+            raise ArpoError(
+                "\n".join(
+                    [
+                        f"{directory} was begun with other settings, so it can't be resumed:",
+                        *changed,
+                        "give these as they were, or choose another run.dir",
+                    ]
+                )
+            )
+        if any(kind_metric not in record for record in run.read_metrics()):
             raise ArpoError(f"{directory} was begun by another command (arpo train, arpo sft): resume it with that one")
     except BaseException:
-        log.close()
+        run.close()
         raise
-    return log
+    return run

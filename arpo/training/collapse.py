@@ -1,18 +1,19 @@
-"""Signs that a run collapses, from its metrics. A pure function of the records so far.
+"""Collapse detection: warnings from a run's metrics, and what to do about them.
 
-    for sign in find_signs(log.read_metrics()):
-        print(sign.text)
+    for warning in find_warnings(run.read_metrics()):
+        print(warning.text)
 
-The mean over the last `WINDOW` steps is held against how the run was before: against its first steps, or, for what
-should only rise, against its best stretch. A sign needs both: a change that matters (a ratio), and one that the noise
-between steps does not explain (a multiple of its standard error). It stays until the change is no longer there. What
-looks bad but goes with better answers, like longer ones, is none. Means of entropy, length and gradient are geometric.
+The detector compares the mean over the last `WINDOW` steps with the first steps of the run or, for metrics that should
+only rise, with its best window. A warning needs a change that matters (a ratio) and that the noise between steps does
+not explain (a multiple of its standard error). It stays until the change is gone. A change that comes with better
+answers, like longer ones, is no warning. Means of entropy, length and gradient norm are geometric.
 
-Promises: whether a step has a sign depends on the records up to it and on nothing later; a sign begins at most
-`WINDOW` - 1 steps before the step that shows it first; a value that is missing, null, NaN or infinite is left out, but
-for loss and gradient, where it is a sign itself.
-Does not cover: a reward that never rises; a decay slower than the thresholds; whether the reward pays for the right
-thing; questions that become harder on purpose (a curriculum) look like a reward that falls.
+Guarantees: the warnings of a step depend on the records up to that step only, so a resumed run has the same; a warning
+begins at most `WINDOW` - 1 steps before the step that shows it first; a value that is missing, null, NaN or infinite is
+left out, except for loss and gradient norm, where it is a warning itself. Steps that are taken back are set aside, not
+lost.
+Not covered: a reward that never rises; a decay slower than the thresholds; whether the reward pays for the right thing;
+tasks that become harder on purpose (a curriculum) look like a falling reward.
 """
 
 from __future__ import annotations
@@ -22,51 +23,57 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean, median
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from arpo.errors import Collapsed
+from arpo.runs.reporter import Reporter
+
+if TYPE_CHECKING:
+    from arpo.training.checkpoints import CheckpointManager
 
 Record = Mapping[str, Any]
 
-WINDOW = 5  # steps: one odd batch of questions is no sign, and few steps are lost before there is one
-ENOUGH = 3  # values in a window that a mean may be taken of: steps that learnt nothing have no gradient
-CERTAIN = 6.0  # standard errors: the best of thousands of windows and the worst lie that far apart by chance
-LOST = 0.5  # of the best reward, or of the right format: no choice of questions explains that
-FLAT = 0.1  # of the entropy at first: what is sampled is nearly always the same
-WILD = 3.0  # times the entropy at first: learning makes a model surer, not less sure
-RESIZED = 2.0  # times longer or shorter, with answers no better for it
-STEEP = 10.0  # times the gradient at first: clipping then leaves little but the direction of noise
-SMALLEST = 1e-3  # entropy or length that is told from 0: ratios are compared by logarithms
-SOLVED = 0.9  # of answers right: a model that knows the answer may be sure of it
+WINDOW = 5  # steps: one odd batch of tasks is no warning, and few steps are lost before there is one
+MIN_VALUES = 3  # values that a window needs: steps without an update have no gradient
+MIN_ERRORS = 6.0  # standard errors: the best and the worst of thousands of windows are that far apart by chance
+LOST_SHARE = 0.5  # of the best reward or format: no choice of tasks explains that
+ENTROPY_FALL = 0.1  # times the entropy at the start: nearly always the same is sampled
+ENTROPY_RISE = 3.0  # times the entropy at the start: training makes a model surer
+LENGTH_CHANGE = 2.0  # times longer or shorter, without better answers
+GRADIENT_RISE = 10.0  # times the gradient norm at the start: clipping leaves mostly noise
+MIN_VALUE = 1e-3  # smallest entropy or length: ratios are compared by logarithms
+SOLVED = 0.9  # share of right answers: a model that knows the answers may be sure
 
 ENTROPY_FELL = (
-    "entropy fell from {then} to {now}: the model writes the same every time and has little left to learn from; "
+    "entropy fell from {then} to {now}: the model always samples the same and has little left to learn from; "
     "try loss.entropy_coef=0.001 or a lower train.lr"
 )
 ENTROPY_ROSE = (
-    "entropy rose from {then} to {now}, and answers are no better for it: the model writes at random; "
+    "entropy rose from {then} to {now} without better answers: the model writes at random; "
     "try a lower loss.entropy_coef, if you set it, or a lower train.lr"
 )
 REWARD_FELL = (
-    "reward fell from {then} to {now}: the model unlearns, unless a tool or a judge is broken (infra_faults, judge.* "
-    "in the metrics); try a lower train.lr, or loss.kl_coef=0.01"
+    "reward fell from {then} to {now}: the model gets worse, unless a tool or a judge is broken (see infra_faults and "
+    "judge.* in the metrics); try a lower train.lr, or loss.kl_coef=0.01"
 )
 FORMAT_BROKE = (
-    "the share of paths in the right format fell from {then} to {now}; try a lower train.lr, or loss.kl_coef=0.01, "
-    "and see whether the reward asks for the format"
+    "the share of trajectories in the right format fell from {then} to {now}; try a lower train.lr, or "
+    "loss.kl_coef=0.01, and check that the reward asks for the format"
 )
 LONGER = (
-    "what the model writes on a path grew from {then} to {now} (tokens), and answers are no better for it; "
-    "see whether the reward pays for length, or try a lower train.lr"
+    "completions grew from {then} to {now} (tokens) without better answers; "
+    "check whether the reward pays for length, or try a lower train.lr"
 )
 SHORTER = (
-    "what the model writes on a path shrank from {then} to {now} (tokens), and answers are no better for it; "
-    "see whether the reward pays for brevity, or try a lower train.lr"
+    "completions shrank from {then} to {now} (tokens) without better answers; "
+    "check whether the reward pays for brevity, or try a lower train.lr"
 )
-GRADIENT_ROSE = "the gradient's norm rose from {then} to {now}: training diverges; try a lower train.lr"
+GRADIENT_ROSE = "the gradient norm rose from {then} to {now}: training diverges; try a lower train.lr"
 
 
 @dataclass(frozen=True, slots=True)
 class CollapseWarning:
-    """Something that points to a collapse: what, the first step that it was seen in, and a sentence for people."""
+    """A sign of collapse: its name, the first step that shows it, and a sentence for the user."""
 
     name: str
     since_step: int
@@ -74,8 +81,8 @@ class CollapseWarning:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """The values of a metric in the steps with these numbers, counted from 0."""
+class Window:
+    """The values of a metric from step number `first` to `last`, counted from 0."""
 
     first: int
     last: int
@@ -83,6 +90,7 @@ class _Part:
 
     @property
     def mean(self) -> float:
+        """The mean of the values."""
         return fmean(self.values)
 
 
@@ -92,151 +100,155 @@ class _Series:
     def __init__(self, read: Callable[[Record], float | None]) -> None:
         self._read = read
         self._values: list[float | None] = []
-        self._hops: list[float | None] = []  # how far each value is from the one before it
+        self._jumps: list[float | None] = []  # distance of each value from the one before it
         self._last: float | None = None
-        self._sum, self._count = 0.0, 0  # of the hops
-        self._largest: tuple[float, ...] = ()  # two of them
+        self._sum, self._count = 0.0, 0  # of the jumps
+        self._largest: tuple[float, ...] = ()  # the two largest jumps
 
     def add(self, record: Record) -> None:
-        """One step more."""
+        """Add one step."""
         value = self._read(record)
-        hop = None if value is None or self._last is None else abs(value - self._last)
+        jump = None if value is None or self._last is None else abs(value - self._last)
         self._values.append(value)
-        self._hops.append(hop)
+        self._jumps.append(jump)
         self._last = self._last if value is None else value
-        if hop is not None:
-            self._sum, self._count = self._sum + hop, self._count + 1
-            self._largest = tuple(sorted((*self._largest, hop))[-2:])
+        if jump is not None:
+            self._sum, self._count = self._sum + jump, self._count + 1
+            self._largest = tuple(sorted((*self._largest, jump))[-2:])
 
-    def part(self, first: int, last: int) -> _Part:
-        """The values that these steps have."""
-        return _Part(first, last, tuple(value for value in self._values[first : last + 1] if value is not None))
+    def window(self, first: int, last: int) -> Window:
+        """The values of these steps."""
+        return Window(first, last, tuple(value for value in self._values[first : last + 1] if value is not None))
 
-    def margin(self, then: _Part, now: _Part) -> float:
-        """How far the newest window may be from an earlier part by chance. Two hops are no noise, as they may be the
-        collapse: the one that leads into the window, and the largest of the others."""
+    def margin(self, then: Window, now: Window) -> float:
+        """How far the newest window may be from an earlier one by chance.
+
+        Two jumps do not count as noise, since they may be the collapse: the one into the window, and the largest other.
+        """
         entry = next(n for n in range(now.first, now.last + 1) if self._values[n] is not None)
-        into = self._hops[entry] or 0.0
+        into = self._jumps[entry] or 0.0
         largest = self._largest[0] if into == self._largest[-1] else self._largest[-1]
-        hops = self._count - (self._hops[entry] is not None) - 1
-        deviation = (self._sum - into - largest) / hops * math.sqrt(math.pi) / 2  # of normal noise
+        jumps = self._count - (self._jumps[entry] is not None) - 1
+        deviation = (self._sum - into - largest) / jumps * math.sqrt(math.pi) / 2  # for normal noise
         error = deviation * math.sqrt(1 / len(then.values) + 1 / len(now.values))
-        return CERTAIN * (1 + (10 / hops) ** 2) * error  # few hops are a poor measure
+        return MIN_ERRORS * (1 + (10 / jumps) ** 2) * error  # few jumps are a poor estimate
 
 
 @dataclass(slots=True)
-class _Watch:
-    """What is looked for in one metric: a change, from an earlier part to the newest window, that matters."""
+class _Rule:
+    """One kind of warning: a change of one metric, from an earlier window to the newest one, that matters."""
 
     name: str
     series: _Series
-    matters: Callable[[_Part, _Part], bool]
+    matters: Callable[[Window, Window], bool]
     text: str  # with {then} and {now}
-    from_best: bool = False  # compare with the best window as well as with the first steps
+    from_best: bool = False  # compare with the best window, too
     shown: Callable[[float], float] = float
-    best: _Part | None = None  # of those that ended before the newest began
-    then: _Part | None = None  # what the sign that there is now compares with
+    best: Window | None = None  # among the windows before the newest
+    then: Window | None = None  # the window that the current warning compares with
     since: int = 0
 
-    def look(self, steps: Sequence[int]) -> CollapseWarning | None:
-        """The sign that the newest step shows, if any. A sign stays until what it says is no longer so."""
+    def check(self, steps: Sequence[int]) -> CollapseWarning | None:
+        """The warning of the newest step, if any. A warning stays until its change is gone."""
         end = len(steps) - 1
         first = end - WINDOW + 1
         if self.from_best and first >= WINDOW:
-            self._improve(self.series.part(first - WINDOW, first - 1))
-        now = self.series.part(max(0, first), end)
-        if first < 1 or len(now.values) < ENOUGH:
+            self._update_best(self.series.window(first - WINDOW, first - 1))
+        now = self.series.window(max(0, first), end)
+        if first < 1 or len(now.values) < MIN_VALUES:
             self.then = None
         elif self.then is None or not self.matters(self.then, now):
             self.since = steps[first] if self.then is None else self.since
             self.then = self._compare(now)
         if self.then is None:
             return None
-        text = self.text.format(then=self._say(self.then, steps), now=self._say(now, steps))
+        text = self.text.format(then=self._describe(self.then, steps), now=self._describe(now, steps))
         return CollapseWarning(self.name, self.since, text)
 
-    def _improve(self, window: _Part) -> None:
-        if len(window.values) >= ENOUGH and (self.best is None or window.mean > self.best.mean):
+    def _update_best(self, window: Window) -> None:
+        if len(window.values) >= MIN_VALUES and (self.best is None or window.mean > self.best.mean):
             self.best = window
 
-    def _compare(self, now: _Part) -> _Part | None:
-        """What the newest window is surely different from, and in a way that matters."""
-        sizes = range(min(WINDOW, now.first), 0, -1) if now.first <= WINDOW else [WINDOW]  # collapsed at once?
-        starts = [self.series.part(0, size - 1) for size in sizes]
+    def _compare(self, now: Window) -> Window | None:
+        """The earlier window from which the newest one differs significantly and in a way that matters."""
+        sizes = (
+            range(min(WINDOW, now.first), 0, -1) if now.first <= WINDOW else [WINDOW]
+        )  # a collapse right at the start
+        starts = [self.series.window(0, size - 1) for size in sizes]
         for then in [self.best, *starts] if self.best else starts:
-            if then.values and self.matters(then, now) and self._surely(then, now):
+            if then.values and self.matters(then, now) and self._is_significant(then, now):
                 return then
         return None
 
-    def _surely(self, then: _Part, now: _Part) -> bool:
+    def _is_significant(self, then: Window, now: Window) -> bool:
         return abs(now.mean - then.mean) > self.series.margin(then, now)
 
-    def _say(self, part: _Part, steps: Sequence[int]) -> str:
+    def _describe(self, part: Window, steps: Sequence[int]) -> str:
         first, last = steps[part.first], steps[part.last]
         where = f"step {first}" if first == last else f"steps {first} to {last}"
         return f"{self.shown(part.mean):.3g} in {where}"
 
 
 class CollapseDetector:
-    """Looks at the records of a run, one by one and in order, for signs of a collapse."""
+    """Finds warnings in the records of a run, which are added one by one in order."""
 
     def __init__(self) -> None:
         self._steps: list[int] = []
-        self._bad: dict[str, list[int]] = {"gradient": [], "loss": []}  # numbers of steps where it is not finite
+        self._bad: dict[str, list[int]] = {"gradient": [], "loss": []}  # step numbers where it is not finite
         reward, form, right = (_Series(partial(_number, name)) for name in ("reward", "format", "accuracy"))
         entropy, length = (_Series(partial(_log, name)) for name in ("entropy_start", "completion_tokens"))
         gradient = _Series(_log_gradient)
         self._series = (reward, form, right, entropy, length, gradient)
 
-        def no_better(then: _Part, now: _Part) -> bool:
-            """Whether answers are not right more often than then."""
-            was, is_now = right.part(then.first, then.last), right.part(now.first, now.last)
-            enough = was.values and len(is_now.values) >= ENOUGH
+        def no_better(then: Window, now: Window) -> bool:
+            """Whether answers are not right significantly more often."""
+            was, is_now = right.window(then.first, then.last), right.window(now.first, now.last)
+            enough = was.values and len(is_now.values) >= MIN_VALUES
             return not enough or is_now.mean - was.mean <= right.margin(was, is_now)
 
-        def unsolved(now: _Part) -> bool:
-            values = right.part(now.first, now.last).values
+        def unsolved(now: Window) -> bool:
+            values = right.window(now.first, now.last).values
             return not values or fmean(values) < SOLVED
 
-        def lost(then: _Part, now: _Part) -> bool:
-            return then.mean - now.mean > LOST * max(abs(value) for value in then.values)
+        def lost(then: Window, now: Window) -> bool:
+            return then.mean - now.mean > LOST_SHARE * max(abs(value) for value in then.values)
 
-        def flat(then: _Part, now: _Part) -> bool:
-            return now.mean - then.mean < math.log(FLAT) and unsolved(now)
+        def entropy_fell(then: Window, now: Window) -> bool:
+            return now.mean - then.mean < math.log(ENTROPY_FALL) and unsolved(now)
 
-        def wild(then: _Part, now: _Part) -> bool:
-            return now.mean - then.mean > math.log(WILD) and no_better(then, now)
+        def entropy_rose(then: Window, now: Window) -> bool:
+            return now.mean - then.mean > math.log(ENTROPY_RISE) and no_better(then, now)
 
-        def longer(then: _Part, now: _Part) -> bool:
-            return now.mean - then.mean > math.log(RESIZED) and no_better(then, now)
+        def longer(then: Window, now: Window) -> bool:
+            return now.mean - then.mean > math.log(LENGTH_CHANGE) and no_better(then, now)
 
-        def shorter(then: _Part, now: _Part) -> bool:
-            return then.mean - now.mean > math.log(RESIZED) and no_better(then, now)
+        def shorter(then: Window, now: Window) -> bool:
+            return then.mean - now.mean > math.log(LENGTH_CHANGE) and no_better(then, now)
 
-        def steeper(then: _Part, now: _Part) -> bool:
-            return median(now.values) - then.mean > math.log(STEEP)  # one wild batch is clipped and forgotten
+        def gradient_rose(then: Window, now: Window) -> bool:
+            return median(now.values) - then.mean > math.log(GRADIENT_RISE)  # one bad batch is clipped
 
-        self._watches = (
-            _Watch("entropy fell", entropy, flat, ENTROPY_FELL, shown=math.exp),
-            _Watch("entropy rose", entropy, wild, ENTROPY_ROSE, shown=math.exp),
-            _Watch("reward fell", reward, lost, REWARD_FELL, from_best=True),
-            _Watch("format broke", form, lost, FORMAT_BROKE, from_best=True),
-            _Watch("longer", length, longer, LONGER, shown=math.exp),
-            _Watch("shorter", length, shorter, SHORTER, shown=math.exp),
-            _Watch("gradient rose", gradient, steeper, GRADIENT_ROSE, shown=math.exp),
+        self._rules = (
+            _Rule("entropy fell", entropy, entropy_fell, ENTROPY_FELL, shown=math.exp),
+            _Rule("entropy rose", entropy, entropy_rose, ENTROPY_ROSE, shown=math.exp),
+            _Rule("reward fell", reward, lost, REWARD_FELL, from_best=True),
+            _Rule("format broke", form, lost, FORMAT_BROKE, from_best=True),
+            _Rule("longer", length, longer, LONGER, shown=math.exp),
+            _Rule("shorter", length, shorter, SHORTER, shown=math.exp),
+            _Rule("gradient rose", gradient, gradient_rose, GRADIENT_ROSE, shown=math.exp),
         )
 
     def add(self, record: Record) -> tuple[CollapseWarning, ...]:
-        """The signs that a run shows with this record as its last."""
+        """The warnings of the run with this record as its last."""
         self._steps.append(record["step"])
         for series in self._series:
             series.add(record)
-        found = [watch.look(self._steps) for watch in self._watches]
+        found = [rule.check(self._steps) for rule in self._rules]
         found += [self._not_finite("gradient", "grad_norm", record), self._not_finite("loss", "loss", record)]
-        return tuple(sign for sign in found if sign is not None)
+        return tuple(warning for warning in found if warning is not None)
 
     def _not_finite(self, what: str, metric: str, record: Record) -> CollapseWarning | None:
-        """A sign as long as one of the last steps has such a value."""
+        """A warning while one of the last steps has such a value."""
         bad, number = self._bad[what], len(self._steps) - 1
         if metric in record and _number(metric, record) is None:
             bad.append(number)
@@ -246,15 +258,15 @@ class CollapseDetector:
 
 
 def find_warnings(records: Iterable[Record]) -> tuple[CollapseWarning, ...]:
-    """The signs that the last of these records, oldest first, shows."""
-    watcher, signs = CollapseDetector(), tuple[CollapseWarning, ...]()
+    """The warnings of the last of these records, which are given oldest first."""
+    detector, warnings = CollapseDetector(), tuple[CollapseWarning, ...]()
     for record in records:
-        signs = watcher.add(record)
-    return signs
+        warnings = detector.add(record)
+    return warnings
 
 
 def not_finite(what: str, step: int) -> CollapseWarning:
-    """The sign that the gradient, or the loss, of a step is no number to learn from."""
+    """The warning that the gradient or the loss of a step is not finite."""
     return CollapseWarning(
         f"{what} not finite",
         step,
@@ -262,23 +274,23 @@ def not_finite(what: str, step: int) -> CollapseWarning:
     )
 
 
-def last_healthy(records: Sequence[Record], signs: Sequence[CollapseWarning], checkpoints: Sequence[int]) -> int:
-    """The newest of these checkpoints that neither these signs nor one of the next step put in doubt; 0 if none."""
+def last_healthy(records: Sequence[Record], warnings: Sequence[CollapseWarning], checkpoints: Sequence[int]) -> int:
+    """The newest checkpoint before these warnings, and before any that the next step may show; 0 if there is none."""
     done = records[-1]["step"] if records else 0
-    doubtful = min((sign.since_step for sign in signs), default=done + 1 - WINDOW + 1)
-    return max((step for step in _unmarked(records, checkpoints) if step < doubtful), default=0)
+    doubtful = min((warning.since_step for warning in warnings), default=done + 1 - WINDOW + 1)
+    return max((step for step in _without_warning(records, checkpoints) if step < doubtful), default=0)
 
 
 def protected_checkpoints(
-    records: Sequence[Record], signs: Sequence[CollapseWarning], checkpoints: Sequence[int]
+    records: Sequence[Record], warnings: Sequence[CollapseWarning], checkpoints: Sequence[int]
 ) -> tuple[int, ...]:
-    """Which of these must not be dropped: the last sound one, and the one that will be that when it is old enough."""
-    sound = last_healthy(records, signs, checkpoints)
-    younger = [step for step in _unmarked(records, checkpoints) if step > sound]
-    return (sound, *younger[:1])
+    """Checkpoints that must not be deleted: the last healthy one, and the next one that may become it."""
+    healthy = last_healthy(records, warnings, checkpoints)
+    newer = [step for step in _without_warning(records, checkpoints) if step > healthy]
+    return (healthy, *newer[:1])
 
 
-def _unmarked(records: Sequence[Record], checkpoints: Sequence[int]) -> list[int]:
+def _without_warning(records: Sequence[Record], checkpoints: Sequence[int]) -> list[int]:
     marked = {record["step"] for record in records if record.get("collapse_warnings")}
     return sorted(set(checkpoints) - marked)
 
@@ -290,9 +302,64 @@ def _number(name: str, record: Record) -> float | None:
 
 def _log(name: str, record: Record) -> float | None:
     value = _number(name, record)
-    return None if value is None else math.log(max(value, SMALLEST))
+    return None if value is None else math.log(max(value, MIN_VALUE))
 
 
 def _log_gradient(record: Record) -> float | None:
     norm = _number("grad_norm", record)
-    return math.log(norm) if norm else None  # 0: a step that learnt nothing
+    return math.log(norm) if norm else None  # 0: a step without an update
+
+
+class CollapseMonitor:
+    """Checks every step of a run as `train.on_collapse` says: warn, stop and go back, or ignore."""
+
+    def __init__(self, checkpoints: CheckpointManager, on_collapse: str, reporter: Reporter) -> None:
+        self._checkpoints, self._on_collapse, self._reporter = checkpoints, on_collapse, reporter
+        self._records: list[dict[str, Any]] = []  # step and warnings of the steps done
+        self._detector, self._warnings = CollapseDetector(), tuple[CollapseWarning, ...]()
+        for record in checkpoints.run.read_metrics() if on_collapse != "ignore" else ():
+            self._add(record)
+        self._reported = {warning.name for warning in self._warnings}
+
+    def annotate(self, step: int, metrics: Mapping[str, float | str]) -> dict[str, float | str]:
+        """The metrics of a step with its warnings, ready to be logged."""
+        if self._on_collapse == "ignore":
+            return {**metrics}
+        return {**metrics, **self._add({"step": step, **metrics})}
+
+    def check(self) -> None:
+        """Report new warnings; then protect a checkpoint to go back to, or go back to it."""
+        for warning in self._warnings:
+            if warning.name not in self._reported:
+                self._reporter.warning(warning.text)
+        self._reported = {warning.name for warning in self._warnings}
+        if self._on_collapse == "stop" and self._warnings:
+            raise self._go_back(self._warnings)
+        if self._on_collapse != "ignore":
+            steps = self._checkpoints.run.checkpoint_steps()
+            self._checkpoints.protected = protected_checkpoints(self._records, self._warnings, steps)
+
+    def diverged(self, step: int) -> None:
+        """Go back, if `train.on_collapse` says so, from a step that could not be trained."""
+        if self._on_collapse == "stop":
+            raise self._go_back((*self._warnings, not_finite("gradient", step)))
+
+    def _add(self, record: Record) -> dict[str, str]:
+        self._warnings = self._detector.add(record)
+        texts = "\n".join(warning.text for warning in self._warnings)
+        shown = {"collapse_warnings": texts} if self._warnings else {}
+        self._records.append({"step": record["step"], **shown})
+        return shown
+
+    def _go_back(self, warnings: Sequence[CollapseWarning]) -> Collapsed:
+        run = self._checkpoints.run
+        step = last_healthy(self._records, warnings, run.checkpoint_steps())
+        aside = run.set_aside(step)
+        run.rewind(step)
+        target = f"step {step}, the last healthy checkpoint" if step else "the start: no checkpoint is older"
+        return Collapsed(
+            f"the run collapsed, first seen in step {min(warning.since_step for warning in warnings)}.\n"
+            + "\n".join(warning.text for warning in warnings)
+            + f"\nIt was taken back to {target}. The records and trees of later steps are in {aside}. "
+            "Change something (train.lr, loss.kl_coef and loss.entropy_coef may change), then continue with --resume."
+        )

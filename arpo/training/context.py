@@ -1,0 +1,95 @@
+"""Everything that sampling needs, built from a configuration: tasks, tools, model, agent and reward function."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from arpo.agent.agent import Agent, PromptEncoder, build_agent, call_format, fit_prompts
+from arpo.agent.traces import read_examples
+from arpo.config.schema import Config
+from arpo.data.task_set import TaskSet, load_task_set
+from arpo.errors import ArpoError
+from arpo.models.resolve import load_policy
+from arpo.rewards import RewardFn, overlong, reward_from
+from arpo.runs.reporter import SILENT, Reporter
+from arpo.tools.build import build_tools
+from arpo.tools.executor import Toolset
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutContext:
+    """What rollouts need: the tasks, the agent (engine, tools, call format) and the reward function."""
+
+    config: Config
+    tasks: TaskSet
+    tools: Toolset
+    model: Any
+    agent: Agent
+    reward: RewardFn
+
+    def close(self) -> None:
+        """Release what the tools hold: servers, connections, the cache."""
+        self.tools.close()
+
+
+def open_context(config: Config, reporter: Reporter = SILENT) -> RolloutContext:
+    """Load the tasks, the tools and the model that the config names; close the context when done."""
+    tasks, tools = load_tasks_and_tools(config, reporter)
+    model, tokenizer = load_policy_shown(config, reporter)
+    return build_context(config, tasks, tools, model, tokenizer, reporter)
+
+
+def build_context(
+    config: Config, tasks: TaskSet, tools: Toolset, model: Any, tokenizer: Any, reporter: Reporter = SILENT
+) -> RolloutContext:
+    """Build the agent and the reward around a loaded model, and check that all prompts fit."""
+    reward = build_reward_fn(config)
+    agent = build_agent(config, tools, model, tokenizer)
+    fitted = fit_tasks(tasks, agent.prompts, config, reporter)
+    return RolloutContext(config, fitted, tools, model, agent, reward)
+
+
+def build_reward_fn(config: Config) -> RewardFn:
+    """The reward function of a config, with the overlong penalty if there is one."""
+    reward = reward_from(config.reward)
+    if config.reward.overlong:
+        reward = overlong(reward, config.reward.overlong, config.rollout.max_tokens)
+    return reward
+
+
+def load_tasks_and_tools(config: Config, reporter: Reporter = SILENT) -> tuple[TaskSet, Toolset]:
+    """Load the tasks and build the tools, with all checks that need no model; close the tools when done."""
+    tasks = load_task_set(config)
+    for note in tasks.notes:
+        reporter.message(note)
+    tools = build_tools(config)
+    try:
+        read_examples(config.rollout.examples, call_format(config, tools))
+    except ArpoError:
+        tools.close()
+        raise
+    return tasks, tools
+
+
+def fit_tasks(tasks: TaskSet, prompts: PromptEncoder, config: Config, reporter: Reporter = SILENT) -> TaskSet:
+    """Leave out training tasks with prompts over `data.max_prompt_tokens`; a prompt that cannot fit is an error."""
+    fitted = fit_prompts(tasks, prompts, config.data.max_prompt_tokens)
+    if fitted is not tasks:
+        for note in fitted.notes:
+            reporter.message(note)
+    return fitted
+
+
+def load_policy_shown(config: Config, reporter: Reporter = SILENT) -> tuple[Any, Any]:
+    """Load the model and its tokenizer; the cold start of the built-in model is reported."""
+    with reporter.progress("cold start", config.coldstart.steps) as bar:
+
+        def show(step: int, steps: int, loss: float) -> None:
+            if step == 0:
+                reporter.message("Cold start: training the built-in model to call its tools (once; it is cached).")
+            elif step % 50 == 0 and not reporter.has_bars:
+                reporter.message(f"  step {step} of {steps}, loss {loss:.3f}")
+            bar.update(step, steps, f"loss {loss:.3f}" if step else "writing examples")
+
+        return load_policy(config, show)
