@@ -92,9 +92,7 @@ def build_agent(
     return Agent(engine, tokenizer, tools, prompts.format, config.tools.result_tokens, prompts.examples)
 
 
-def build_prompts(
-    config: Config, tools: Mapping[str, Tool], tokenizer: Any, max_context: int
-) -> PromptEncoder:
+def build_prompts(config: Config, tools: Mapping[str, Tool], tokenizer: Any, max_context: int) -> PromptEncoder:
     """The encoder of the prompts that these settings describe."""
     fmt, limit = call_format(config, tools), config.tools.result_tokens
     examples = encode_examples(read_examples(config.rollout.examples, fmt), tokenizer, fmt, limit)

@@ -24,7 +24,7 @@ from rich.console import Console
 
 from arpo.agent.agent import Agent, build_agent
 from arpo.agent.formats import ANSWER_STOP, encode_follow_up, encode_result
-from arpo.cli.display import COLOURS, cold_start_progress, printable
+from arpo.cli.display import COLOURS, ConsoleReporter, printable
 from arpo.config.schema import Config, Rollout
 from arpo.errors import ArpoError
 from arpo.models.resolve import load_policy
@@ -263,8 +263,7 @@ class Conversation:
 def open_agent(config: Config) -> Iterator[Agent]:
     """The model and tools of a config, without its questions; the tools are closed at the end."""
     with build_tools(config) as tools:
-        with cold_start_progress(config.coldstart.steps) as progress:
-            model, tokenizer = load_policy(config, progress)
+        model, tokenizer = load_policy(config, ConsoleReporter())
         yield build_agent(config, tools, model, tokenizer, threaded=True)  # a thread, so that Ctrl-C need not wait
 
 

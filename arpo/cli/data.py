@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from arpo.cli.base import Overrides, config_of, run_async
-from arpo.cli.display import console, printable, progress_bar, show_reading
+from arpo.cli.display import ConsoleReporter, console, printable, progress_bar, show_reading
 from arpo.config.loading import load_config
 from arpo.errors import ArpoError
 
@@ -104,7 +104,7 @@ def make_traces(
     """Turn annotated solutions into traces with the Python tool, each of them run and checked."""
     from arpo.training.collect import gsm8k_traces
 
-    run_async(gsm8k_traces(source, out, limit))
+    run_async(gsm8k_traces(source, out, limit, ConsoleReporter()))
 
 
 @data_app.command(name="pathquestion")
@@ -137,10 +137,11 @@ def sample_data(
 ) -> None:
     """Let a model try its training questions, and keep the paths that got all right as traces."""
     from arpo.training.collect import sample_traces
-    from arpo.training.sampler import open_session
+    from arpo.training.context import open_context
 
-    with closing(open_session(config_of(target, overrides or []))) as session:
-        run_async(sample_traces(session, out, questions, per_question))
+    reporter = ConsoleReporter()
+    with closing(open_context(config_of(target, overrides or []), reporter)) as context:
+        run_async(sample_traces(context, out, questions, per_question, reporter))
 
 
 async def _answer(tool: Tool, query: str) -> str:

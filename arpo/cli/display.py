@@ -5,9 +5,10 @@ Model and tool text is hostile: it is shown through `printable`, never as markup
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from textwrap import shorten
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -19,6 +20,7 @@ from rich.tree import Tree
 from arpo.data.rows import list_problems
 from arpo.data.tasks import Reading
 from arpo.figures.text import printable as printable
+from arpo.runs import reporter as reporting
 from arpo.tools.stats import ToolStats
 from arpo.types import Fault, Kind, Node, ScoredTree, ToolCall, ToolResult
 
@@ -59,21 +61,53 @@ def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     wide.print(table, soft_wrap=False)
 
 
-@contextmanager
-def cold_start_progress(steps: int) -> Iterator[Callable[[int, int, float], None]]:
-    """Yields a function that shows the cold start of the built-in model; nothing is shown unless it is called."""
-    with progress_bar("cold start", steps) as bar:
-        bar.update(bar.task_ids[0], visible=False)
+class _Bar(reporting.Progress):
+    """A rich progress bar; it becomes visible with the first update."""
 
-        def show(step: int, steps: int, loss: float) -> None:
-            if step == 0:
-                console.print("Cold start: teaching the built-in model how to call its tools (once; it is kept).")
-            elif step % 50 == 0 and not console.is_terminal:  # no bar there
-                console.print(f"  step {step} of {steps}, loss {loss:.3f}")
-            note = f"loss {loss:.3f}" if step else "writing examples"
-            bar.update(bar.task_ids[0], completed=step, total=steps, note=note, visible=True)
+    def __init__(self, bar: Progress) -> None:
+        self._bar, self._task = bar, bar.task_ids[0]
 
-        yield show
+    def update(self, completed: int, total: int | None = None, note: str = "") -> None:
+        """Set how many units are done."""
+        if total is not None:
+            self._bar.update(self._task, total=total)
+        self._bar.update(self._task, completed=completed, note=note, visible=True)
+
+    def advance(self) -> None:
+        """Count one more unit as done."""
+        self._bar.update(self._task, advance=1, visible=True)
+
+
+class ConsoleReporter(reporting.Reporter):
+    """Prints messages and training steps; shows progress bars on a terminal."""
+
+    @property
+    def has_bars(self) -> bool:  # type: ignore[override]
+        """Whether the output is a terminal."""
+        return console.is_terminal
+
+    def message(self, text: str) -> None:
+        """Print a message; what is not printable is escaped."""
+        console.print(printable(text))
+
+    def warning(self, text: str) -> None:
+        """Print a warning."""
+        console.print(printable(f"warning: {text}"))
+
+    @contextmanager
+    def progress(self, what: str, total: int) -> Iterator[reporting.Progress]:
+        """Show a progress bar on a terminal."""
+        with progress_bar(what, total) as bar:
+            bar.update(bar.task_ids[0], visible=False)
+            yield _Bar(bar)
+
+    def training_starts(self, kind: str) -> None:
+        """Print the heading of the table of steps."""
+        console.print(HEADER if kind == "train" else SFT_HEADER)
+
+    def training_step(self, kind: str, step: int, metrics: Mapping[str, Any]) -> None:
+        """Print one line per step."""
+        console.print(step_line(step, metrics) if kind == "train" else sft_line(step, metrics))
 
 
 def step_line(step: int, m: Mapping[str, float]) -> str:

@@ -18,7 +18,7 @@ import typer
 
 from arpo.cli.base import Overrides, config_of, model_config, run_async
 from arpo.cli.data import data_app, index_app
-from arpo.cli.display import console, print_tree, tool_lines
+from arpo.cli.display import ConsoleReporter, console, print_tree, tool_lines
 from arpo.cli.plan import plan
 from arpo.cli.study import compare, entropy
 from arpo.cli.view import show, view
@@ -77,24 +77,26 @@ def train(
 ) -> None:
     """Train a model as CONFIG says; everything goes to run.dir."""
     settings = load_config(config, overrides or ())  # before all that takes seconds to import
-    from arpo.training import loop as training
+    from arpo.training.loop import open_training
+    from arpo.training.loop import train as run_training
 
+    reporter = ConsoleReporter()
     with ExitStack() as stack:
-        ranks = grower = None
+        group = build_sampler = None
         if settings.cluster.address is not None:
-            from arpo.cluster.connect import on_cluster
+            from arpo.cluster.connect import connect
 
-            grower = stack.enter_context(on_cluster(settings))
+            build_sampler = stack.enter_context(connect(settings, reporter))
         if launch.world_size() > 1:
             from arpo.models.load import pick_device
             from arpo.trainer.dist.process_group import join_process_group
             from arpo.trainer.dist.worker import worker_loop
 
-            ranks = stack.enter_context(join_process_group(pick_device(settings.model.device)))
-            if not ranks.is_leader:
-                return worker_loop(ranks)
-        with training.open_run(settings, resume, ranks, grower) as run:
-            _run_to_the_end(training.train(run), run.log.directory)
+            group = stack.enter_context(join_process_group(pick_device(settings.model.device)))
+            if not group.is_leader:
+                return worker_loop(group)
+        with open_training(settings, resume, group, build_sampler, reporter) as training:
+            _run_to_the_end(run_training(training), training.checkpoints.run.directory)
 
 
 @app.command()
@@ -107,8 +109,8 @@ def sft(
     settings = load_config(config, overrides or ())
     from arpo.training.sft import open_sft, train_sft
 
-    with open_sft(settings, resume) as run:
-        _run_to_the_end(train_sft(run), run.keeper.log.directory)
+    with open_sft(settings, resume, ConsoleReporter()) as run:
+        _run_to_the_end(train_sft(run), run.checkpoints.run.directory)
 
 
 def _run_to_the_end(work: Coroutine[None, None, int], directory: Path) -> None:
@@ -174,11 +176,14 @@ def evaluate(
     if not Path(target).exists() and not target.endswith(".toml"):
         raise ArpoError(f"{target}: a model alone has no questions: give a run or a TOML file, or name --benchmarks")
     config = config_of(Path(target), given)
-    from arpo.training.loop import test
-    from arpo.training.sampler import open_session
+    from arpo.training.context import open_context
+    from arpo.training.loop import evaluate_policy
+    from arpo.training.sampler import LocalSampler
 
-    with closing(open_session(config)) as session:
-        _show_evaluation(run_async(test(session)), session.tools)
+    reporter = ConsoleReporter()
+    with closing(open_context(config, reporter)) as context:
+        work = evaluate_policy(LocalSampler(context), context.tasks, config, reporter)
+        _show_evaluation(run_async(work), context.tools)
 
 
 @app.command()
@@ -192,23 +197,23 @@ def rollout(
 ) -> None:
     """Grow the tree of one question and show it."""
     from arpo.algorithm.rollout import rollout as grow
+    from arpo.training.context import open_context
     from arpo.training.loop import require_test_tasks
-    from arpo.training.sampler import open_session
 
-    with closing(open_session(config_of(target, overrides or []))) as session:
-        held_out = session.tasks.test
+    with closing(open_context(config_of(target, overrides or []), ConsoleReporter())) as context:
+        held_out = context.tasks.test
         if ask is None and number >= len(held_out) > 0:
             raise ArpoError(f"--number {number}: there are {len(held_out)} held-out questions, counted from 0")
         if ask is None:
-            require_test_tasks(session.tasks)
+            require_test_tasks(context.tasks)
         try:
             task = held_out[number] if ask is None else Task("asked", ask, ("unknown",))
         except ValueError as error:
             raise ArpoError(f"--ask: {error}") from None
-        config = session.config
+        config = context.config
         seed = derive_seed(config.seed, "show", number)
-        tree = run_async(grow(session.agent, task, config.rollout, config.branching, seed))
-        print_tree(ScoredTree(tree, tuple(map(session.reward, tree.trajectories))))
+        tree = run_async(grow(context.agent, task, config.rollout, config.branching, seed))
+        print_tree(ScoredTree(tree, tuple(map(context.reward, tree.trajectories))))
         shared = 1 - tree.unique_tokens / tree.total_tokens
         console.print(
             f"{len(tree.leaves)} trajectories, {tree.tool_calls} tool calls, {tree.branch_points} branch points, "
@@ -272,7 +277,7 @@ def demo(seed: Annotated[int, typer.Option(min=0, help="decides all randomness o
     """Watch a small agent learn to use tools: a few minutes on a laptop."""
     from arpo.builtin.demo import run_demo
 
-    run_demo(seed, run_async)
+    run_demo(seed, run_async, ConsoleReporter())
 
 
 def _show_evaluation(result: Evaluation, tools: Toolset) -> None:

@@ -20,18 +20,19 @@ from typing import Any
 
 import numpy as np
 
-from arpo.cli.display import console, printable
 from arpo.cluster.sampler import WorkerDied
 from arpo.cluster.scheduler import Machine, Place
 from arpo.cluster.worker import DONE, MISTAKE, Reply, Worker
 from arpo.errors import ArpoError
+from arpo.figures.text import printable
+from arpo.runs.reporter import SILENT, Reporter
 
 GRACE = 10.0  # seconds that a trainer has to end by itself
 SEAT_SECONDS = 60.0  # in which a GPU that Ray counts must be free
 
 
 @contextmanager
-def ray_crew(address: str) -> Iterator[RayBackend]:
+def ray_crew(address: str, reporter: Reporter = SILENT) -> Iterator[RayBackend]:
     """Connect to a running cluster; all that was started there ends with the block."""
     try:
         import ray
@@ -48,7 +49,7 @@ def ray_crew(address: str) -> Iterator[RayBackend]:
         raise ArpoError(
             f"cluster.address: there is no Ray cluster at {address!r} ({first}); `ray start --head` starts one"
         ) from error
-    crew = RayBackend()
+    crew = RayBackend(reporter)
     try:
         yield crew
     finally:
@@ -71,7 +72,8 @@ def _require_answer(address: str) -> None:
 class RayBackend:
     """Machines of the cluster, and actors there."""
 
-    def __init__(self) -> None:
+    def __init__(self, reporter: Reporter = SILENT) -> None:
+        self.reporter = reporter
         self.seats: Counter[str] = Counter()  # trainers, by machine
         self.held: list[Any] = []  # actors beside those that sample
         self.watchers: list[threading.Thread] = []
@@ -221,12 +223,14 @@ def start_trainers(crew: RayBackend, count: int, device: str) -> dict[str, str]:
         trainer = _started(_Trainer, Place(chosen.id, 0, gpus))
         told = trainer.worker_loop.remote({**world, "RANK": str(rank), "LOCAL_RANK": "0"}, device)
         crew.held.append(trainer)
-        crew.watchers.append(threading.Thread(target=_tell, args=(rank, chosen.address, told), daemon=True))
+        crew.watchers.append(
+            threading.Thread(target=_tell, args=(rank, chosen.address, told, crew.reporter), daemon=True)
+        )
         crew.watchers[-1].start()
     return {"RANK": "0", "LOCAL_RANK": "0", **world, **mine}
 
 
-def _tell(rank: int, address: str, told: Any) -> None:
+def _tell(rank: int, address: str, told: Any, reporter: Reporter) -> None:
     """Say why a trainer ended before its time."""
     import ray
 
@@ -235,4 +239,4 @@ def _tell(rank: int, address: str, told: Any) -> None:
     except ray.exceptions.RayError as error:
         how, text = MISTAKE, reason(error)
     if how != DONE:
-        console.print(f"cluster: rank {rank} on {address} ended: {text}")
+        reporter.message(f"cluster: rank {rank} on {address} ended: {text}")

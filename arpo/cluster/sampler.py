@@ -15,20 +15,20 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Protocol
 
-from arpo.cli.display import console
 from arpo.cluster.scheduler import LOSSES, Assign, Machine, Place, PoisonTask, Scheduler, places
 from arpo.cluster.worker import MISTAKE, Reply, encode_request, weights_of
 from arpo.config.schema import Config
 from arpo.errors import ArpoError
-from arpo.evaluation.evaluate import Evaluation, select_tasks
+from arpo.evaluation.evaluate import Evaluation
+from arpo.runs.reporter import SILENT, Reporter
 from arpo.runs.trees import unpack_tree
-from arpo.training.sampler import Session
+from arpo.training.sampler import OnTree, ignore
 from arpo.types import ScoredTree, Task
 
 LOOK = 3.0  # seconds between looks at which machines there are
@@ -77,11 +77,14 @@ class _Job:
     result: asyncio.Future[ScoredTree]
 
 
-class Pool:
-    """A `Grower` whose trees are grown by a crew."""
+class RaySampler:
+    """A `Sampler` whose trees are sampled by workers on other machines; `model` holds the trained weights."""
 
-    def __init__(self, crew: WorkerBackend, config: Config, called: str) -> None:
-        self._crew, self._config, self._called = crew, config, called
+    def __init__(
+        self, backend: WorkerBackend, config: Config, model: Any, address: str, reporter: Reporter = SILENT
+    ) -> None:
+        self._backend, self._config, self._model = backend, config, model
+        self._address, self._reporter = address, reporter
         self._settings = json.dumps(config.resolved()).encode()
         self._slots = config.rollout.concurrency
         self._board, self._jobs, self._count = Scheduler(), dict[int, _Job](), 0
@@ -102,32 +105,30 @@ class Pool:
         self._grown: Counter[int] = Counter()  # by step, of what was not told yet
         self._calls: Counter[int] = Counter()
 
-    async def sync_weights(self, session: Session, step: int) -> None:
-        """Actors get the weights of this step as soon as they grow nothing."""
-        if step == self._board.version:
+    async def sync_weights(self, version: int) -> None:
+        """Workers get the model's current weights as soon as they are idle."""
+        if version == self._board.version:
             return
         first = self._weights is None
-        self._weights = self._crew.put(weights_of(session.model))
+        self._weights = self._backend.put(weights_of(self._model))
         self._tick()
-        self._board.newest(step)
+        self._board.newest(version)
         if first:
             self._since = time.monotonic()
             self._look()
             self._do(self._drive())
         self._wake.set()
 
-    async def grow(self, session: Session, tasks: Sequence[Task], seeds: Sequence[int], step: int) -> list[ScoredTree]:
-        """The trees of a step's questions, in their order."""
+    async def sample(self, tasks: Sequence[Task], seeds: Sequence[int], step: int) -> list[ScoredTree]:
+        """The scored trees of a step's tasks, in their order."""
         need = max(0, step - 1 - self._config.cluster.max_off_policy_steps)
-        return await self._all(tasks, seeds, step, need, lambda: None)
+        return await self._all(tasks, seeds, step, need, ignore)
 
-    async def test(self, session: Session, done: Callable[[], None]) -> Evaluation:
-        """Ask the newest weights the held-out questions."""
-        tasks, seeds = select_tasks(session.tasks.test, self._config.eval, self._config.seed)
-        found = await self._all(tasks, seeds, None, self._board.version, done)
-        return Evaluation(tuple(found))
+    async def evaluate(self, tasks: Sequence[Task], seeds: Sequence[int], on_tree: OnTree = ignore) -> Evaluation:
+        """Answer these tasks with the newest weights."""
+        return Evaluation(tuple(await self._all(tasks, seeds, None, self._board.version, on_tree)))
 
-    def step_metrics(self, session: Session, step: int) -> dict[str, float]:
+    def step_metrics(self, step: int) -> dict[str, float]:
         """How many actors there are, the share of their time in which they grew trees, what was done again."""
         self._tick()
         for done in [number for number in self._grown if number <= step]:
@@ -145,7 +146,9 @@ class Pool:
         if not self._config.cluster.max_off_policy_steps:
             return {}
         if trees:
-            console.print(f"cluster: {trees} trees with {calls} tool calls were sampled ahead and not trained on")
+            self._reporter.message(
+                f"cluster: {trees} trees with {calls} tool calls were sampled ahead and not trained on"
+            )
         return {"cluster_discarded_trees": trees, "cluster_discarded_calls": calls}
 
     def close(self) -> None:
@@ -157,7 +160,7 @@ class Pool:
     # --- trees
 
     async def _all(
-        self, tasks: Sequence[Task], seeds: Sequence[int], step: int | None, need: int, done: Callable[[], None]
+        self, tasks: Sequence[Task], seeds: Sequence[int], step: int | None, need: int, on_tree: OnTree
     ) -> list[ScoredTree]:
         if self._error is not None:
             raise self._error
@@ -165,7 +168,9 @@ class Pool:
         for task, seed in zip(tasks, seeds, strict=True):
             self._count += 1
             job = _Job(encode_request(task, seed, step is None), task, step, loop.create_future())
-            job.result.add_done_callback(lambda _: done())
+            job.result.add_done_callback(
+                lambda future: None if future.cancelled() or future.exception() else on_tree(future.result())
+            )
             self._jobs[self._count], mine[self._count] = job, job.result
             # A test comes before all that is to be trained on later.
             paths = self._config.rollout.num_trajectories if step is not None else self._config.eval.samples
@@ -179,7 +184,7 @@ class Pool:
 
     async def _grow(self, name: str, number: int) -> None:
         job = self._jobs.get(number)
-        reply = await self._ask(name, "grow", job.order) if job else None
+        reply = await self._ask(name, "sample", job.order) if job else None
         self._tick()
         if not self._board.finished(name, number) or reply is None:
             return
@@ -240,7 +245,7 @@ class Pool:
         """Start actors where some are missing; give up after a long time without any."""
         now, first = time.monotonic(), not self._machines
         self._looked = now
-        seen = {machine.id: machine for machine in self._crew.machines()}
+        seen = {machine.id: machine for machine in self._backend.machines()}
         for name, (_, machine) in list(self._hands.items()):
             if machine.id not in seen:
                 self._lost(name, "its machine is gone", alone=False)
@@ -251,17 +256,19 @@ class Pool:
         missing = places(usable, there, self._config.cluster.actors, self._config.model.device)
         starting = Counter(place.machine for place in missing)
         if first:
-            console.print(f"The Ray cluster {self._called}:")
+            self._reporter.message(f"The Ray cluster {self._address}:")
         for machine in seen.values():
             if machine.id not in self._machines:
                 joined = "" if first else "cluster: joined: "
                 actors = f"{starting[machine.id]} sampling"
-                console.print(f"  {joined}{machine.address}  {machine.cpus} CPUs  {machine.gpus} GPUs  {actors}")
+                self._reporter.message(
+                    f"  {joined}{machine.address}  {machine.cpus} CPUs  {machine.gpus} GPUs  {actors}"
+                )
         self._machines = seen
         for place in missing:
             self._count += 1
             name = f"actor-{self._count}"
-            self._hands[name] = self._crew.start(place, self._slots), seen[place.machine]
+            self._hands[name] = self._backend.start(place, self._slots), seen[place.machine]
             self._do(self._open(name, place))
         if self._board.actors:
             self._since = now
@@ -294,7 +301,9 @@ class Pool:
         hand.kill()
         self._failed[machine.id] += name not in self._ready
         if self._failed[machine.id] == STARTS:
-            console.print(f"cluster: {machine.address} is left out: {STARTS} actors in a row were lost at their start")
+            self._reporter.message(
+                f"cluster: {machine.address} is left out: {STARTS} actors in a row were lost at their start"
+            )
         self._ready.discard(name)
         self.pids.pop(name, None)
         self._tick()
@@ -312,7 +321,9 @@ class Pool:
                 f"{question.id if question else '?'!r}, the last one while it grew nothing else: {why}. Its tools, its "
                 "length, or memory may be the cause"
             ) from None
-        console.print(f"cluster: an actor on {machine.address} is lost ({why}); {len(again)} trees are grown again")
+        self._reporter.message(
+            f"cluster: an actor on {machine.address} is lost ({why}); {len(again)} trees are grown again"
+        )
 
     # --- the rest
 

@@ -1,8 +1,8 @@
-"""What an actor does, in a process of its own: it opens a session from the run's settings, and grows and scores trees.
+"""A sampling worker in a process of its own: it opens a rollout context from the run's settings and samples trees.
 
-Promises: what goes in and out is JSON, packed trees and safetensors, never a pickle of ours; a user's mistake and a bug
-come back as text, marked as what they are. One tree is grown by one version of the weights, if whoever asks keeps to
-it: `update` is for when nothing is being grown.
+Guarantees: requests and replies are JSON, packed trees and safetensors, never pickles of ours; a user's mistake and a
+bug come back as text, marked as what they are. A tree is sampled by one policy version, as long as `update` is called
+only while nothing is being sampled.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 import json
 import os
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,67 +21,61 @@ from safetensors.torch import load, save
 
 from arpo.config.loading import config_from_resolved
 from arpo.errors import ArpoError
-from arpo.evaluation.evaluate import evaluate
 from arpo.runs.trees import pack_trees
-from arpo.training.sampler import Session, grow_here, open_session
-from arpo.types import ScoredTree, Task
+from arpo.training.context import open_context
+from arpo.training.sampler import LocalSampler
+from arpo.types import Task
 
 DONE, MISTAKE, BUG = "done", "mistake", "bug"
 Reply = tuple[str, Any]
-"""How it went, and what came of it: a value, or what to tell the user."""
+"""The outcome (DONE, MISTAKE or BUG), and its value or error message."""
 
 
 class Worker:
-    """Grows trees; opened with the run's settings, as JSON."""
+    """Samples trees; opened with the run's settings as JSON."""
 
-    _session: Session
+    _sampler: LocalSampler
     _slots: asyncio.Semaphore
 
     async def open(self, settings: bytes, directory: str, cpus: int) -> Reply:
-        """Load the model, the tools and all; files are named from `directory`, if that is here. Tells its pid."""
+        """Load tasks, tools and model; relative paths start at `directory`, if it exists here. Returns the pid."""
 
         async def work() -> int:
             if Path(directory).is_dir():
                 os.chdir(directory)
             torch.set_num_threads(max(1, cpus))
             config = config_from_resolved(json.loads(settings))
-            self._session = await asyncio.to_thread(open_session, config)
+            self._sampler = LocalSampler(await asyncio.to_thread(open_context, config))
             self._slots = asyncio.Semaphore(config.rollout.concurrency)
             return os.getpid()
 
-        return await _told(work)
+        return await _reply(work)
 
     async def update(self, version: int, weights: Any) -> Reply:
-        """Take over these weights, as `weights_of` made them."""
+        """Load these weights, as `weights_of` wrote them."""
 
         async def work() -> None:
-            put_weights(self._session.model, bytes(weights))
-            await self._session.agent.engine.sync_weights(version)
+            put_weights(self._sampler.context.model, bytes(weights))
+            await self._sampler.sync_weights(version)
 
-        return await _told(work)
+        return await _reply(work)
 
-    async def grow(self, order: bytes) -> Reply:
-        """Grow one tree and score it; returns it, packed, and what the engine did since the last time."""
+    async def sample(self, request: bytes) -> Reply:
+        """Sample and score one tree; returns it packed, and the engine's counters since the last call."""
 
         async def work() -> tuple[bytes, dict[str, float]]:
-            task, seed, testing = decode_request(order)
-            session = self._session
-            if testing:
-                [scored] = await _evaluate(session, task, seed, self._slots)
+            task, seed, evaluating = decode_request(request)
+            sampler, slots = self._sampler, self._slots
+            if evaluating:
+                [scored] = (await sampler.evaluate([task], [seed], slots=slots)).trees
             else:
-                [scored] = await grow_here(session, [task], [seed], self._slots)
-            return pack_trees([scored])[0], session.agent.engine.stats()
+                [scored] = await sampler.sample([task], [seed], slots=slots)
+            return pack_trees([scored])[0], sampler.context.agent.engine.stats()
 
-        return await _told(work)
-
-
-async def _evaluate(session: Session, task: Task, seed: int, slots: asyncio.Semaphore) -> Sequence[ScoredTree]:
-    config, workers = session.config, session.config.reward.workers
-    result = await evaluate(session.agent, [task], [seed], config.eval, config.rollout, session.reward, workers, slots)
-    return result.trees
+        return await _reply(work)
 
 
-async def _told(work: Callable[[], Awaitable[Any]]) -> Reply:
+async def _reply(work: Callable[[], Awaitable[Any]]) -> Reply:
     try:
         return DONE, await work()
     except ArpoError as error:
@@ -90,28 +84,29 @@ async def _told(work: Callable[[], Awaitable[Any]]) -> Reply:
         return BUG, traceback.format_exc()
 
 
-def encode_request(task: Task, seed: int, testing: bool) -> bytes:
-    """What `grow` is asked."""
-    return json.dumps({"task": {**asdict(task), "meta": dict(task.meta)}, "seed": seed, "testing": testing}).encode()
+def encode_request(task: Task, seed: int, evaluating: bool) -> bytes:
+    """The request of `Worker.sample`."""
+    values = {"task": {**asdict(task), "meta": dict(task.meta)}, "seed": seed, "evaluating": evaluating}
+    return json.dumps(values).encode()
 
 
-def decode_request(order: bytes) -> tuple[Task, int, bool]:
-    """The inverse."""
-    data = json.loads(order)
-    return Task(**{**data["task"], "answers": tuple(data["task"]["answers"])}), data["seed"], data["testing"]
+def decode_request(request: bytes) -> tuple[Task, int, bool]:
+    """The inverse of `encode_request`."""
+    data = json.loads(request)
+    return Task(**{**data["task"], "answers": tuple(data["task"]["answers"])}), data["seed"], data["evaluating"]
 
 
 def weights_of(model: Any) -> bytes:
-    """All that training changes, as safetensors."""
+    """The trained weights as safetensors."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     return save({name: p.detach().cpu().contiguous() for name, p in trained.items()})
 
 
 @torch.no_grad()
 def put_weights(model: Any, weights: bytes) -> None:
-    """Overwrite what training changes."""
+    """Overwrite the trained weights."""
     given, trained = load(weights), {name: p for name, p in model.named_parameters() if p.requires_grad}
     if given.keys() != trained.keys():
-        raise ValueError(f"other weights are trained here: {sorted(given.keys() ^ trained.keys())[:3]}")
+        raise ValueError(f"the trained weights differ here: {sorted(given.keys() ^ trained.keys())[:3]}")
     for name, parameter in trained.items():
         parameter.copy_(given[name])

@@ -23,7 +23,7 @@ from typing import Any
 from arpo.agent.agent import Agent, build_agent, call_format, fit_prompts
 from arpo.agent.examples import read_examples
 from arpo.algorithm.rollout import rollout
-from arpo.cli.display import cold_start_progress, console, print_table, progress_bar, tool_lines
+from arpo.cli.display import ConsoleReporter, console, print_table, progress_bar, tool_lines
 from arpo.config.schema import Branching, Config, Eval, Rewards, Rollout
 from arpo.data.benchmarks import BENCHMARKS, load_benchmark
 from arpo.data.task_set import TaskSet
@@ -185,9 +185,8 @@ def _player(
         remote = EndpointAgent(endpoint, tools, fmt, config.tools.result_tokens, examples)
         return lambda task, seed: endpoint_trajectory(remote, task, how, seed), tools
     asked = tuple(task for tasks in questions.values() for task in tasks)
-    with cold_start_progress(config.coldstart.steps) as progress:
-        agent = build_agent(config, tools, *load_policy(config, progress))
-    fit_prompts(TaskSet(test=asked), agent, config.data.max_prompt_tokens)
+    agent = build_agent(config, tools, *load_policy(config, ConsoleReporter()))
+    fit_prompts(TaskSet(test=asked), agent.prompts, config.data.max_prompt_tokens)
     return lambda task, seed: _local_path(agent, task, how, seed), tools
 
 

@@ -12,16 +12,26 @@ from arpo.config.loading import config_from_resolved
 from arpo.config.schema import Config, Model
 from arpo.data.plugin import Progress, model_plugin
 from arpo.errors import ArpoError
+from arpo.runs.reporter import SILENT, Reporter
 from arpo.runs.run_dir import is_run_dir, open_run_dir
 
 ADAPTER_CONFIG = "adapter_config.json"
 
 
-def load_policy(config: Config, progress: Progress = lambda *_: None) -> tuple[Any, Any]:
-    """Load the model that is trained, and its tokenizer; `progress` is called if a plug-in has to make it first."""
+def load_policy(config: Config, reporter: Reporter = SILENT) -> tuple[Any, Any]:
+    """Load the model that is trained, and its tokenizer; the cold start of a plug-in's model is reported."""
     from arpo.models.load import load_trainable
 
-    return load_trainable(resolve_model(config, progress), config.train, config.seed)
+    with reporter.progress("cold start", config.coldstart.steps) as bar:
+
+        def show(step: int, steps: int, loss: float) -> None:
+            if step == 0:
+                reporter.message("Cold start: training the built-in model to call its tools (once; it is cached).")
+            elif step % 50 == 0 and not reporter.has_bars:
+                reporter.message(f"  step {step} of {steps}, loss {loss:.3f}")
+            bar.update(step, steps, f"loss {loss:.3f}" if step else "writing examples")
+
+        return load_trainable(resolve_model(config, show), config.train, config.seed)
 
 
 def resolve_model(config: Config, progress: Progress = lambda *_: None) -> Model:

@@ -56,12 +56,12 @@ class CheckpointManager:
 
     def record(self, step: int, metrics: Mapping[str, float | int | str]) -> None:
         """Write the metrics of a step, here and to the trackers."""
-        self.run.append(step, metrics)
+        self.run.append_metrics(step, metrics)
         self.trackers.record(step, metrics)
 
     def amend(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add metrics to the last record, which is that of `step`, here and in the trackers."""
-        self.run.amend(step, metrics)
+        self.run.update_metrics(step, metrics)
         self.trackers.amend(step, metrics)
 
     def save(self, step: int) -> None:
@@ -104,11 +104,11 @@ class RunStart:
             step = load_checkpoint(trainer, self.checkpoint) if self.checkpoint else 0
             run = self.run
             if run is None:  # only now: a mistake in data or model leaves no run behind
-                run = stack.enter_context(run_dir.create(_directory(config), config.resolved()))
-            run.rewind(step)
+                run = stack.enter_context(run_dir.create_run_dir(_directory(config), config.resolved()))
+            run.roll_back(step)
             changed = differences(run.config(), config.resolved())
             if any(not line.startswith("run.dir:") for line in changed):
-                run.change_config(step, config.resolved())
+                run.update_config(step, config.resolved())
             trackers = stack.enter_context(closing(Trackers(config, run, step)))
             yield CheckpointManager(
                 trainer, run, trackers, step, config.run.checkpoint_every, config.run.keep_checkpoints
@@ -124,7 +124,7 @@ def find_start(config: Config, resume: bool, resumable_keys: tuple[str, ...], ki
     """
     require_trackers(config.run.tracker)
     if not resume:
-        run_dir.refuse_used(_directory(config))
+        run_dir.require_unused(_directory(config))
         yield RunStart(config, config, None, None)
         return
     with _open_to_resume(config, resumable_keys, kind_metric) as run:
@@ -140,9 +140,9 @@ def _directory(config: Config) -> Path:
 
 def _open_to_resume(config: Config, resumable_keys: tuple[str, ...], kind_metric: str) -> RunDir:
     directory = _directory(config)
-    if not run_dir.is_run(directory):
+    if not run_dir.is_run_dir(directory):
         raise ArpoError(f"{directory}: there is no run yet; leave out --resume to begin one")
-    run = run_dir.open_run(directory, write=True)
+    run = run_dir.open_run_dir(directory, write=True)
     try:
         original = config_from_resolved(run.config()).resolved()  # with the defaults of settings added since
         resumable = ALWAYS_RESUMABLE_KEYS + resumable_keys

@@ -354,8 +354,8 @@ class CollapseMonitor:
     def _go_back(self, warnings: Sequence[CollapseWarning]) -> Collapsed:
         run = self._checkpoints.run
         step = last_healthy(self._records, warnings, run.checkpoint_steps())
-        aside = run.set_aside(step)
-        run.rewind(step)
+        aside = run.archive_after(step)
+        run.roll_back(step)
         target = f"step {step}, the last healthy checkpoint" if step else "the start: no checkpoint is older"
         return Collapsed(
             f"the run collapsed, first seen in step {min(warning.since_step for warning in warnings)}.\n"

@@ -20,17 +20,17 @@ from pathlib import Path
 from arpo.agent.agent import Agent
 from arpo.agent.traces import check_segments
 from arpo.algorithm.rollout import sample_trees
-from arpo.cli.display import console, progress_bar
 from arpo.data.gsm8k import Program, make_program
 from arpo.data.rows import read_rows, source_name
 from arpo.data.tasks import Row
 from arpo.data.traces import Trace
 from arpo.errors import ArpoError
 from arpo.rewards import Scorer, numbers_equal
+from arpo.runs.reporter import SILENT, Reporter
 from arpo.tools.build import open_sandbox
 from arpo.tools.executor import Toolset, call_tool
 from arpo.tools.python.tool import build_python
-from arpo.training.sampler import Session
+from arpo.training.context import RolloutContext
 from arpo.training.sft_examples import encode_trace
 from arpo.types import ScoredTree, StopReason, ToolCall, Trajectory, derive_seed
 
@@ -38,7 +38,7 @@ AT_A_TIME = 256  # questions or programs under way
 THINK, ANSWER = "<think>{}</think>", "<think>The answer is {}.</think><answer>\\boxed{{{}}}</answer>"
 
 
-async def gsm8k_traces(source: str, out: Path, limit: int | None = None) -> None:
+async def gsm8k_traces(source: str, out: Path, limit: int | None = None, reporter: Reporter = SILENT) -> None:
     """Write the solutions of GSM8K rows that Python confirms to `out`, as messages: they fit every call format."""
     left_out: Counter[str] = Counter()
     programs: list[tuple[str, str, Program]] = []
@@ -51,7 +51,7 @@ async def gsm8k_traces(source: str, out: Path, limit: int | None = None) -> None
         except ValueError as reason:
             left_out[str(reason)] += 1
     with _writing(out) as write, Toolset([build_python(open_sandbox(512, False))]) as tools:
-        with progress_bar("running programs", len(programs)) as bar:
+        with reporter.progress("running programs", len(programs)) as bar:
             for first in range(0, len(programs), AT_A_TIME):
                 part = programs[first : first + AT_A_TIME]
                 calls = (call_tool(tools, ToolCall("python", {"code": program.code})) for _, _, program in part)
@@ -62,9 +62,9 @@ async def gsm8k_traces(source: str, out: Path, limit: int | None = None) -> None
                         left_out["the program prints another number"] += 1
                     else:
                         write(_messages(name, question, program, result.text))
-                bar.advance(bar.task_ids[0], len(part))
+                bar.update(first + len(part))
         written = len(rows) - left_out.total()
-        _report(f"{written:,} of {len(rows):,} solutions became traces", written, left_out, out)
+        _report(f"{written:,} of {len(rows):,} solutions became traces", written, left_out, out, reporter)
 
 
 def _gsm8k_row(row: Row) -> tuple[str, str]:
@@ -85,35 +85,41 @@ def _messages(name: str, question: str, program: Program, result: str) -> str:
     return json.dumps({"id": name, "answer": program.answer, "messages": messages}, ensure_ascii=False)
 
 
-async def sample_traces(session: Session, out: Path, questions: int | None = None, per_question: int = 4) -> None:
+async def sample_traces(
+    context: RolloutContext,
+    out: Path,
+    questions: int | None = None,
+    per_question: int = 4,
+    reporter: Reporter = SILENT,
+) -> None:
     """Sample paths for the training questions, or the first so many, and write to `out` those that got all right.
 
     Of equal ones one is kept, and `per_question` at most.
     """
-    config, tasks = session.config, session.tasks.train[:questions]
+    config, tasks = context.config, context.tasks.train[:questions]
     left_out: Counter[str] = Counter()
     paths = answered = 0
-    with _writing(out) as write, progress_bar("sampling", len(tasks)) as bar:
+    with _writing(out) as write, reporter.progress("sampling", len(tasks)) as bar:
         for first in range(0, len(tasks), AT_A_TIME):
             part = tasks[first : first + AT_A_TIME]
             seeds = [derive_seed(config.seed, "collect", number) for number in range(first, first + len(part))]
-            agent, rollout = session.agent, config.rollout
+            agent, rollout = context.agent, config.rollout
             branching = config.branching.model_copy(update={"fill": "all"})
 
             def on_tree(scored: ScoredTree) -> None:
-                bar.advance(bar.task_ids[0])
+                bar.advance()
 
-            with Scorer(session.reward, config.reward.workers) as scorer:
+            with Scorer(context.reward, config.reward.workers) as scorer:
                 trees = await sample_trees(agent, part, rollout, branching, seeds, scorer.score, on_tree=on_tree)
             for scored in trees:
-                traces = right_traces(session.agent, scored, per_question, left_out)
+                traces = right_traces(context.agent, scored, per_question, left_out)
                 paths += len(scored.tree.leaves)
                 answered += bool(traces)
                 for trace in traces:
                     write(trace.to_json())
         kept = paths - left_out.total()
         said = f"{kept:,} of {paths:,} paths became traces, for {answered:,} of {len(tasks):,} questions"
-        _report(said, kept, left_out, out)
+        _report(said, kept, left_out, out, reporter)
 
 
 def right_traces(agent: Agent, scored: ScoredTree, limit: int, left_out: Counter[str]) -> list[Trace]:
@@ -169,8 +175,8 @@ def _writing(out: Path) -> Iterator[Callable[[str], None]]:
         unfinished.unlink(missing_ok=True)
 
 
-def _report(said: str, written: int, left_out: Mapping[str, int], out: Path) -> None:
+def _report(said: str, written: int, left_out: Mapping[str, int], out: Path, reporter: Reporter) -> None:
     reasons = [f"  {count:>7,} left out: {reason}" for reason, count in sorted(left_out.items())]
     if not written:
         raise ArpoError("\n".join(["no traces were found, so nothing was written", *reasons]))
-    console.print("\n".join([f"{said}: {out}", *reasons]))
+    reporter.message("\n".join([f"{said}: {out}", *reasons]))

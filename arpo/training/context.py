@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from arpo.agent.agent import Agent, PromptEncoder, build_agent, call_format, fit_prompts
-from arpo.agent.traces import read_examples
+from arpo.agent.examples import read_examples
 from arpo.config.schema import Config
 from arpo.data.task_set import TaskSet, load_task_set
 from arpo.errors import ArpoError
@@ -36,7 +36,7 @@ class RolloutContext:
 def open_context(config: Config, reporter: Reporter = SILENT) -> RolloutContext:
     """Load the tasks, the tools and the model that the config names; close the context when done."""
     tasks, tools = load_tasks_and_tools(config, reporter)
-    model, tokenizer = load_policy_shown(config, reporter)
+    model, tokenizer = load_policy(config, reporter)
     return build_context(config, tasks, tools, model, tokenizer, reporter)
 
 
@@ -79,17 +79,3 @@ def fit_tasks(tasks: TaskSet, prompts: PromptEncoder, config: Config, reporter: 
         for note in fitted.notes:
             reporter.message(note)
     return fitted
-
-
-def load_policy_shown(config: Config, reporter: Reporter = SILENT) -> tuple[Any, Any]:
-    """Load the model and its tokenizer; the cold start of the built-in model is reported."""
-    with reporter.progress("cold start", config.coldstart.steps) as bar:
-
-        def show(step: int, steps: int, loss: float) -> None:
-            if step == 0:
-                reporter.message("Cold start: training the built-in model to call its tools (once; it is cached).")
-            elif step % 50 == 0 and not reporter.has_bars:
-                reporter.message(f"  step {step} of {steps}, loss {loss:.3f}")
-            bar.update(step, steps, f"loss {loss:.3f}" if step else "writing examples")
-
-        return load_policy(config, show)

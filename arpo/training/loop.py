@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from arpo.agent.agent import build_prompts
@@ -32,7 +32,7 @@ from arpo.trainer.dist.worker import open_message
 from arpo.trainer.trainer import Trainer
 from arpo.training.checkpoints import CheckpointManager, find_start
 from arpo.training.collapse import CollapseMonitor
-from arpo.training.context import build_context, fit_tasks, load_policy_shown, load_tasks_and_tools
+from arpo.training.context import build_context, fit_tasks, load_tasks_and_tools
 from arpo.training.sampler import LocalSampler, Sampler
 from arpo.types import ScoredTree, derive_seed
 
@@ -86,7 +86,7 @@ def open_training(
         if config.eval.every:
             require_test_tasks(tasks)
         start = stack.enter_context(find_start(config, resume, RESUMABLE_KEYS, RUN_KIND_METRIC))
-        model, tokenizer = load_policy_shown(start.config, reporter)
+        model, tokenizer = load_policy(start.config, reporter)
         sampler: Sampler
         if build_sampler is None:
             context = build_context(start.config, tasks, tools, model, tokenizer, reporter)

@@ -1,13 +1,13 @@
 """Supervised fine-tuning on traces: the cold start of a model that has not used tools before.
 
-A trace is trained on as a rollout's only path would be, by the same code: packed rows of tokens, of which those that
-the model is to write count and nothing else. With every advantage 1 and no ratio to clip, the policy loss is the mean
-negative log-likelihood of these tokens.
+A trace is trained on like the only trajectory of a rollout, by the same code: packed rows of tokens, of which only those
+that the model is to write count. With every advantage 1 and no ratio to clip, the policy loss is the mean negative
+log-likelihood of these tokens.
 
-Promises: each epoch goes through all traces once, in an order of its own that follows from the seed, so a run that was
-stopped and resumed equals one that was not (to the last bit on a CPU).
-Does not cover: `train.steps`, `train.batch_size` and `train.minibatches`, which are those of `arpo train`; evaluation on
-the way (`arpo eval RUN` does it afterwards).
+Guarantees: each epoch goes through all traces once, in an order that follows from the seed, so a run that was stopped
+and resumed equals one that was not (to the last bit on a CPU).
+Not covered: `train.steps`, `train.batch_size` and `train.minibatches`, which belong to `arpo train`; evaluation during
+training (`arpo eval RUN` does it afterwards).
 """
 
 from __future__ import annotations
@@ -22,70 +22,69 @@ from itertools import accumulate, groupby
 
 from arpo.agent.formats import build_format
 from arpo.agent.traces import read_traces
-from arpo.cli.display import SFT_HEADER, cold_start_progress, console, printable, progress_bar, sft_line
 from arpo.config.schema import Config, Loss
 from arpo.data.rows import list_problems, refuse_bad_rows
 from arpo.models.resolve import load_policy
+from arpo.runs.reporter import SILENT, Reporter
 from arpo.tools.build import build_tools
 from arpo.trainer.trainer import Trainer
-from arpo.training.checkpoints import CheckpointManager, open_directory
+from arpo.training.checkpoints import CheckpointManager, find_start
 from arpo.training.sft_examples import SFTExample, encode_trace
 from arpo.types import derive_seed
 
 RESUMABLE_KEYS = ("sft.epochs:", "sft.lr:", "train.steps:")  # when a run is resumed
-RUN_KIND_METRIC = "epoch"  # what every record of such a run has
-KEPT = ("loss", "grad_norm", "trained_tokens", "computed_tokens", "train_entropy")  # of a training step's metrics
+RUN_KIND_METRIC = "epoch"  # every record of such a run has it
+UPDATE_METRICS = ("loss", "grad_norm", "trained_tokens", "computed_tokens", "train_entropy")  # that are logged
 
 
 @dataclass(frozen=True, slots=True)
 class SFTRun:
-    """A run of supervised fine-tuning: what is taught in each step, and what keeps it."""
+    """An open run of supervised fine-tuning."""
 
     examples: Sequence[SFTExample]
-    batches: Sequence[tuple[float, Sequence[int]]]  # per step: epochs done after it, and the indices of its examples
-    keeper: CheckpointManager
+    batches: Sequence[tuple[float, Sequence[int]]]  # per step: epochs done after it, and the examples it takes
+    checkpoints: CheckpointManager
+    reporter: Reporter
 
 
 @contextmanager
-def open_sft(config: Config, resume: bool = False) -> Iterator[SFTRun]:
-    """A new run in `run.dir`, or one that goes on there from its last checkpoint. Holds the directory until left."""
+def open_sft(config: Config, resume: bool = False, reporter: Reporter = SILENT) -> Iterator[SFTRun]:
+    """A new run in `run.dir`, or one that is resumed there from its last checkpoint. Locks the directory until left."""
     with ExitStack() as stack:
         tools = stack.enter_context(build_tools(config))
         fmt = build_format(config.rollout.format, [tool.spec for tool in tools.values()])
         traces, problems = read_traces(config.sft.data, fmt)
         refuse_bad_rows(config.sft.data, "traces", traces, problems, config.data.bad_rows)
-        examples: list[SFTExample] = []
-
-        def load(latest: Config) -> Trainer:
-            with cold_start_progress(latest.coldstart.steps) as progress:
-                model, tokenizer = load_policy(latest, progress)
-            encoded = [encode_trace(trace, tokenizer, fmt, config.tools.result_tokens) for trace in traces]
-            examples.extend(_fitting(encoded, model.config.max_position_embeddings, config, problems))
-            return Trainer(model, tokenizer, objective(config))
-
-        keeper = stack.enter_context(open_directory(config, resume, load, RESUMABLE_KEYS, RUN_KIND_METRIC))
+        start = stack.enter_context(find_start(config, resume, RESUMABLE_KEYS, RUN_KIND_METRIC))
+        model, tokenizer = load_policy(start.config, reporter)
+        encoded = [encode_trace(trace, tokenizer, fmt, config.tools.result_tokens) for trace in traces]
+        examples = _fitting(encoded, model.config.max_position_embeddings, config, problems, reporter)
+        checkpoints = stack.enter_context(start.open(Trainer(model, tokenizer, objective(config))))
         counts = [example.num_tokens for example in examples]
-        yield SFTRun(examples, plan(counts, config.sft.batch_tokens, config.sft.epochs, config.seed), keeper)
+        batches = plan_steps(counts, config.sft.batch_tokens, config.sft.epochs, config.seed)
+        yield SFTRun(examples, batches, checkpoints, reporter)
 
 
-def _fitting(examples: Sequence[SFTExample], context: int, config: Config, problems: Sequence[str]) -> list[SFTExample]:
-    """The examples that fit into the model's context; what is left out is printed, bad rows included."""
+def _fitting(
+    examples: Sequence[SFTExample], max_context: int, config: Config, problems: Sequence[str], reporter: Reporter
+) -> list[SFTExample]:
+    """The examples that fit into the model's context; what is left out, here and when reading, is reported."""
     too_long = [
-        f"{config.sft.data}, {example.task.id}: has {example.num_tokens} tokens, but the model's context holds {context}"
+        f"{config.sft.data}, {example.task.id}: has {example.num_tokens} tokens, but the model's context holds {max_context}"
         for example in examples
-        if example.num_tokens > context
+        if example.num_tokens > max_context
     ]
-    fitting = [example for example in examples if example.num_tokens <= context]
+    fitting = [example for example in examples if example.num_tokens <= max_context]
     refuse_bad_rows(config.sft.data, "traces", fitting, too_long, config.data.bad_rows)
     left_out = [*problems, *too_long]
     if left_out:
-        console.print(f"{len(left_out):,} of {len(examples) + len(problems):,} traces are left out:")
-        console.print(printable(list_problems(left_out)))
+        reporter.message(f"{len(left_out):,} of {len(examples) + len(problems):,} traces are left out:")
+        reporter.message(list_problems(left_out))
     return fitting
 
 
 def objective(config: Config) -> Config:
-    """The settings under which a training step on trees is one of supervised fine-tuning."""
+    """The settings under which a training step on trees is supervised fine-tuning."""
     train = config.train.model_copy(
         update={"lr": config.sft.lr, "warmup_steps": config.sft.warmup_steps, "minibatches": 1}
     )
@@ -94,9 +93,11 @@ def objective(config: Config) -> Config:
     return config.model_copy(update={"train": train, "rollout": rollout, "loss": loss})
 
 
-def plan(counts: Sequence[int], batch_tokens: int, epochs: int, seed: int) -> list[tuple[float, list[int]]]:
-    """For every step the epochs done after it, and its traces. An epoch is cut into steps of nearly equal size: the
-    fewest that have `batch_tokens` on average, or less."""
+def plan_steps(counts: Sequence[int], batch_tokens: int, epochs: int, seed: int) -> list[tuple[float, list[int]]]:
+    """For every step the epochs done after it, and its examples, which have `counts` tokens.
+
+    An epoch is divided into steps of nearly equal size: the fewest that have `batch_tokens` on average, or less.
+    """
     steps: list[tuple[float, list[int]]] = []
     total = sum(counts)
     parts = -(-total // batch_tokens)
@@ -114,29 +115,29 @@ def plan(counts: Sequence[int], batch_tokens: int, epochs: int, seed: int) -> li
 
 async def train_sft(run: SFTRun) -> int:
     """Train to the end of the last epoch; returns the last step done."""
-    keeper, step, last = run.keeper, run.keeper.step, len(run.batches)
+    checkpoints, reporter, last = run.checkpoints, run.reporter, len(run.batches)
+    step = checkpoints.start_step
     if step >= last:
-        console.print(f"Nothing to do: the run is at step {step} of {last}.")
+        reporter.message(f"Nothing to do: the run is at step {step} of {last}.")
         return step
-    console.print(f"{len(run.examples):,} traces, {last:,} steps")
-    console.print(SFT_HEADER)
-    with progress_bar("teaching", last) as bar:
+    reporter.message(f"{len(run.examples):,} traces, {last:,} steps")
+    reporter.training_starts("sft")
+    with reporter.progress("training", last) as bar:
         while step < last:
-            bar.update(bar.task_ids[0], completed=step)
-            with keeper.saving(step):
+            bar.update(step)
+            with checkpoints.save_on_error(step):
                 await asyncio.sleep(0.001)  # long enough for a Ctrl-C to get through
-            metrics = _step(run, step)
+            metrics = _train_step(run, step)
             step += 1
-            keeper.record(step, metrics)
-            console.print(sft_line(step, metrics))
-            keeper.step_done(step, last)
+            checkpoints.record(step, metrics)
+            reporter.training_step("sft", step, metrics)
+            checkpoints.save_if_due(step, last)
     return step
 
 
-def _step(run: SFTRun, step: int) -> dict[str, float]:
+def _train_step(run: SFTRun, step: int) -> dict[str, float]:
     started = time.monotonic()
     epoch, numbers = run.batches[step]
-    examples = [run.examples[number] for number in numbers]
-    learnt = run.keeper.trainer.update([example.scored_tree() for example in examples])
-    numbers_of = {name: learnt[name] for name in KEPT}
-    return {"epoch": epoch, "traces": len(examples), **numbers_of, "train_seconds": time.monotonic() - started}
+    update = run.checkpoints.trainer.update([run.examples[number].scored_tree() for number in numbers])
+    metrics = {name: update[name] for name in UPDATE_METRICS}
+    return {"epoch": epoch, "traces": len(numbers), **metrics, "train_seconds": time.monotonic() - started}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
 import os
 import signal
 import sys
@@ -24,9 +25,10 @@ from arpo.config.loading import load_config
 from arpo.config.schema import Config
 from arpo.errors import ArpoError, Collapsed
 from arpo.runs.run_dir import is_run_dir, write_atomically
+from arpo.training.context import RolloutContext, open_context
 from arpo.training.interrupt import run_async
-from arpo.training.loop import open_run, test, train
-from arpo.training.sampler import Session, open_session
+from arpo.training.loop import evaluate_policy, open_training, train
+from arpo.training.sampler import LocalSampler
 
 KS = (1, 3, 5)
 
@@ -40,6 +42,7 @@ def main() -> None:
     parser.add_argument("--untrained", action="store_true")
     parser.add_argument("--drop-models", action="store_true")
     arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     threading.Thread(target=_stop_when_orphaned, daemon=True).start()
     try:
         config = load_config(arguments.config)
@@ -56,29 +59,32 @@ def main() -> None:
 
 
 def _evaluate_untrained(config: Config, path: Path, samples: int) -> None:
-    with closing(open_session(config)) as session:
-        _write(path, {"step": 0, **run_async(_evaluate(session, samples))})
+    with closing(open_context(config)) as context:
+        _write(path, {"step": 0, **run_async(_evaluate(context, samples))})
 
 
 def _train_and_evaluate(config: Config, path: Path, samples: int, drop_models: bool) -> None:
-    with open_run(config, resume=is_run_dir(Path(config.run.dir))) as run:
+    with open_training(config, resume=is_run_dir(Path(config.run.dir))) as training:
+        assert isinstance(training.sampler, LocalSampler)
+        context = training.sampler.context
 
         async def work() -> dict[str, Any]:
-            return {"step": await train(run), **await _evaluate(run.session, samples)}
+            return {"step": await train(training), **await _evaluate(context, samples)}
 
         _write(path, run_async(work()))
         if drop_models:
-            run.log.delete_checkpoints()
+            training.checkpoints.run.delete_checkpoints()
 
 
 def _write(path: Path, result: dict[str, Any]) -> None:
     write_atomically(path, (json.dumps(result, indent=2) + "\n").encode("ascii"))
 
 
-async def _evaluate(session: Session, samples: int) -> dict[str, Any]:
+async def _evaluate(context: RolloutContext, samples: int) -> dict[str, Any]:
     """The numbers of an evaluation with this many answers to each test question."""
-    settings = session.config.eval.model_copy(update={"samples": samples})
-    result = await test(replace(session, config=session.config.model_copy(update={"eval": settings})))
+    settings = context.config.eval.model_copy(update={"samples": samples})
+    config = context.config.model_copy(update={"eval": settings})
+    result = await evaluate_policy(LocalSampler(replace(context, config=config)), context.tasks, config)
     return {
         "questions": len(result.trees),
         "samples": samples,

@@ -21,7 +21,7 @@ from arpo.rewards import Scorer
 from arpo.runs.run_dir import RunDir, open_run_dir
 from arpo.studies.entropy.report import Subject, show_study, write_study
 from arpo.studies.entropy.study import Study, study
-from arpo.training.sampler import Session, open_session
+from arpo.training.context import RolloutContext, open_context
 from arpo.types import ScoredTree, Task, derive_seed
 
 Runner = Callable[[Coroutine[Any, Any, Any]], Any]
@@ -44,10 +44,10 @@ def study_model(target: str, config: Config, questions: int, tokens: int, out: P
     """Grow trees for held-out questions, or for training questions where there are no others, and study them."""
     require_matplotlib()
     out = the_folder(target, out)
-    with closing(open_session(config)) as session:
-        tests = session.tasks.test
-        tasks = (tests or session.tasks.train)[:questions]
-        grown = run(_grow(session, tasks))
+    with closing(open_context(config)) as context:
+        tests = context.tasks.test
+        tasks = (tests or context.tasks.train)[:questions]
+        grown = run(_grow(context, tasks))
     found = study(((one.tree, one.rewards) for one in grown), config.branching, tokens)
     kind = "held-out" if tests else "training"
     which = f"{len(tasks):,} {kind} questions, seed {config.seed}"
@@ -78,17 +78,17 @@ def _saved(log: RunDir, steps: Sequence[int]) -> Iterator[ScoredTree]:
             bar.advance(bar.task_ids[0])
 
 
-async def _grow(session: Session, tasks: Sequence[Task]) -> Grown:
+async def _grow(context: RolloutContext, tasks: Sequence[Task]) -> Grown:
     """Trees as training would grow them, with their rewards."""
-    config = session.config
+    config = context.config
     seeds = [derive_seed(config.seed, "entropy", number) for number in range(len(tasks))]
-    with progress_bar("growing trees", len(tasks)) as bar, Scorer(session.reward, config.reward.workers) as scorer:
+    with progress_bar("growing trees", len(tasks)) as bar, Scorer(context.reward, config.reward.workers) as scorer:
 
         def on_tree(scored: ScoredTree) -> None:
             bar.advance(bar.task_ids[0])
 
         branching = config.branching.model_copy(update={"fill": "all"})
-        return await sample_trees(session.agent, tasks, config.rollout, branching, seeds, scorer.score, on_tree=on_tree)
+        return await sample_trees(context.agent, tasks, config.rollout, branching, seeds, scorer.score, on_tree=on_tree)
 
 
 def _report(out: Path, subject: Subject, found: Study) -> None:
