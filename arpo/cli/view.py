@@ -136,5 +136,5 @@ def _print_list(log: RunDir, step: int) -> None:
         mean = "" if entry.mean_reward is None else f"{entry.mean_reward:.2f}"
         task = Text(printable(entry.task))
         question = Text(printable(" ".join(entry.question.split())))
-        table.add_row(str(number), task, mean, str(entry.leaves), str(entry.branch_points), question)
+        table.add_row(str(number), task, mean, str(entry.num_trajectories), str(entry.branch_points), question)
     console.print(table, soft_wrap=False)

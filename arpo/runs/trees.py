@@ -31,68 +31,66 @@ from arpo.types import (
     ToolResult,
 )
 
-MAX_TREE_BYTES = 1 << 29  # of one tree as JSON: a small file must not fill the memory
+MAX_TREE_BYTES = 1 << 29  # of one tree as JSON; protects the memory against a small damaged file
 QUESTION_CHARS = 300  # of a question in an index
 
 
 @dataclass(frozen=True, slots=True)
 class TreeEntry:
-    """One tree in a step's file: where its frame lies and what is worth knowing before reading it.
+    """One tree in a step's file: where its frame is, and a summary that can be shown without reading the tree.
 
-    `question` is the beginning of it; it is empty in older files, which lack all that follows it too. `correct` is the
-    share of right answers where the rewards tell; `tool_errors` are failed calls, whosever fault; `mixed` says that not
-    all paths earned the same.
+    `question` is cut after 300 characters. `accuracy` is the mean of the rewards' `correct` part, if they have one.
+    `tool_errors` counts failed calls of any fault. `informative` says that the rewards are not all equal.
     """
 
     offset: int
     length: int
     task: str
+    question: str
+    kind: str
     mean_reward: float | None
-    leaves: int
+    max_reward: float | None
+    min_reward: float | None
+    accuracy: float | None
+    informative: bool
+    num_trajectories: int
     branch_points: int
-    question: str = ""
-    kind: str = ""
-    best: float | None = None
-    worst: float | None = None
-    tool_calls: int = 0
-    tool_errors: int = 0
-    mixed: bool = False
-    correct: float | None = None
+    tool_calls: int
+    tool_errors: int
 
 
 def pack_trees(trees: Sequence[ScoredTree]) -> tuple[bytes, list[TreeEntry]]:
-    """A file's content, one zstd frame with one JSON line per tree, and where each frame lies in it."""
+    """The content of a tree file, one zstd frame with one JSON line per tree, and an entry for each frame."""
     frames: list[bytes] = []
     entries: list[TreeEntry] = []
     offset = 0
     for scored in trees:
         line = json.dumps(tree_to_json(scored), allow_nan=False) + "\n"
         frame = zstandard.compress(line.encode("ascii"))
-        entries.append(describe(scored, offset, len(frame)))
+        entries.append(_summarize(scored, offset, len(frame)))
         frames.append(frame)
         offset += len(frame)
     return b"".join(frames), entries
 
 
-def describe(scored: ScoredTree, offset: int, length: int) -> TreeEntry:
-    """The entry of a tree whose frame lies there."""
+def _summarize(scored: ScoredTree, offset: int, length: int) -> TreeEntry:
     tree, totals = scored.tree, [reward.total for reward in scored.rewards]
-    right = [reward.parts["correct"] for reward in scored.rewards if "correct" in reward.parts]
+    correct = [reward.parts["correct"] for reward in scored.rewards if "correct" in reward.parts]
     return TreeEntry(
-        offset,
-        length,
-        tree.task.id,
-        sum(totals) / len(totals) if totals else None,
-        len(tree.leaves),
-        tree.branch_points,
+        offset=offset,
+        length=length,
+        task=tree.task.id,
         question=tree.task.question[:QUESTION_CHARS],
         kind=tree.task.kind,
-        best=max(totals, default=None),
-        worst=min(totals, default=None),
+        mean_reward=sum(totals) / len(totals) if totals else None,
+        max_reward=max(totals, default=None),
+        min_reward=min(totals, default=None),
+        accuracy=sum(correct) / len(correct) if correct else None,
+        informative=len(set(totals)) > 1,
+        num_trajectories=len(tree.leaves),
+        branch_points=tree.branch_points,
         tool_calls=tree.tool_calls,
         tool_errors=sum(node.result is not None and node.result.fault is not None for node in tree.nodes),
-        mixed=len(set(totals)) > 1,
-        correct=sum(right) / len(right) if right else None,
     )
 
 

@@ -21,7 +21,7 @@ from arpo.config.schema import Branching
 from arpo.errors import ArpoError
 from arpo.runs.locks import is_live
 from arpo.runs.run_dir import CONFIG_FILE, RunDir
-from arpo.runs.trees import TreeEntry, describe, tree_to_json
+from arpo.runs.trees import tree_to_json
 from arpo.types import Reward, RolloutTree, ScoredTree
 from arpo.viewer.folder import Folder, NotThere
 
@@ -75,11 +75,11 @@ def steps(folder: Folder, run: str) -> dict[str, Any]:
 
 
 def prompts(folder: Folder, run: str, step: int) -> dict[str, Any]:
-    """What is known of a step's trees without reading them; those of older runs, whose index says less, are read."""
-    log = _with_trees(folder, run, step)
-    entries = log.tree_index(step)
-    told = [entry if entry.question else _described(log, step, n, entry) for n, entry in enumerate(entries)]
-    return {"trees": [{"n": number, **_shown(entry)} for number, entry in enumerate(told)]}
+    """Summaries of a step's trees, from the index alone."""
+    entries = _with_trees(folder, run, step).tree_index(step)
+    hidden = ("offset", "length")
+    summaries = [{key: value for key, value in asdict(entry).items() if key not in hidden} for entry in entries]
+    return {"trees": [{"n": number, **summary} for number, summary in enumerate(summaries)]}
 
 
 def tree(folder: Folder, run: str, step: int, number: int) -> dict[str, Any]:
@@ -250,15 +250,6 @@ def _readable(log: RunDir, step: int, number: int) -> ScoredTree | None:
         return log.read_tree(step, number)
     except ArpoError:
         return None
-
-
-def _described(log: RunDir, step: int, number: int, entry: TreeEntry) -> TreeEntry:
-    scored = _readable(log, step, number)
-    return entry if scored is None else describe(scored, entry.offset, entry.length)
-
-
-def _shown(entry: TreeEntry) -> dict[str, Any]:
-    return {key: value for key, value in asdict(entry).items() if key not in ("offset", "length")}
 
 
 def _grown(log: RunDir, chosen: Sequence[int]) -> Iterator[tuple[RolloutTree, tuple[Reward, ...]]]:

@@ -130,7 +130,7 @@ def test_trees_are_read_one_by_one_or_together(tmp_path: Path) -> None:
     reader = open_run_dir(tmp_path / "run")
     assert reader.read_tree(12, 1) == _scored("b")
     assert reader.read_trees(12) == [_scored("a"), _scored("b"), _scored("\ud800")]
-    assert [(e.task, e.mean_reward, e.leaves, e.branch_points) for e in reader.tree_index(12)] == [
+    assert [(e.task, e.mean_reward, e.num_trajectories, e.branch_points) for e in reader.tree_index(12)] == [
         (name, (1.1 - 1.0) / 2, 2, 1) for name in ("a", "b", "\ud800")
     ]
     assert reader.tree_steps() == [12]
@@ -140,14 +140,14 @@ def test_trees_are_read_one_by_one_or_together(tmp_path: Path) -> None:
         reader.read_trees(1)
 
 
-def test_an_index_tells_what_is_worth_knowing_of_a_tree() -> None:
+def test_an_index_summarizes_each_tree() -> None:
     task = replace(_tree().task, question="x" * 1000)
     scored = ScoredTree(replace(_tree(), task=task), (REWARDS[0], Reward(1.1, {"correct": 1.0})), CREDITS)
     entry = pack_trees([scored])[1][0]
-    assert (entry.question, entry.kind, entry.best, entry.worst) == ("x" * 300, "hop1", 1.1, 1.1)
-    assert (entry.tool_calls, entry.tool_errors, entry.mixed, entry.correct) == (1, 1, False, 1.0)
+    assert (entry.question, entry.kind, entry.max_reward, entry.min_reward) == ("x" * 300, "hop1", 1.1, 1.1)
+    assert (entry.tool_calls, entry.tool_errors, entry.informative, entry.accuracy) == (1, 1, False, 1.0)
     other = pack_trees([_scored()])[1][0]
-    assert (other.best, other.worst, other.mixed, other.correct) == (1.1, -1.0, True, None)
+    assert (other.max_reward, other.min_reward, other.informative, other.accuracy) == (1.1, -1.0, True, None)
 
 
 @pytest.mark.parametrize("bad", ["{}", '{"trees": [{"offset": 1}]}', '{"trees": 5}', "[]", "[" * 100_000])

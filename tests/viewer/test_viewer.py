@@ -243,37 +243,28 @@ def test_prompts_of_a_step(site: Site) -> None:
         "question": "Where was Mira Tolven born?",
         "kind": "hop1",
         "mean_reward": pytest.approx(-0.225),
-        "best": 1.1,
-        "worst": -1.0,
-        "leaves": 4,
+        "max_reward": 1.1,
+        "min_reward": -1.0,
+        "num_trajectories": 4,
         "branch_points": 1,
         "tool_calls": 3,
         "tool_errors": 1,
-        "mixed": True,
-        "correct": 0.25,
+        "informative": True,
+        "accuracy": 0.25,
     }
-    assert [(tree["n"], tree["mixed"], tree["tool_errors"], tree["correct"]) for tree in found[1:]] == [
+    assert [(tree["n"], tree["informative"], tree["tool_errors"], tree["accuracy"]) for tree in found[1:]] == [
         (1, False, 0, 1.0),
         (2, False, 0, 0.0),
         (3, False, 3, 0.0),
     ]
 
 
-def test_prompts_need_no_tree_to_be_read_unless_the_index_is_old(own: tuple[Path, Site]) -> None:
+def test_prompts_need_no_tree_to_be_read(own: tuple[Path, Site]) -> None:
     root, site = own
     found = site.get("prompts", run="mine", step=2)
     trees = root / "mine/trees/step_000002.jsonl.zst"
-    content = trees.read_bytes()
-    trees.write_bytes(b"\xff" * len(content))
+    trees.write_bytes(b"\xff" * len(trees.read_bytes()))
     assert site.get("prompts", run="mine", step=2) == found
-    trees.write_bytes(content)
-    index = root / "mine/trees/step_000002.index.json"
-    old = ("offset", "length", "task", "mean_reward", "leaves", "branch_points")
-    entries = json.loads(index.read_bytes())["trees"]
-    index.write_text(json.dumps({"trees": [{key: entry[key] for key in old} for entry in entries]}))
-    assert site.get("prompts", run="mine", step=2) == found
-    trees.write_bytes(b"\xff" * len(content))
-    assert [tree["question"] for tree in site.get("prompts", run="mine", step=2)["trees"]] == [""] * 4
 
 
 def test_a_tree_comes_whole(site: Site) -> None:

@@ -9,7 +9,7 @@ import { overviewTab } from "./overview.js";
 import { runList } from "./runs.js";
 import { api, exported, get } from "./source.js";
 import { go, readState } from "./state.js";
-import { forgetTrees, treesTab } from "./trees.js";
+import { clearTreeCache, treesTab } from "./trees.js";
 
 const TABS = ["Overview", "Trees", "Entropy", "Compare", "Config"];
 const POLL = 2000;
@@ -17,7 +17,7 @@ const IDLE = 6000; // when nothing is being written
 const OVERLAID = 6;
 const page = { runs: [], comparisons: [], loaded: false };
 
-function find(id) {
+function byId(id) {
   return document.getElementById(id);
 }
 
@@ -40,17 +40,17 @@ function tabOf(state) {
 
 function drawTabs(state) {
   const now = tabOf(state);
-  if (find("tabs").dataset.now === now) return;
-  find("tabs").dataset.now = now;
-  const focused = find("tabs").contains(document.activeElement);
+  if (byId("tabs").dataset.now === now) return;
+  byId("tabs").dataset.now = now;
+  const focused = byId("tabs").contains(document.activeElement);
   const tabs = TABS.map((tab) => {
     const on = tab === now;
     const look = { role: "tab", type: "button", id: `tab-${tab}`, "aria-selected": String(on), tabindex: on ? "0" : "-1" };
     return el("button", { ...look, "aria-controls": "main", click: () => go({ tab: tab.toLowerCase() }) }, tab);
   });
-  find("tabs").replaceChildren(...tabs);
-  find("main").setAttribute("aria-labelledby", `tab-${now}`);
-  if (focused) find(`tab-${now}`).focus();
+  byId("tabs").replaceChildren(...tabs);
+  byId("main").setAttribute("aria-labelledby", `tab-${now}`);
+  if (focused) byId(`tab-${now}`).focus();
 }
 
 async function draw() {
@@ -59,12 +59,12 @@ async function draw() {
   const run = currentRun(state);
   const tab = tabOf(state);
   drawTabs(state);
-  runList(find("runs"), page.runs, state, run);
-  const main = find("main");
+  runList(byId("runs"), page.runs, state, run);
+  const main = byId("main");
   if (tab === "Compare") return compareTab(main, state, page.comparisons);
   if (!run) return main.replaceChildren(el("p", { class: "empty" }, "No runs here yet. `arpo train` and `arpo demo` make them."));
   if (tab === "Overview") {
-    await loadChosen(state, false);
+    await loadSelected(state, false);
     if (tabOf(readState()) === tab) overviewTab(main, withDefaults(readState()), page.runs);
   } else if (tab === "Trees") await treesTab(main, state, run);
   else if (tab === "Entropy") await entropyTab(main, state, run);
@@ -73,7 +73,7 @@ async function draw() {
 
 const fetchedOnce = new Set();
 
-async function loadChosen(state, liveOnly) {
+async function loadSelected(state, liveOnly) {
   const wanted = page.runs.filter((run) => state.run.includes(run.id) && (run.live || run.grew || !fetchedOnce.has(run.id)));
   const results = await Promise.allSettled(
     wanted.filter((run) => !liveOnly || run.live || run.grew).map(async (run) => {
@@ -95,17 +95,17 @@ async function loadRuns() {
     const old = before.get(run.id);
     run.place = order.indexOf(run.id);
     run.grew = Boolean(old) && (old.grew || old.live || old.steps !== run.steps);
-    if (old && run.steps < old.steps) forgetTrees();
+    if (old && run.steps < old.steps) clearTreeCache();
   }
   Object.assign(page, { runs: found.runs, comparisons: found.comparisons ?? [], loaded: true });
-  find("root").textContent = printable(found.root ?? "");
+  byId("root").textContent = printable(found.root ?? "");
   document.title = `arpo view ${printable(found.root ?? "")}`;
-  find("note").hidden = !found.note;
-  find("note").textContent = printable(found.note ?? "");
+  byId("note").hidden = !found.note;
+  byId("note").textContent = printable(found.note ?? "");
 }
 
 function banner(error) {
-  const box = find("banner");
+  const box = byId("banner");
   const text = error ? printable(error.message ?? String(error)) : "";
   if (box.textContent === text) return;
   box.hidden = !text;
@@ -127,7 +127,7 @@ async function poll() {
 
 const KEYS = [
   ["← → ↑ ↓", "in a tree: to the parent, a child, the node above or below"],
-  ["Enter", "open the node, or read the path whose end is chosen"],
+  ["Enter", "open the node, or read the selected trajectory"],
   ["Home", "in a tree: to the prompt"],
   ["/", "search in the texts of the step"],
   ["[ and ]", "the step before, the step after"],
@@ -138,9 +138,9 @@ const KEYS = [
 
 function showHelp() {
   const rows = KEYS.flatMap(([key, words]) => [el("dt", {}, el("kbd", {}, key)), el("dd", {}, words)]);
-  const close = el("button", { type: "button", click: () => find("help").close() }, "Close");
-  clear(find("help")).append(el("h2", { id: "help-title" }, "Keys"), el("dl", { class: "keys" }, ...rows), close);
-  find("help").showModal();
+  const close = el("button", { type: "button", click: () => byId("help").close() }, "Close");
+  clear(byId("help")).append(el("h2", { id: "help-title" }, "Keys"), el("dl", { class: "keys" }, ...rows), close);
+  byId("help").showModal();
 }
 
 function nextPrompt(by) {
@@ -150,11 +150,11 @@ function nextPrompt(by) {
 }
 
 function onKey(event) {
-  if (event.ctrlKey || event.metaKey || event.altKey || find("help").open) return;
+  if (event.ctrlKey || event.metaKey || event.altKey || byId("help").open) return;
   if (event.target.closest?.("input:not([type=checkbox]):not([type=range]), select, textarea")) return;
   const acts = {
     "?": showHelp,
-    "/": () => find("search") ? find("search").focus() : go({ tab: "trees" }),
+    "/": () => byId("search") ? byId("search").focus() : go({ tab: "trees" }),
     "[": () => document.querySelector('[data-control="Step before"]')?.click(),
     "]": () => document.querySelector('[data-control="Step after"]')?.click(),
     j: () => nextPrompt(1),
@@ -175,22 +175,22 @@ function tabKeys(event) {
 }
 
 async function start() {
-  find("keys").addEventListener("click", showHelp);
-  find("skip").addEventListener("click", (event) => {
+  byId("keys").addEventListener("click", showHelp);
+  byId("skip").addEventListener("click", (event) => {
     event.preventDefault();
-    find("main").focus();
+    byId("main").focus();
   });
-  find("tabs").addEventListener("keydown", tabKeys);
+  byId("tabs").addEventListener("keydown", tabKeys);
   document.addEventListener("keydown", onKey);
   window.addEventListener("hashchange", () => draw().catch(banner));
   window.addEventListener("unhandledrejection", (event) => banner(event.reason));
   window.addEventListener("error", (event) => banner(event.error ?? event.message));
-  if (matchMedia("(max-width: 760px)").matches) find("side").open = false;
+  if (matchMedia("(max-width: 760px)").matches) byId("side").open = false;
   try {
     await loadRuns();
     await draw();
   } catch (error) {
-    find("main").replaceChildren(problem(error));
+    byId("main").replaceChildren(problem(error));
   }
   if (!exported) setTimeout(poll, POLL);
 }

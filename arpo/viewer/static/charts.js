@@ -1,12 +1,12 @@
 // Line charts: several series over one x, a readout by pointer or arrow keys, redrawn in place.
-// A series: {name, points: [[x, y or null], ...], colour: 0..7, mark: 0..7, dash: 0..3, faint, band: [[x, low, high], ...]}.
+// A series: {name, points: [[x, y or null], ...], color: 0..7, mark: 0..7, dash: 0..3, faint, band: [[x, low, high], ...]}.
 
 import { clear, el, number, svg } from "./dom.js";
 
 const HEIGHT = 190;
 const EDGE = { left: 52, right: 14, top: 8, bottom: 30 };
 const DASHES = ["", "6 3", "2 3", "9 3 2 3"];
-const COLOURS = 8;
+const COLORS = 8;
 const MARKS = 25; // of a series
 
 export function makeChart({ title, format = number, xFormat = number, xLabel = "step", floor = null, ceiling = null }) {
@@ -47,7 +47,7 @@ export function makeChart({ title, format = number, xFormat = number, xLabel = "
     const at = near.length ? nearest(near.map(([, found]) => found), x)[0] : x;
     cursor.append(svg("line", { x1: px(at), x2: px(at), y1: EDGE.top, y2: HEIGHT - EDGE.bottom }));
     for (const [one, [a, b]] of near) {
-      if (b !== null) cursor.append(svg("circle", { cx: px(a), cy: py(b), r: 3.5, class: `c${one.colour % COLOURS}` }));
+      if (b !== null) cursor.append(svg("circle", { cx: px(a), cy: py(b), r: 3.5, class: `c${one.color % COLORS}` }));
     }
     const values = near.map(([one, [, y]]) => `${near.length > 1 ? `${one.name} ` : ""}${format(y)}`);
     readout.textContent = `${shown.xLabel} ${shown.xFormat(at)}: ${values.join(", ")}`;
@@ -153,13 +153,13 @@ function nothing(width) {
 }
 
 function line(one, scale) {
-  const colour = `c${one.colour % COLOURS}`;
+  const color = `c${one.color % COLORS}`;
   const parts = [];
   if (one.band?.length) {
     const inside = (y) => scale.py(Math.max(scale.ys[0], Math.min(scale.ys[1], y))).toFixed(1);
     const there = one.band.map(([x, , high]) => `${scale.px(x).toFixed(1)},${inside(high)}`);
     const back = one.band.map(([x, low]) => `${scale.px(x).toFixed(1)},${inside(low)}`).reverse();
-    parts.push(svg("polygon", { class: `band ${colour}`, points: [...there, ...back].join(" ") }));
+    parts.push(svg("polygon", { class: `band ${color}`, points: [...there, ...back].join(" ") }));
   }
   let path = "";
   let pen = "M";
@@ -172,12 +172,12 @@ function line(one, scale) {
     pen = "L";
   }
   const known = one.points.filter(([, y]) => y !== null);
-  const look = { class: `line ${colour}${one.faint ? " faint" : ""}`, d: path, "stroke-dasharray": DASHES[one.dash ?? 0] };
+  const look = { class: `line ${color}${one.faint ? " faint" : ""}`, d: path, "stroke-dasharray": DASHES[one.dash ?? 0] };
   parts.push(svg("path", look));
   if (!one.faint) {
     const every = Math.ceil(known.length / MARKS);
     const marked = known.filter((_, place) => (known.length - 1 - place) % every === 0);
-    for (const [x, y] of one.dots || known.length < 3 ? marked : known.slice(-1)) parts.push(symbol(one.mark ?? 0, scale.px(x), scale.py(y), colour));
+    for (const [x, y] of one.dots || known.length < 3 ? marked : known.slice(-1)) parts.push(symbol(one.mark ?? 0, scale.px(x), scale.py(y), color));
   }
   return parts;
 }
@@ -193,22 +193,22 @@ const SHAPES = [
   "M0 -5L1.5 -1.5L5 0L1.5 1.5L0 5L-1.5 1.5L-5 0L-1.5 -1.5Z",
 ];
 
-function symbol(shape, x, y, colour) {
+function symbol(shape, x, y, color) {
   const place = `translate(${x.toFixed(1)} ${y.toFixed(1)})`;
-  return svg("path", { class: `mark ${colour}`, d: SHAPES[shape % SHAPES.length], transform: place });
+  return svg("path", { class: `mark ${color}`, d: SHAPES[shape % SHAPES.length], transform: place });
 }
 
 // The mark of a run or an algorithm as a small picture in a list.
 export function badge(place) {
-  const colour = `c${place % COLOURS}`;
-  return svg("svg", { class: "badge", width: 14, height: 14, "aria-hidden": "true" }, symbol(place, 7, 7, colour));
+  const color = `c${place % COLORS}`;
+  return svg("svg", { class: "badge", width: 14, height: 14, "aria-hidden": "true" }, symbol(place, 7, 7, color));
 }
 
 function drawLegend(legend, series) {
   const named = new Map(series.filter((one) => one.legend).map((one) => [one.legend, one]));
-  const several = new Set(series.map((one) => one.colour)).size > 1 && named.size < series.length;
+  const several = new Set(series.map((one) => one.color)).size > 1 && named.size < series.length;
   const lines = [...named.values()].map((one) => {
-    const stroke = { class: `line ${several && !one.own ? "" : `c${one.colour % COLOURS}`}`, d: "M0 6H22", "stroke-dasharray": DASHES[one.dash ?? 0] };
+    const stroke = { class: `line ${several && !one.own ? "" : `c${one.color % COLORS}`}`, d: "M0 6H22", "stroke-dasharray": DASHES[one.dash ?? 0] };
     const picture = svg("svg", { width: 22, height: 12, "aria-hidden": "true" }, svg("path", stroke));
     return el("span", {}, picture, ` ${one.legend}`);
   });

@@ -12,10 +12,10 @@ const COSTS = [
   ["trajectories", "trajectories"],
   ["step", "steps"],
 ];
-const compareView = { turn: 0 };
+const compareView = { request: 0 };
 
 export async function compareTab(main, state, comparisons) {
-  const turn = ++compareView.turn;
+  const request = ++compareView.request;
   if (compareView.node?.parentNode !== main) {
     compareView.node = el("div", { class: "compare" });
     compareView.key = "";
@@ -29,11 +29,11 @@ export async function compareTab(main, state, comparisons) {
   try {
     const found = await get(api("comparison", { id: chosen.id }));
     const key = JSON.stringify([found, state.cost, comparisons.length]);
-    if (turn !== compareView.turn || key === compareView.key) return;
+    if (request !== compareView.request || key === compareView.key) return;
     compareView.key = key;
     drawComparison(compareView.node, found, chosen, comparisons, state);
   } catch (error) {
-    if (turn === compareView.turn) clear(compareView.node).append(problem(error));
+    if (request === compareView.request) clear(compareView.node).append(problem(error));
   }
 }
 
@@ -121,7 +121,7 @@ function curvesOf(found, cost) {
     const curves = trials.map((trial) => [...new Map(trial.curve.map((point) => [point[cost] / unit, point.accuracy]))]);
     if (!curves.length) return [];
     const name = printable(shorten(algorithm, 40));
-    const look = { colour: place, mark: place };
+    const look = { color: place, mark: place };
     const single = curves.length > 1 ? curves.map((curve) => ({ ...look, name, points: curve, faint: true })) : [];
     return [...single, { ...look, name, legend: name, own: true, dash: place % 4, points: meanCurve(curves), dots: true }];
   });

@@ -4,12 +4,12 @@ import { choice, clear, el, printable, problem, shorten, table } from "./dom.js"
 import { api, exported, get } from "./source.js";
 import { go } from "./state.js";
 
-const configView = { turn: 0 };
+const configView = { request: 0 };
 
 export async function configTab(main, state, run, runs) {
   const key = JSON.stringify([run.id, state.other, runs.length]);
   if (configView.node?.parentNode === main && configView.key === key) return;
-  const turn = ++configView.turn;
+  const request = ++configView.request;
   if (configView.node?.parentNode !== main) {
     configView.node = el("div", { class: "config" });
     main.replaceChildren(configView.node);
@@ -19,12 +19,12 @@ export async function configTab(main, state, run, runs) {
   try {
     const { config } = await get(api("config", { run: run.id }));
     const lines = other ? await difference(config, run.id, other.id) : null;
-    if (turn !== configView.turn) return;
+    if (request !== configView.request) return;
     const rows = lines ? lines.map((line) => [line.key, shown(line.a), shown(line.b)]) : flat(config).map(([name, value]) => [name, shown(value)]);
     const heads = lines ? ["setting", printable(shorten(run.name, 40)), printable(shorten(other.name, 40))] : ["setting", "value"];
     clear(configView.node).append(configBar(state, run, runs), settingsTable(heads, rows, lines));
   } catch (error) {
-    if (turn === configView.turn) clear(configView.node).append(configBar(state, run, runs), problem(error));
+    if (request === configView.request) clear(configView.node).append(configBar(state, run, runs), problem(error));
   }
 }
 

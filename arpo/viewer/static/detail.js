@@ -1,8 +1,8 @@
-// What is said of one node, and a path read as a conversation.
+// The details of one node, and a trajectory as a conversation.
 
 import { block, choice, el, number, plural, printable, seconds, shorten, signed, table } from "./dom.js";
-import { pathTo } from "./layout.js";
-import { decisionWords, endWords, rightness } from "./picture.js";
+import { prefixOf } from "./layout.js";
+import { correctMark, describeDecision, describeLeaf } from "./picture.js";
 import { SHADES, shadeLegend, shadeTop, shadedText, tokenTable } from "./tokens.js";
 import { go } from "./state.js";
 
@@ -13,7 +13,7 @@ const FAULTS = {
   infra: "the tool is broken or unreachable",
 };
 
-export function detailPanel(tree, state, chosen, path) {
+export function detailPanel(tree, state, chosen, trajectory) {
   const mode = SHADES.some(([key]) => key === state.shade) ? state.shade : "entropy";
   const credits = tree.credits.flatMap((credit) => Object.values(credit.by_node));
   const top = shadeTop(tree.nodes, mode, credits);
@@ -24,15 +24,15 @@ export function detailPanel(tree, state, chosen, path) {
     shadeLegend(mode, top),
   );
   const unknown = tree.nodes.some((node) => node.kind === "model" && node.tokens.length && !node.char_offsets?.length);
-  const note = unknown && mode !== "none" ? "This run does not say where tokens end, so its text is not shaded." : null;
-  const reading = path !== null && chosen === `l${path}`;
-  const body = reading ? conversation(tree, path, mode, top) : nodePanel(tree, Number(chosen.slice(1)), mode, top, path);
+  const note = unknown && mode !== "none" ? "This run has no character offsets of tokens, so its text is not shaded." : null;
+  const reading = trajectory !== null && chosen === `l${trajectory}`;
+  const body = reading ? conversation(tree, trajectory, mode, top) : nodePanel(tree, Number(chosen.slice(1)), mode, top, trajectory);
   return el("section", { class: "detail", "aria-label": "Details" }, bar, note && el("p", { class: "note" }, note), ...body);
 }
 
-// What a node's tokens are credited with: on the chosen path, or on average over the paths that are trained on.
-function creditOf(tree, index, path) {
-  const through = tree.credits.filter((credit, number_) => tree.mask[number_] && (path === null || number_ === path));
+// The advantage of a node's tokens: on the selected trajectory, or the mean over all unmasked trajectories.
+function creditOf(tree, index, trajectory) {
+  const through = tree.credits.filter((credit, number_) => tree.mask[number_] && (trajectory === null || number_ === trajectory));
   const values = through.map((credit) => credit.by_node[index]).filter((value) => typeof value === "number");
   return values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null;
 }
@@ -46,17 +46,17 @@ function mean(values) {
   return values?.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null;
 }
 
-function nodePanel(tree, index, mode, top, path) {
+function nodePanel(tree, index, mode, top, trajectory) {
   const node = tree.nodes[index];
   if (!node) return [el("p", { class: "empty" }, "There is no such node.")];
-  const credit = creditOf(tree, index, path);
+  const credit = creditOf(tree, index, trajectory);
   const model = node.kind === "model";
   const rows = [
     ["tokens", number(node.tokens.length)],
     ["time", seconds(node.seconds)],
     ["mean entropy", model ? `${number(mean(node.entropies))} nats` : null],
     ["mean log-prob", model ? signed(mean(node.logprobs)) : null],
-    [path === null ? "mean advantage" : `advantage, path ${path + 1}`, model ? signed(credit) : null],
+    [trajectory === null ? "mean advantage" : `advantage, trajectory ${trajectory + 1}`, model ? signed(credit) : null],
     ["stopped at", node.stop === null ? null : el("code", {}, printable(shorten(String(node.stop), 80)))],
     ["policy version", model ? number(node.policy_version) : null],
   ];
@@ -64,7 +64,7 @@ function nodePanel(tree, index, mode, top, path) {
   if (node.kind === "tool") parts.push(...toolParts(node));
   if (model) parts.push(el("h4", {}, "Text"), shadedText(node, mode, top, credit), tokenTable(node));
   if (node.kind === "prompt") parts.push(el("h4", {}, "Text"), block(node.text), ...taskParts(tree.task));
-  parts.push(...pathList(tree, index));
+  parts.push(...trajectoryTable(tree, index));
   return parts.filter((part) => part !== null);
 }
 
@@ -113,58 +113,58 @@ function toolParts(node) {
 function decisionParts(decision) {
   if (!decision) return [];
   const rows = [
-    ["H at the start of the path", `${number(decision.initial_entropy)} nats`],
+    ["H at the start of the trajectory", `${number(decision.initial_entropy)} nats`],
     ["H after this result", `${number(decision.entropy)} nats, over ${plural(decision.probed_tokens, "token")}`],
     ["dH", signed(decision.delta)],
     ["P", number(decision.probability)],
-    ["decision", decision.branches > 0 ? `${plural(decision.branches, "path")} opened` : "not branched"],
+    ["decision", decision.branches > 0 ? `${plural(decision.branches, "branch")} opened` : "not branched"],
     ["because", printable(shorten(decision.reason, 300))],
   ];
   return [el("h4", {}, "Branching"), facts(rows)];
 }
 
-function pathList(tree, index) {
-  const through = tree.leaves.map((leaf, number_) => number_).filter((number_) => pathTo(tree.nodes, tree.leaves[number_].node).includes(index));
+function trajectoryTable(tree, index) {
+  const through = tree.leaves.map((leaf, number_) => number_).filter((number_) => prefixOf(tree.nodes, tree.leaves[number_].node).includes(index));
   const rows = through.map((number_) => {
-    const read = () => go({ node: null, leaf: number_, talk: 1 });
+    const read = () => go({ node: null, leaf: number_, chat: 1 });
     return [
-      el("button", { type: "button", click: read, "aria-label": `Read path ${number_ + 1} as a conversation` }, `read ${number_ + 1}`),
-      `${rightness(tree.rewards[number_])} ${number(tree.rewards[number_]?.total)}`,
+      el("button", { type: "button", click: read, "aria-label": `Read trajectory ${number_ + 1} as a conversation` }, `read ${number_ + 1}`),
+      `${correctMark(tree.rewards[number_])} ${number(tree.rewards[number_]?.total)}`,
       signed(tree.credits[number_]?.advantage),
       rewardParts(tree.rewards[number_]),
       tree.leaves[number_].stop_reason + (tree.mask[number_] === false ? ", left out of training" : ""),
     ];
   });
   if (!rows.length) return [];
-  return [el("h4", {}, "Trajectories through it"), table(["trajectory", "reward", "advantage", "parts", "end"], rows, { class: "paths" })];
+  return [el("h4", {}, "Trajectories through it"), table(["trajectory", "reward", "advantage", "parts", "end"], rows, { class: "trajectories" })];
 }
 
 function rewardParts(reward) {
   return Object.entries(reward?.parts ?? {}).map(([name, value]) => `${printable(shorten(name, 40))} ${number(value)}`).join(", ");
 }
 
-function conversation(tree, path, mode, top) {
-  const nodes = pathTo(tree.nodes, tree.leaves[path].node);
-  const turns = nodes.map((index) => turn(tree, index, mode, top, path));
+function conversation(tree, trajectory, mode, top) {
+  const nodes = prefixOf(tree.nodes, tree.leaves[trajectory].node);
+  const turns = nodes.map((index) => turn(tree, index, mode, top, trajectory));
   return [
-    el("h3", { tabindex: "-1", id: "detail-title" }, `Path ${path + 1} as a conversation`),
-    el("p", {}, `${rightness(tree.rewards[path])} ${endWords(tree, path)}`),
-    el("div", { class: "talk" }, ...turns),
+    el("h3", { tabindex: "-1", id: "detail-title" }, `Trajectory ${trajectory + 1} as a conversation`),
+    el("p", {}, `${correctMark(tree.rewards[trajectory])} ${describeLeaf(tree, trajectory)}`),
+    el("div", { class: "chat" }, ...turns),
   ];
 }
 
-function turn(tree, index, mode, top, path) {
+function turn(tree, index, mode, top, trajectory) {
   const node = tree.nodes[index];
-  const open = () => go({ node: index, talk: null });
+  const open = () => go({ node: index, chat: null });
   const where = el("button", { type: "button", class: "link", click: open }, `node ${index}`);
   const head = el("h4", {}, node.kind === "tool" ? `Tool: ${printable(shorten(node.call?.name ?? "", 60))} ` : `${NAMES[node.kind]} `, where);
   const parts = [head];
-  if (node.kind === "model") parts.push(shadedText(node, mode, top, creditOf(tree, index, path)));
+  if (node.kind === "model") parts.push(shadedText(node, mode, top, creditOf(tree, index, trajectory)));
   else if (node.kind === "tool") {
     const words = [seconds(node.result?.seconds), node.result?.cached ? "cached" : "", node.result?.fault ? `failed: ${FAULTS[node.result.fault] ?? ""}` : ""];
     head.append(el("small", { class: node.result?.fault ? "fault" : "" }, ` ${words.filter(Boolean).join(", ")}`));
     parts.push(block(node.result?.text ?? node.text, { class: "text result" }));
-    if (node.decision) parts.push(el("p", { class: "decision" }, `◆ ${decisionWords(node.decision)}`));
+    if (node.decision) parts.push(el("p", { class: "decision" }, `◆ ${describeDecision(node.decision)}`));
   } else parts.push(block(node.text));
   return el("article", { class: `turn ${node.kind}` }, ...parts);
 }

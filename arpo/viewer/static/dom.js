@@ -75,8 +75,10 @@ export function seconds(value) {
   return value < 7200 ? `${number(value / 60)} min` : `${number(value / 3600)} h`;
 }
 
+const PLURALS = { trajectory: "trajectories", branch: "branches" };
+
 export function plural(count, word) {
-  return `${number(count)} ${word}${count === 1 ? "" : "s"}`;
+  return `${number(count)} ${count === 1 ? word : (PLURALS[word] ?? `${word}s`)}`;
 }
 
 // --- text

@@ -1,16 +1,16 @@
-// Where the model is unsure: the numbers of the pilot study, from this run's trees.
+// The entropy study of this run's trees.
 
 import { makeChart } from "./charts.js";
 import { clear, el, number, percent, printable, problem, shorten, signed, svg, table } from "./dom.js";
 import { api, get } from "./source.js";
 import { go } from "./state.js";
 
-const entropyView = { turn: 0, key: "" };
+const entropyView = { request: 0, key: "" };
 
 export async function entropyTab(main, state, run) {
   const key = JSON.stringify([run.id, state.steps, run.steps]);
   if (entropyView.node?.parentNode === main && entropyView.key === key) return;
-  const turn = ++entropyView.turn;
+  const request = ++entropyView.request;
   const fresh = entropyView.node?.parentNode !== main;
   if (fresh) {
     entropyView.node = el("div", { class: "entropy" }, el("p", { class: "empty", role: "status" }, "Looking at the trees…"));
@@ -19,9 +19,9 @@ export async function entropyTab(main, state, run) {
   entropyView.key = key;
   try {
     const found = await get(api("entropy", { run: run.id, steps: state.steps }));
-    if (turn === entropyView.turn) drawStudy(entropyView.node, found, state, run);
+    if (request === entropyView.request) drawStudy(entropyView.node, found, state, run);
   } catch (error) {
-    if (turn === entropyView.turn) clear(entropyView.node).append(stepsForm(state), problem(error));
+    if (request === entropyView.request) clear(entropyView.node).append(stepsForm(state), problem(error));
   }
 }
 
@@ -50,7 +50,7 @@ function drawStudy(node, found, state, run) {
     name: label(entry),
     legend: label(entry),
     own: true,
-    colour: place,
+    color: place,
     mark: place,
     dash: place % 4,
     points: entry.positions.map((mean, position) => [position + 1, mean.value]),
@@ -66,17 +66,17 @@ function drawStudy(node, found, state, run) {
     ...(found.findings ?? []).map((line) => el("p", {}, printable(shorten(line, 300)))),
     placeTable(found),
     el("div", { class: "charts wide" }, curves.node, ...found.decisions_by_place.map((entry) => histogram(entry, found))),
-    el("h3", {}, "Where paths were opened"),
-    looksTable("result of", found.decisions_by_place, label),
-    looksTable("call on the path", found.decisions_by_call, (entry) => number(entry.call)),
+    el("h3", {}, "Branching decisions"),
+    decisionTable("result of", found.decisions_by_place, label),
+    decisionTable("call on the trajectory", found.decisions_by_call, (entry) => number(entry.call)),
   );
   curves.update(series, { wholeX: true });
 }
 
 function placeTable(found) {
-  const looks = new Map(found.decisions_by_place.map((entry) => [entry.place, entry]));
+  const decisions = new Map(found.decisions_by_place.map((entry) => [entry.place, entry]));
   const rows = found.places.map((entry) => {
-    const seen = looks.get(entry.place);
+    const seen = decisions.get(entry.place);
     return [
       label(entry),
       number(entry.first_tokens.count),
@@ -91,7 +91,7 @@ function placeTable(found) {
   return table(heads, rows);
 }
 
-function looksTable(head, entries, name) {
+function decisionTable(head, entries, name) {
   const rows = entries.map((entry) => [
     name(entry),
     number(entry.looked),
@@ -102,10 +102,10 @@ function looksTable(head, entries, name) {
     entry.compared ? percent(entry.different / entry.compared) : "",
     entry.foretold === null ? "" : entry.foretold.toFixed(2),
   ]);
-  return table([head, "looked at", "dH > 0", "branched", "not branched because", "compared", "told something", "foretold"], rows, { class: "looks" });
+  return table([head, "decisions", "dH > 0", "branched", "not branched because", "compared", "rewards differ", "AUC of dH"], rows, { class: "decisions" });
 }
 
-// How often each dH was seen: branched from below, the others stacked on them.
+// A stacked histogram of dH: results that were branched from below, the others above.
 function histogram(entry, found) {
   const [width, height, foot] = [380, 150, 22];
   const both = entry.branched_histogram.map((count, place) => count + entry.other_histogram[place]);
@@ -125,13 +125,13 @@ function histogram(entry, found) {
     if (typeof value !== "number" || value < low || value > high) continue;
     lines.push(svg("line", { class: kind, x1: px(value), x2: px(value), y1: 4, y2: height - foot }));
   }
-  const words = `dH after ${label(entry).replace(/^after /, "")}: ${number(entry.looked)} looked at, ${number(entry.branched)} branched`;
+  const words = `dH after ${label(entry).replace(/^after /, "")}: ${number(entry.looked)} decisions, ${number(entry.branched)} branched`;
   const picture = { role: "img", "aria-label": words, class: "plot", viewBox: `0 0 ${width} ${height}`, width, height };
   return el(
     "figure",
     { class: "chart" },
     el("figcaption", {}, words),
     svg("svg", picture, ...parts, ...lines, edge(low, "start"), edge(high, "end")),
-    el("p", { class: "kinds" }, el("span", { class: "kind opened" }, "branched"), el("span", { class: "kind looked" }, "not branched"), el("span", {}, "dashed: 0 and the threshold")),
+    el("p", { class: "kinds" }, el("span", { class: "kind opened" }, "branched"), el("span", { class: "kind considered" }, "not branched"), el("span", {}, "dashed: 0 and the threshold")),
   );
 }

@@ -1,4 +1,4 @@
-// Where the nodes of a tree stand in its picture: left to right by turns, one row a path. Pure functions.
+// Positions of a tree's nodes in its picture: left to right by depth, one row per trajectory. Pure functions.
 
 const ROW = 44;
 const GAP = 28;
@@ -12,20 +12,21 @@ function childrenOf(nodes) {
   return children;
 }
 
-export function pathTo(nodes, index) {
-  const path = [];
-  for (let at = index; at !== null && at !== undefined; at = nodes[at].parent) path.push(at);
-  return path.reverse();
+// Indices of the nodes from the root to a node, both included.
+export function prefixOf(nodes, index) {
+  const indices = [];
+  for (let at = index; at !== null && at !== undefined; at = nodes[at].parent) indices.push(at);
+  return indices.reverse();
 }
 
-export function layTree(tree) {
+export function layoutTree(tree) {
   const { nodes, leaves } = tree;
   const children = childrenOf(nodes);
-  const endings = nodes.map(() => []);
-  leaves.forEach((leaf, number) => endings[leaf.node]?.push(number));
+  const leavesAt = nodes.map(() => []);
+  leaves.forEach((leaf, number) => leavesAt[leaf.node]?.push(number));
   const depth = nodes.map(() => 0);
   nodes.forEach((node, index) => node.parent !== null && (depth[index] = depth[node.parent] + 1));
-  const rows = givenRows(children, endings);
+  const rows = assignRows(children, leavesAt);
   const width = widths(nodes);
   const columns = [];
   depth.forEach((place, index) => (columns[place] = Math.max(columns[place] ?? 0, width[index])));
@@ -39,32 +40,32 @@ export function layTree(tree) {
     y: 26 + rows.of[index] * ROW,
     width: width[index],
     children: children[index],
-    leaves: endings[index],
+    leaves: leavesAt[index],
   }));
   const end = starts[columns.length] + 4;
-  const ends = leaves.map((leaf, number) => ({ number, node: leaf.node, x: end, y: 26 + rows.leaf[number] * ROW }));
-  return { places, ends, width: end + 172, height: 26 + rows.count * ROW };
+  const leafPlaces = leaves.map((leaf, number) => ({ number, node: leaf.node, x: end, y: 26 + rows.leaf[number] * ROW }));
+  return { places, leafPlaces, width: end + 172, height: 26 + rows.count * ROW };
 }
 
-// A row for every leaf, and for a node that nothing follows; a parent stands in the middle of what follows it.
-function givenRows(children, endings) {
+// One row per leaf and per childless node; a parent is centered on its children and leaves.
+function assignRows(children, leavesAt) {
   const of = children.map(() => 0);
   const leaf = [];
   let count = 0;
-  const waiting = [0];
+  const stack = [0];
   const own = children.map(() => []);
-  while (waiting.length) {
-    const index = waiting.pop();
-    for (const number of endings[index]) {
+  while (stack.length) {
+    const index = stack.pop();
+    for (const number of leavesAt[index]) {
       leaf[number] = count;
       own[index].push(count);
       count += 1;
     }
-    if (!children[index].length && !endings[index].length) {
+    if (!children[index].length && !leavesAt[index].length) {
       own[index].push(count);
       count += 1;
     }
-    waiting.push(...children[index].toReversed());
+    stack.push(...children[index].toReversed());
   }
   for (let index = children.length - 1; index >= 0; index -= 1) {
     const rows = [...own[index], ...children[index].map((child) => of[child])];
@@ -81,21 +82,21 @@ function widths(nodes) {
   });
 }
 
-// Where an arrow key leads from an item: "n3" is node 3 and "l1" the end of path 1.
-export function neighbour(laid, item, key) {
+// The item that an arrow key moves to: "n3" is node 3, "l1" is leaf 1.
+export function neighbor(layout, item, key) {
   const number = Number(item.slice(1));
   if (key === "Home") return "n0";
   if (item[0] === "l") {
-    if (key === "ArrowLeft") return `n${laid.ends[number].node}`;
-    return inColumn(laid.ends.map((end) => [`l${end.number}`, end.y]), item, key);
+    if (key === "ArrowLeft") return `n${layout.leafPlaces[number].node}`;
+    return inColumn(layout.leafPlaces.map((end) => [`l${end.number}`, end.y]), item, key);
   }
-  const place = laid.places[number];
+  const place = layout.places[number];
   if (key === "ArrowLeft") return place.parent === null ? item : `n${place.parent}`;
   if (key === "ArrowRight") {
     if (place.children.length) return `n${place.children[0]}`;
     return place.leaves.length ? `l${place.leaves[0]}` : item;
   }
-  const column = laid.places.filter((other) => other.depth === place.depth);
+  const column = layout.places.filter((other) => other.depth === place.depth);
   return inColumn(column.map((other) => [`n${other.index}`, other.y]), item, key);
 }
 

@@ -12,8 +12,7 @@ export function damagedOf(id) {
   return known.get(id)?.damaged ?? 0;
 }
 
-// Fetches what is new of a run's records. A file that was written anew, by a run taken back to an earlier step, is read
-// from its beginning.
+// Fetches a run's new records. A file that was rewritten, by a run that was rolled back, is read from its beginning.
 export async function loadMetrics(id) {
   const have = known.get(id) ?? { records: [], next: 0, damaged: 0 };
   let reply = await get(api("metrics", { run: id, after: have.next }));
@@ -25,7 +24,7 @@ export async function loadMetrics(id) {
   known.set(id, { records: joined(have.records, reply.records), next: reply.next, file: reply.file, damaged });
 }
 
-// A run that went on from a checkpoint writes steps anew: the later record of a step counts, and what followed goes.
+// A resumed run writes steps again: the later record of a step counts, and older records of later steps are dropped.
 function joined(records, added) {
   if (!added.length) return records;
   const first = added.reduce((least, record) => Math.min(least, record.step), Infinity);

@@ -16,7 +16,7 @@ const PANELS = [
     parts: [["entropy_start", "at the start"], ["entropy_after_tool", "after a tool"]],
     floor: 0,
   },
-  { title: "Tokens", parts: [["unique_tokens", "unique"], ["total_tokens", "paths written out"]], floor: 0 },
+  { title: "Tokens", parts: [["unique_tokens", "unique"], ["total_tokens", "without sharing"]], floor: 0 },
   {
     title: "Seconds a step",
     parts: [["rollout_seconds", "sampling"], ["tool_seconds", "tools, all together"], ["train_seconds", "training"]],
@@ -98,11 +98,11 @@ function summary(chosen) {
   const notes = damaged.map((run) =>
     el("p", { class: "note" }, `${printable(shorten(run.name, 60))}: ${plural(damagedOf(run.id), "damaged record")} left out`),
   );
-  return el("div", {}, table(heads, rows, { class: "summary" }), ...notes, ...signs(chosen));
+  return el("div", {}, table(heads, rows, { class: "summary" }), ...notes, ...collapseWarnings(chosen));
 }
 
-// What a run said about itself in words, such as signs of a collapse.
-function signs(chosen) {
+// The warnings of the collapse monitor.
+function collapseWarnings(chosen) {
   const found = chosen.flatMap((run) =>
     recordsOf(run.id)
       .filter((record) => typeof record.collapse_warnings === "string" && record.collapse_warnings)
@@ -110,7 +110,7 @@ function signs(chosen) {
   );
   if (!found.length) return [];
   const lines = found.slice(-50).map((line) => el("li", {}, printable(shorten(line, 400))));
-  return [el("details", { class: "signs" }, el("summary", {}, plural(found.length, "sign") + " of trouble"), el("ul", {}, ...lines))];
+  return [el("details", { class: "warnings" }, el("summary", {}, plural(found.length, "collapse warning")), el("ul", {}, ...lines))];
 }
 
 function panelsFor(chosen, state) {
@@ -148,7 +148,7 @@ function seriesOf(run, panel, axis, unit, smooth) {
     const every = pointsOf(recordsOf(run.id), name, axis, unit.factor);
     const raw = panel.sparse ? every.filter(([, y]) => y !== null) : every;
     const label = printable(shorten(run.name, 30)) + (words ? ` ${words}` : "");
-    const look = { name: label, colour: run.place, mark: run.place, dash, legend: words, dots: panel.sparse };
+    const look = { name: label, color: run.place, mark: run.place, dash, legend: words, dots: panel.sparse };
     if (!smooth || raw.length < 5) return [{ ...look, points: raw }];
     return [{ ...look, name: `${label}, raw`, points: raw, faint: true, legend: "" }, { ...look, points: smoothed(raw) }];
   });

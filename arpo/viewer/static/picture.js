@@ -1,31 +1,31 @@
 // The picture of a rollout tree: an SVG that is also a tree for keyboards and screen readers.
 
 import { number, percent, plural, printable, shorten, signed, svg } from "./dom.js";
-import { NODE_HEIGHT, layTree, neighbour, pathTo } from "./layout.js";
+import { NODE_HEIGHT, layoutTree, neighbor, prefixOf } from "./layout.js";
 import { shadeClass } from "./tokens.js";
 
 const STRIP = 24;
 const SMALLEST = 0.72; // a wide tree is drawn no smaller than this; beyond that it scrolls
 
-export function rightness(reward) {
+export function correctMark(reward) {
   const correct = reward?.parts?.correct;
   if (typeof correct !== "number") return "";
   return correct >= 1 ? "✓" : correct > 0 ? "½" : "✗";
 }
 
-// `open(item)` is called with "n3" or "l1" when a node or the end of a path is chosen.
-export function drawTree(tree, { top, chosen, path, open, room }) {
-  const laid = layTree(tree);
-  const on = new Set(path === null ? [] : pathTo(tree.nodes, tree.leaves[path].node));
+// `open(item)` is called with "n3" or "l1" when a node or a leaf is selected.
+export function drawTree(tree, { top, chosen, trajectory, open, maxWidth }) {
+  const layout = layoutTree(tree);
+  const on = new Set(trajectory === null ? [] : prefixOf(tree.nodes, tree.leaves[trajectory].node));
   const items = new Map();
   const layers = [svg("g"), svg("g")];
-  for (const place of laid.places) {
-    if (place.parent !== null) layers[0].append(edge(laid.places[place.parent], place, on.has(place.index)));
-    items.set(`n${place.index}`, drawNode(tree, laid, place, top, on.has(place.index)));
+  for (const place of layout.places) {
+    if (place.parent !== null) layers[0].append(edge(layout.places[place.parent], place, on.has(place.index)));
+    items.set(`n${place.index}`, drawNode(tree, layout, place, top, on.has(place.index)));
   }
-  for (const end of laid.ends) {
-    layers[0].append(leader(laid.places[end.node], end, end.number === path));
-    items.set(`l${end.number}`, drawEnd(tree, laid, end, end.number === path));
+  for (const end of layout.leafPlaces) {
+    layers[0].append(leafLine(layout.places[end.node], end, end.number === trajectory));
+    items.set(`l${end.number}`, drawLeaf(tree, layout, end, end.number === trajectory));
   }
   const focused = items.has(chosen) ? chosen : "n0";
   for (const [name, item] of items) {
@@ -35,15 +35,15 @@ export function drawTree(tree, { top, chosen, path, open, room }) {
     item.addEventListener("click", () => open(name));
     layers[1].append(item);
   }
-  const label = `Rollout tree: ${plural(tree.nodes.length, "node")}, ${plural(tree.leaves.length, "path")}`;
-  const scale = Math.min(1, Math.max(SMALLEST, room / laid.width));
-  const size = { width: scale * laid.width, height: scale * laid.height, viewBox: `0 0 ${laid.width} ${laid.height}` };
+  const label = `Rollout tree: ${plural(tree.nodes.length, "node")}, ${plural(tree.leaves.length, "trajectory")}`;
+  const scale = Math.min(1, Math.max(SMALLEST, maxWidth / layout.width));
+  const size = { width: scale * layout.width, height: scale * layout.height, viewBox: `0 0 ${layout.width} ${layout.height}` };
   const picture = svg("svg", { role: "tree", "aria-label": label, class: "tree", ...size }, ...layers);
-  picture.addEventListener("keydown", (event) => steer(event, laid, items, open));
+  picture.addEventListener("keydown", (event) => onTreeKey(event, layout, items, open));
   return picture;
 }
 
-function steer(event, laid, items, open) {
+function onTreeKey(event, layout, items, open) {
   const item = event.target.closest("[data-item]")?.dataset.item;
   if (!item) return;
   if (event.key === "Enter" || event.key === " ") {
@@ -53,7 +53,7 @@ function steer(event, laid, items, open) {
   }
   if (!/^(Arrow|Home)/.test(event.key)) return;
   event.preventDefault();
-  const next = items.get(neighbour(laid, item, event.key));
+  const next = items.get(neighbor(layout, item, event.key));
   for (const other of items.values()) other.setAttribute("tabindex", other === next ? "0" : "-1");
   next.focus();
 }
@@ -61,11 +61,11 @@ function steer(event, laid, items, open) {
 function edge(from, to, on) {
   const x = from.x + from.width;
   const middle = (x + to.x) / 2;
-  const path = `M${x} ${from.y}C${middle} ${from.y} ${middle} ${to.y} ${to.x} ${to.y}`;
-  return svg("path", { class: on ? "edge on" : "edge", d: path });
+  const curve = `M${x} ${from.y}C${middle} ${from.y} ${middle} ${to.y} ${to.x} ${to.y}`;
+  return svg("path", { class: on ? "edge on" : "edge", d: curve });
 }
 
-function leader(place, end, on) {
+function leafLine(place, end, on) {
   return svg("path", { class: on ? "leader on" : "leader", d: `M${place.x + place.width} ${end.y}H${end.x - 6}` });
 }
 
@@ -77,12 +77,12 @@ function shape(kind, width) {
   return `M${round} ${-half}h${across}a${round} ${round} 0 0 1 ${round} ${round}v${NODE_HEIGHT - 2 * round}a${round} ${round} 0 0 1 ${-round} ${round}h${-across}a${round} ${round} 0 0 1 ${-round} ${-round}v${2 * round - NODE_HEIGHT}a${round} ${round} 0 0 1 ${round} ${-round}Z`;
 }
 
-function drawNode(tree, laid, place, top, on) {
+function drawNode(tree, layout, place, top, on) {
   const node = tree.nodes[place.index];
   const failed = node.result?.fault || node.call?.error;
-  const words = nodeWords(node, place.index);
+  const words = describeNode(node, place.index);
   const classes = `node ${node.kind}${failed ? " failed" : ""}${on ? " on" : ""}`;
-  const level = { "aria-level": place.depth + 1, ...among(laid, place) };
+  const level = { "aria-level": place.depth + 1, ...ariaPosition(layout, place) };
   const parts = [svg("title", {}, words), svg("path", { class: "shape", d: shape(node.kind, place.width) })];
   if (node.kind === "model") parts.push(...strip(node.entropies ?? [], place.width, top));
   const size = node.kind === "tool" ? printable(node.call?.name ?? "tool") : number(node.tokens?.length ?? 0);
@@ -95,14 +95,14 @@ function drawNode(tree, laid, place, top, on) {
   return svg("g", { ...props, ...level }, ...parts);
 }
 
-function among(laid, place) {
+function ariaPosition(layout, place) {
   if (place.parent === null) return { "aria-setsize": 1, "aria-posinset": 1, "aria-expanded": "true" };
-  const siblings = laid.places[place.parent].children;
+  const siblings = layout.places[place.parent].children;
   const opened = place.children.length || place.leaves.length ? { "aria-expanded": "true" } : {};
   return { "aria-setsize": siblings.length, "aria-posinset": siblings.indexOf(place.index) + 1, ...opened };
 }
 
-// The entropies along a turn, as a strip at the foot of its node.
+// The entropies of a turn, as a strip at the bottom of its node.
 function strip(entropies, width, top) {
   const count = Math.min(STRIP, entropies.length);
   const inner = width - 6;
@@ -124,13 +124,13 @@ function decisionMark(decision, width) {
   return [mark, svg("text", { class: opened ? "delta opened" : "delta", x: width / 2, y: 25 }, words)];
 }
 
-export function decisionWords(decision) {
+export function describeDecision(decision) {
   const numbers = `H ${number(decision.entropy)}, dH ${signed(decision.delta)}, P ${number(decision.probability)}`;
-  const done = decision.branches > 0 ? `${plural(decision.branches, "path")} opened` : "not branched";
+  const done = decision.branches > 0 ? `${plural(decision.branches, "branch")} opened` : "not branched";
   return `${numbers}: ${done} (${printable(decision.reason)})`;
 }
 
-function nodeWords(node, index) {
+function describeNode(node, index) {
   const parts = [`node ${index}, ${node.kind}`];
   if (node.kind === "tool") parts.push(printable(shorten(node.call?.name ?? "", 40)));
   parts.push(plural(node.tokens?.length ?? 0, "token"));
@@ -141,11 +141,11 @@ function nodeWords(node, index) {
     const mean = node.entropies.reduce((sum, value) => sum + value, 0) / node.entropies.length;
     parts.push(`mean entropy ${number(mean)}`);
   }
-  if (node.decision) parts.push(decisionWords(node.decision));
+  if (node.decision) parts.push(describeDecision(node.decision));
   return parts.join(", ");
 }
 
-export function endWords(tree, number_) {
+export function describeLeaf(tree, number_) {
   const [leaf, reward, credit] = [tree.leaves[number_], tree.rewards[number_], tree.credits[number_]];
   const parts = Object.entries(reward?.parts ?? {}).map(([name, value]) => `${printable(shorten(name, 40))} ${number(value)}`);
   const masked = tree.mask[number_] === false ? ", left out of training" : "";
@@ -153,21 +153,21 @@ export function endWords(tree, number_) {
   return `trajectory ${number_ + 1}: ended by ${leaf.stop_reason}, reward ${number(reward?.total)}${made}, advantage ${signed(credit?.advantage)}${masked}`;
 }
 
-function drawEnd(tree, laid, end, on) {
+function drawLeaf(tree, layout, end, on) {
   const [reward, credit] = [tree.rewards[end.number], tree.credits[end.number]];
-  const words = endWords(tree, end.number);
-  const siblings = laid.places[end.node].leaves;
+  const words = describeLeaf(tree, end.number);
+  const siblings = layout.places[end.node].leaves;
   const masked = tree.mask[end.number] === false;
   const props = {
     role: "treeitem",
-    class: `end${on ? " on" : ""}${masked ? " dropped" : ""}`,
+    class: `end${on ? " on" : ""}${masked ? " masked" : ""}`,
     transform: `translate(${end.x} ${end.y})`,
     "aria-label": words,
-    "aria-level": laid.places[end.node].depth + 2,
+    "aria-level": layout.places[end.node].depth + 2,
     "aria-setsize": siblings.length,
     "aria-posinset": siblings.indexOf(end.number) + 1,
   };
-  const glyph = rightness(reward);
+  const glyph = correctMark(reward);
   const column = (x, text, kind) => svg("text", { x, y: 4, class: kind }, text);
   return svg(
     "g",
@@ -181,6 +181,6 @@ function drawEnd(tree, laid, end, on) {
   );
 }
 
-export function shareWords(value) {
-  return typeof value === "number" ? `, ${percent(value)} right` : "";
+export function accuracyText(value) {
+  return typeof value === "number" ? `, ${percent(value)} correct` : "";
 }

@@ -5,8 +5,8 @@ import { api, exported, get } from "./source.js";
 import { go } from "./state.js";
 
 const FILTERS = [
-  ["failed", "no path right", (tree) => (tree.correct === null ? (tree.best ?? tree.mean_reward) <= 0 : tree.correct === 0)],
-  ["mixed", "mixed groups", (tree) => tree.mixed],
+  ["failed", "no trajectory correct", (tree) => (tree.accuracy === null ? tree.max_reward <= 0 : tree.accuracy === 0)],
+  ["informative", "informative groups", (tree) => tree.informative],
   ["branched", "branched", (tree) => tree.branch_points > 0],
   ["errors", "tool errors", (tree) => tree.tool_errors > 0],
 ];
@@ -31,13 +31,10 @@ export function promptList(trees, state, chosen) {
   const shown = filtered(trees, state.only);
   const rows = shown.map((tree) => promptRow(tree, tree.n === chosen));
   const count = `${number(shown.length)} of ${plural(trees.length, "prompt")}`;
-  const old = trees.length > 0 && trees.every((tree) => !tree.question);
-  const note = old ? "An older run: its index says little of its prompts, so filters may miss some." : "";
   return el(
     "div",
     {},
     el("p", { class: "count", role: "status" }, count),
-    note && el("p", { class: "note" }, note),
     el("ul", { class: "prompts", "aria-label": "Prompts" }, ...rows),
   );
 }
@@ -47,18 +44,18 @@ function promptRow(tree, chosen) {
     tree.branch_points > 0 ? `◆ ${number(tree.branch_points)}` : "",
     tree.tool_calls ? plural(tree.tool_calls, "call") : "",
     tree.tool_errors > 0 ? `! ${plural(tree.tool_errors, "error")}` : "",
-    tree.mixed ? "mixed" : "",
+    tree.informative ? "informative" : "",
   ];
-  const open = () => go({ n: tree.n, node: null, leaf: null, talk: null });
-  const numbers = `${number(tree.mean_reward)}${typeof tree.correct === "number" ? ` · ${percent(tree.correct)} right` : ""}`;
+  const open = () => go({ n: tree.n, node: null, leaf: null, chat: null });
+  const numbers = `${number(tree.mean_reward)}${typeof tree.accuracy === "number" ? ` · ${percent(tree.accuracy)} correct` : ""}`;
   return el(
     "li",
     {},
     el(
       "button",
       { type: "button", class: "asked", "aria-current": chosen ? "true" : null, "data-n": tree.n, click: open },
-      el("span", { class: "question" }, printable(shorten(tree.question || tree.task, 160))),
-      el("small", {}, `#${tree.n} ${printable(shorten(tree.kind ?? "", 24))} · reward ${numbers} · ${plural(tree.leaves, "path")}`),
+      el("span", { class: "question" }, printable(shorten(tree.question, 160))),
+      el("small", {}, `#${tree.n} ${printable(shorten(tree.kind ?? "", 24))} · reward ${numbers} · ${plural(tree.num_trajectories, "trajectory")}`),
       el("small", { class: "flags" }, flags.filter(Boolean).join(" · ")),
     ),
   );
@@ -66,7 +63,7 @@ function promptRow(tree, chosen) {
 
 export async function hitList(run, step, trees, text) {
   try {
-    const { hits, more, damaged } = exported ? await searchHere(run, step, trees, text) : await get(api("search", { run, step, q: text }));
+    const { hits, more, damaged } = exported ? await searchEmbedded(run, step, trees, text) : await get(api("search", { run, step, q: text }));
     const rows = hits.map((hit) => hitRow(hit));
     const count = more ? `the first ${number(hits.length)} places` : plural(hits.length, "place");
     const lost = damaged ? `; not searched: ${plural(damaged, "damaged tree")}` : "";
@@ -78,7 +75,7 @@ export async function hitList(run, step, trees, text) {
 }
 
 function hitRow(hit) {
-  const open = () => go({ n: hit.n, node: hit.node, leaf: null, talk: null });
+  const open = () => go({ n: hit.n, node: hit.node, leaf: null, chat: null });
   const line = el("span", { class: "question" });
   write(line, hit.before);
   line.append(write(el("mark"), hit.match));
@@ -90,8 +87,8 @@ function hitRow(hit) {
   );
 }
 
-// As the server does it; trees that are not in this page are passed over.
-async function searchHere(run, step, trees, text) {
+// Gives what the server's search would; trees that this page lacks count as damaged.
+async function searchEmbedded(run, step, trees, text) {
   const wanted = new RegExp(text.replace(/[\\^$.*+?()[\]{}|]/g, "\\$&"), "giu");
   const hits = [];
   let damaged = 0;

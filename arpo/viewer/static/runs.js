@@ -30,11 +30,11 @@ function runRow(run, state, current) {
   box.checked = on;
   const without = state.run.filter((id) => id !== run.id && id !== "-");
   box.addEventListener("change", () => go({ run: on ? (without.length ? without : ["-"]) : [...without, run.id] }));
-  const reset = { step: null, n: null, node: null, leaf: null, talk: null, q: null, steps: null };
+  const reset = { step: null, n: null, node: null, leaf: null, chat: null, q: null, steps: null };
   const choose = () => go({ at: run.id, run: on ? state.run : [...without, run.id], ...reset });
   const numbers = [
     `step ${number(run.steps)}`,
-    run.kind === "sft" ? "fine-tuning" : `reward ${number(run.reward)}`,
+    run.kind === "sft" ? "SFT" : `reward ${number(run.reward)}`,
     typeof run.test_accuracy === "number" ? `held-out ${percent(run.test_accuracy)}` : "",
   ];
   const name = el(

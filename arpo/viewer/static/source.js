@@ -1,12 +1,12 @@
 // Where all data comes from: the server, or, in an exported file, the element `data` of the page itself.
 
-const held = readHeld();
+const embedded = readEmbedded();
 
-export const exported = held !== null;
+export const exported = embedded !== null;
 
 export async function get(path) {
-  if (held) {
-    const found = held.get(canonical(path));
+  if (embedded) {
+    const found = embedded.get(canonical(path));
     if (found === undefined) throw new Error("This exported page does not hold that part of the run.");
     return found;
   }
@@ -38,7 +38,7 @@ function canonical(path) {
   return JSON.stringify([url.pathname, pairs]);
 }
 
-function readHeld() {
+function readEmbedded() {
   const element = document.getElementById("data");
   if (!element) return null;
   return new Map(Object.entries(JSON.parse(element.textContent)).map(([path, value]) => [canonical(path), value]));

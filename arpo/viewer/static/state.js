@@ -23,6 +23,6 @@ export function go(changes, { replace = false } = {}) {
   window.dispatchEvent(new Event("hashchange"));
 }
 
-export function whole(text, fallback = null) {
+export function parseIndex(text, fallback = null) {
   return /^\d{1,12}$/.test(text ?? "") ? Number(text) : fallback;
 }

@@ -41,7 +41,7 @@ export function shadeLegend(mode, top) {
 }
 
 // A text cut into tokens: `ends` counts code points, strings are indexed in UTF-16 units.
-function pieces(text, ends) {
+function splitTokens(text, ends) {
   const found = [];
   let points = 0;
   let unit = 0;
@@ -65,7 +65,7 @@ export function shadedText(node, mode, top, credit) {
   const readout = el("output", { class: "readout" });
   box.addEventListener("pointerover", (event) => {
     const place = event.target.closest?.("[data-token]")?.dataset.token;
-    if (place !== undefined) readout.textContent = tokenWords(node, Number(place));
+    if (place !== undefined) readout.textContent = describeToken(node, Number(place));
   });
   return el("div", { class: "shaded" }, box, readout);
 }
@@ -77,7 +77,7 @@ function plainText(box, text) {
 }
 
 function fillTokens(box, node, values, top, limit) {
-  const { found, rest } = pieces(node.text, node.char_offsets);
+  const { found, rest } = splitTokens(node.text, node.char_offsets);
   let length = 0;
   let cut = false;
   found.forEach((piece, place) => {
@@ -95,7 +95,7 @@ function fillTokens(box, node, values, top, limit) {
   else write(box, rest);
 }
 
-function tokenWords(node, place) {
+function describeToken(node, place) {
   const parts = [`token ${place + 1} of ${node.tokens.length}`, `id ${node.tokens[place]}`];
   if (node.entropies?.length) parts.push(`H ${number(node.entropies[place])}`);
   if (node.logprobs?.length) parts.push(`log p ${signed(node.logprobs[place])}`);
@@ -113,7 +113,7 @@ export function tokenTable(node) {
 }
 
 function tokenRows(node) {
-  const { found } = pieces(node.text, node.char_offsets ?? []);
+  const { found } = splitTokens(node.text, node.char_offsets ?? []);
   const cell = (text) => el("td", {}, text);
   const rows = node.tokens.slice(0, 2000).map((id, place) =>
     el(

@@ -2,54 +2,54 @@
 
 import { clear, el, number, plural, printable, problem, put, shorten } from "./dom.js";
 import { detailPanel } from "./detail.js";
-import { drawTree, shareWords } from "./picture.js";
+import { accuracyText, drawTree } from "./picture.js";
 import { filterBar, filtered, hitList, promptList } from "./prompts.js";
 import { api, get } from "./source.js";
-import { go, whole } from "./state.js";
+import { go, parseIndex } from "./state.js";
 import { shadeTop } from "./tokens.js";
 
-const treeView = { node: null, kept: new Map(), turn: 0 };
-const KEPT = 30;
+const treeView = { node: null, cache: new Map(), request: 0 };
+const CACHE_SIZE = 30;
 
-// Trees, prompts and steps already fetched; those of a step do not change but when a run is taken back and goes on.
+// Fetched trees and prompts. Those of a step only change when a run is rolled back and resumed.
 async function fetched(path) {
-  if (!treeView.kept.has(path)) {
+  if (!treeView.cache.has(path)) {
     const value = await get(path);
-    treeView.kept.set(path, value);
-    if (treeView.kept.size > KEPT) treeView.kept.delete(treeView.kept.keys().next().value);
+    treeView.cache.set(path, value);
+    if (treeView.cache.size > CACHE_SIZE) treeView.cache.delete(treeView.cache.keys().next().value);
   }
-  return treeView.kept.get(path);
+  return treeView.cache.get(path);
 }
 
-export function forgetTrees() {
-  treeView.kept.clear();
+export function clearTreeCache() {
+  treeView.cache.clear();
   treeView.keys = {};
 }
 
 export async function treesTab(main, state, run) {
-  const turn = ++treeView.turn;
+  const request = ++treeView.request;
   if (treeView.node?.parentNode !== main) {
     makeFrame();
     main.replaceChildren(treeView.node);
   }
   try {
     const { steps } = await get(api("steps", { run: run.id }));
-    if (turn !== treeView.turn) return;
+    if (request !== treeView.request) return;
     if (!steps.length) {
-      const none = run.kind === "sft" ? "Fine-tuning on traces grows no trees." : "This run has no trees yet.";
+      const none = run.kind === "sft" ? "Supervised fine-tuning samples no trees." : "This run has no trees yet.";
       message(el("p", { class: "empty" }, none));
       return;
     }
-    const wanted = whole(state.step);
+    const wanted = parseIndex(state.step);
     const step = steps.includes(wanted) ? wanted : steps.at(-1);
     drawSteps(steps, step, run, wanted !== null);
     const { trees } = await fetched(api("prompts", { run: run.id, step }));
-    if (turn !== treeView.turn) return;
+    if (request !== treeView.request) return;
     const shown = filtered(trees, state.only);
-    const n = trees.some((tree) => tree.n === whole(state.n)) ? whole(state.n) : (shown[0] ?? trees[0])?.n;
-    await Promise.all([drawList(turn, run, step, trees, state, n), drawOne(turn, run, step, n, state)]);
+    const n = trees.some((tree) => tree.n === parseIndex(state.n)) ? parseIndex(state.n) : (shown[0] ?? trees[0])?.n;
+    await Promise.all([drawList(request, run, step, trees, state, n), drawOne(request, run, step, n, state)]);
   } catch (error) {
-    if (turn === treeView.turn) message(problem(error));
+    if (request === treeView.request) message(problem(error));
   }
 }
 
@@ -75,8 +75,8 @@ function message(node) {
   treeView.keys = {};
 }
 
-// Draws a part anew only if what it shows has changed, so that nothing flickers and focus stays.
-function once(part, key, draw) {
+// Redraws a part only if what it shows has changed, so that nothing flickers and focus stays.
+function redrawIfChanged(part, key, draw) {
   const text = JSON.stringify(key);
   if (treeView.keys[part] === text) return;
   treeView.keys[part] = text;
@@ -84,9 +84,9 @@ function once(part, key, draw) {
 }
 
 function drawSteps(steps, step, run, pinned) {
-  once("steps", [run.id, steps.length, steps.at(-1), step, pinned], () => {
+  redrawIfChanged("steps", [run.id, steps.length, steps.at(-1), step, pinned], () => {
     const place = steps.indexOf(step);
-    const to = (index) => go({ step: steps[Math.max(0, Math.min(steps.length - 1, index))], n: null, node: null, leaf: null, talk: null });
+    const to = (index) => go({ step: steps[Math.max(0, Math.min(steps.length - 1, index))], n: null, node: null, leaf: null, chat: null });
     const focused = document.activeElement?.dataset?.control;
     const shown = el("output", { class: "step" }, `${number(step)}`);
     const slider = el("input", { type: "range", min: 0, max: steps.length - 1, value: place, "aria-label": "Step", "data-control": "slider" });
@@ -109,14 +109,14 @@ function drawSteps(steps, step, run, pinned) {
   });
 }
 
-async function drawList(turn, run, step, trees, state, n) {
+async function drawList(request, run, step, trees, state, n) {
   if (document.activeElement !== treeView.search) treeView.search.value = state.q ?? "";
-  once("filters", [state.only], () => treeView.filters.replaceChildren(filterBar(state)));
+  redrawIfChanged("filters", [state.only], () => treeView.filters.replaceChildren(filterBar(state)));
   const key = [run.id, step, trees.length, state.only, state.q, n];
   if (treeView.keys.list === JSON.stringify(key)) return;
   const list = state.q ? await hitList(run.id, step, trees, state.q) : promptList(trees, state, n);
-  if (turn !== treeView.turn) return;
-  once("list", key, () => {
+  if (request !== treeView.request) return;
+  redrawIfChanged("list", key, () => {
     const focused = document.activeElement?.dataset?.n;
     const from = treeView.list.scrollTop;
     treeView.list.replaceChildren(list);
@@ -132,40 +132,40 @@ function noTree(said) {
   treeView.picture.replaceChildren(said);
 }
 
-async function drawOne(turn, run, step, n, state) {
+async function drawOne(request, run, step, n, state) {
   if (n === undefined) return noTree(el("p", { class: "empty" }, "This step has no trees."));
   let tree;
   try {
     tree = await fetched(api("tree", { run: run.id, step, n }));
   } catch (error) {
-    if (turn === treeView.turn) noTree(problem(error));
+    if (request === treeView.request) noTree(problem(error));
     return;
   }
-  if (turn !== treeView.turn) return;
-  const path = whole(state.leaf) !== null && tree.leaves[whole(state.leaf)] ? whole(state.leaf) : null;
-  const node = whole(state.node);
-  const chosen = state.talk && path !== null ? `l${path}` : tree.nodes[node] ? `n${node}` : path !== null ? `l${path}` : "n0";
-  once("one", [run.id, step, n, chosen, path, state.shade], () => drawTreeAndDetail(tree, state, chosen, path, step, n));
+  if (request !== treeView.request) return;
+  const trajectory = parseIndex(state.leaf) !== null && tree.leaves[parseIndex(state.leaf)] ? parseIndex(state.leaf) : null;
+  const node = parseIndex(state.node);
+  const chosen = state.chat && trajectory !== null ? `l${trajectory}` : tree.nodes[node] ? `n${node}` : trajectory !== null ? `l${trajectory}` : "n0";
+  redrawIfChanged("one", [run.id, step, n, chosen, trajectory, state.shade], () => drawTreeAndDetail(tree, state, chosen, trajectory, step, n));
 }
 
-function drawTreeAndDetail(tree, state, chosen, path, step, n) {
+function drawTreeAndDetail(tree, state, chosen, trajectory, step, n) {
   const right = tree.rewards.map((reward) => reward.parts?.correct).filter((value) => typeof value === "number");
   const share = right.length === tree.rewards.length && right.length ? right.reduce((a, b) => a + b, 0) / right.length : null;
   const answers = shorten(tree.task.answers.join(" or "), 160);
   treeView.head.replaceChildren(
     el("h2", {}, printable(shorten(tree.task.question, 300))),
-    el("p", {}, `right answer: ${printable(answers)} · step ${step}, prompt #${n} · ${plural(tree.leaves.length, "path")}${shareWords(share)}`),
+    el("p", {}, `right answer: ${printable(answers)} · step ${step}, prompt #${n} · ${plural(tree.leaves.length, "trajectory")}${accuracyText(share)}`),
   );
   const focused = treeView.picture.contains(document.activeElement);
   const from = [treeView.picture.scrollLeft, treeView.picture.scrollTop];
   const same = treeView.shown === tree;
-  const open = (item) => go(item[0] === "l" ? { leaf: item.slice(1), node: null, talk: 1 } : { node: item.slice(1), talk: null, leaf: path });
-  const picture = drawTree(tree, { top: shadeTop(tree.nodes, "entropy", []), chosen, path, open, room: treeView.picture.clientWidth || 800 });
+  const open = (item) => go(item[0] === "l" ? { leaf: item.slice(1), node: null, chat: 1 } : { node: item.slice(1), chat: null, leaf: trajectory });
+  const picture = drawTree(tree, { top: shadeTop(tree.nodes, "entropy", []), chosen, trajectory, open, maxWidth: treeView.picture.clientWidth || 800 });
   treeView.picture.replaceChildren(picture, kinds());
   treeView.shown = tree;
   [treeView.picture.scrollLeft, treeView.picture.scrollTop] = same ? from : [0, 0];
   if (focused) picture.querySelector(`[data-item="${chosen}"]`)?.focus({ preventScroll: true });
-  treeView.detail.replaceChildren(detailPanel(tree, state, chosen, path));
+  treeView.detail.replaceChildren(detailPanel(tree, state, chosen, trajectory));
 }
 
 function kinds() {
@@ -178,6 +178,6 @@ function kinds() {
     item("tool", "tool result"),
     item("failed", "! failed call"),
     item("opened", "◆ branched here"),
-    item("looked", "◇ looked at, not branched"),
+    item("considered", "◇ considered, not branched"),
   );
 }

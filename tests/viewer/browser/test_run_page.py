@@ -107,7 +107,7 @@ def test_entropy(pages: Open, known: str) -> None:
     page.locator("h2", has_text="Entropy by place").wait_for()
     heads = page.locator("main table").first.locator("tbody th").all_text_contents()
     assert heads == ["start of the reasoning", "after search", "after a failed call"]
-    assert page.locator('svg[aria-label="dH after search: 4 looked at, 2 branched"]').count() == 1
+    assert page.locator('svg[aria-label="dH after search: 4 decisions, 2 branched"]').count() == 1
     page.locator("main input").fill("5")
     page.keyboard.press("Enter")
     page.locator("main p", has_text="1 trees of 1 questions").wait_for()
@@ -148,7 +148,7 @@ def test_what_is_broken_is_said(pages: Open, tmp_path: Path) -> None:
         page = pages(url + "#tab=trees&step=5", complain=False)
         page.locator(".picture .problem").wait_for()
         assert page.locator("[data-n]").count() == 1
-        page.goto(url + "#tab=trees&step=2&n=99&node=99&leaf=99&talk=1&shade=odd&only=odd")
+        page.goto(url + "#tab=trees&step=2&n=99&node=99&leaf=99&chat=1&shade=odd&only=odd")
         page.locator('[data-item="n0"]').wait_for()
         page.goto(url + "#tab=odd&run=none&at=none")
         page.locator("main", has_text="Choose a run").wait_for()
@@ -216,7 +216,7 @@ def test_an_exported_file_is_searched_as_the_server_does_it(pages: Open, tmp_pat
 def test_narrow_pages_do_not_scroll_sideways(pages: Open, known: str, scheme: str) -> None:
     page = pages(known, width=400, scheme=scheme)
     for tab in TABS:
-        page.goto(f"{known}#tab={tab.lower()}&at=branched&step=2&leaf=0&talk=1")
+        page.goto(f"{known}#tab={tab.lower()}&at=branched&step=2&leaf=0&chat=1")
         page.locator(f"#tab-{tab}[aria-selected='true']").wait_for()
         page.locator("main svg, main table").first.wait_for()
         assert page.evaluate("document.documentElement.scrollWidth") <= 400, tab
@@ -227,7 +227,7 @@ def test_names_for_screen_readers(pages: Open, known: str) -> None:
     page.locator("h3", has_text="Node 1").wait_for()
     assert page.get_by_role("tab", selected=True).all_text_contents() == ["Trees"]
     assert page.get_by_role("tabpanel", name="Trees").count() == 1
-    assert page.get_by_role("tree", name="Rollout tree: 11 nodes, 4 paths").count() == 1
+    assert page.get_by_role("tree", name="Rollout tree: 11 nodes, 4 trajectories").count() == 1
     assert page.get_by_role("treeitem", selected=True).count() == 1
     unnamed = page.evaluate(
         """[...document.querySelectorAll("button, input, select")].filter((one) =>

@@ -49,19 +49,19 @@ def test_a_tree_is_drawn_as_it_is(pages: Open, known: str) -> None:
     for index, node in enumerate(tree.nodes):
         item = chosen(page, f"n{index}")
         assert str(node.kind) in (item.get_attribute("class") or "").split()
-        assert item.get_attribute("aria-level") == str(len(tree.path(index)))
+        assert item.get_attribute("aria-level") == str(len(tree.prefix(index)))
     at = {index: chosen(page, f"n{index}").locator(".shape").bounding_box() for index in range(len(tree.nodes))}
     for index, node in enumerate(tree.nodes[1:], 1):
         assert at[index]["x"] > at[node.parent]["x"] + at[node.parent]["width"]
     assert at[1]["width"] > at[7]["width"]  # six tokens, and two
     assert chosen(page, "n2").get_attribute("aria-label") == (
-        "node 2, tool, search, 7 tokens, H 0.9, dH +0.12, P 0.62: 2 paths opened (P > tau)"
+        "node 2, tool, search, 7 tokens, H 0.9, dH +0.12, P 0.62: 2 branches opened (P > tau)"
     )
     assert chosen(page, "n2").locator(".branch.opened").count() == 1
     assert chosen(page, "n5").locator(".branch:not(.opened)").count() == 1
     assert "failed (model)" in (chosen(page, "n8").get_attribute("aria-label") or "")
     assert chosen(page, "l0").get_attribute("aria-label") == (
-        "path 1: ended by answer, reward 1.1 (correct 1, format 1, accuracy 1, bonus 0.1), advantage +1.5"
+        "trajectory 1: ended by answer, reward 1.1 (correct 1, format 1, accuracy 1, bonus 0.1), advantage +1.5"
     )
     assert (chosen(page, "l3").get_attribute("aria-label") or "").endswith(
         f"advantage {MINUS}0.9, left out of training"
@@ -85,7 +85,7 @@ def test_a_node_shows_its_text_token_by_token(pages: Open, known: str) -> None:
     assert classes(page) == [shade(0.2, 1.5)] * 6
     open_item(page, "n9")
     assert classes(page) == [shade(BRANCHED_CREDITS[2].by_node[9], 1.5)] * 4
-    open_item(page, "n10")  # its only path is left out of training
+    open_item(page, "n10")  # its only trajectory is left out of training
     assert classes(page) == []
     open_item(page, "n9")
     page.locator("summary", has_text="Tokens as a table").click()
@@ -109,19 +109,19 @@ def test_a_tool_call_is_explained(pages: Open, known: str) -> None:
     assert "0, nothing was run" in page.locator(".detail").inner_text()
 
 
-def test_a_path_reads_as_a_conversation(pages: Open, known: str) -> None:
+def test_a_trajectory_reads_as_a_conversation(pages: Open, known: str) -> None:
     page, tree = pages(known + TREE), branched_tree()
     open_item(page, "l0")
-    page.locator(".talk").wait_for()
-    kinds = [found.split()[-1] for found in _all(page.locator(".talk article"), "class")]
+    page.locator(".chat").wait_for()
+    kinds = [found.split()[-1] for found in _all(page.locator(".chat article"), "class")]
     assert kinds == ["prompt", "model", "tool", "model", "tool", "model"]
-    assert page.locator(".talk .tokens").all_text_contents() == [tree.nodes[n].text for n in (1, 3, 6)]
+    assert page.locator(".chat .tokens").all_text_contents() == [tree.nodes[n].text for n in (1, 3, 6)]
     on = [int((found or "n")[1:]) for found in _all(page.locator(".node.on"), "data-item")]
     assert on == [0, 1, 2, 3, 5, 6]
-    page.locator(".talk button", has_text="node 3").click()
+    page.locator(".chat button", has_text="node 3").click()
     page.locator("h3", has_text="Node 3: model").wait_for()
     page.go_back()
-    page.locator("h3", has_text="Path 1 as a conversation").wait_for()
+    page.locator("h3", has_text="Trajectory 1 as a conversation").wait_for()
 
 
 def test_filters(pages: Open, known: str) -> None:
@@ -139,15 +139,15 @@ def test_filters(pages: Open, known: str) -> None:
 
     check((), ["0", "1", "2", "3"])
     check(("failed",), ["2", "3"])
-    check(("mixed",), ["0"])
+    check(("informative",), ["0"])
     check(("errors",), ["0", "3"])
     check(("branched",), ["0"])
     check(("errors", "failed"), ["3"])
-    check(("mixed", "failed"), [])
-    page.locator(".filters label", has_text="mixed groups").click()
+    check(("informative", "failed"), [])
+    page.locator(".filters label", has_text="informative groups").click()
     page.locator(".count", has_text="2 of 4 prompts").wait_for()
     assert "only=failed" in page.url
-    assert "only=mixed" not in page.url
+    assert "only=informative" not in page.url
 
 
 def test_search(pages: Open, known: str) -> None:
@@ -165,9 +165,9 @@ def test_search(pages: Open, known: str) -> None:
     page.locator(".count", has_text="0 places with").wait_for()
 
 
-def test_runs_that_do_not_say_where_tokens_end(pages: Open, known: str) -> None:
+def test_trees_without_char_offsets(pages: Open, known: str) -> None:
     page = pages(known + "#tab=trees&at=branched&step=4&n=0&node=1")
-    page.locator(".detail .note", has_text="does not say where tokens end").wait_for()
+    page.locator(".detail .note", has_text="has no character offsets").wait_for()
     assert page.locator(".detail .token").count() == 0
     assert page.locator(".detail pre.tokens").text_content() == branched_tree().nodes[1].text
 
