@@ -31,7 +31,7 @@ from arpo.models.load import pick_device
 from arpo.models.save import save_pretrained
 
 STEPS, BATCH_TOKENS, LR, TRACES, HIDDEN, LAYERS = 6_000, 16_384, 3e-3, 60_000, 160, 4
-SEED = 1  # of four that were tried, the one that learnt to copy soonest (docs/LOG.md)
+SEED = 1  # of four that were tried, the one that learnt to copy soonest (docs/journal/LOG.md)
 RECITALS = 0.25  # share of batches
 
 

@@ -31,10 +31,10 @@ def report() -> list[tuple[str, bool, str]]:
         ("engine: local", True, "Hugging Face models in this process, exact entropies"),
         ("tool: search", *_search()),
         ("tool: python", *_sandbox()),
-        ("tool: browse", *_needs("trafilatura", "web", "reads web pages")),
+        ("tool: browse", *_needs("trafilatura", "httpx2 trafilatura lxml_html_clean", "reads web pages")),
         ("tools by MCP", *_needs("mcp", "mcp", "stdio and streamable HTTP")),
-        ("reward: math", *_needs("math_verify", "math", "compares maths answers")),
-        ("pictures", *_needs("matplotlib", "figures", "of comparisons and entropies")),
+        ("reward: math", *_needs("math_verify", "math-verify", "compares maths answers")),
+        ("pictures", *_needs("matplotlib", "matplotlib", "of comparisons and entropies")),
         ("model cache", *_writable(cache_directory())),
     ]
 
@@ -82,9 +82,9 @@ def _sandbox() -> tuple[bool, str]:
         return False, str(error)
 
 
-def _needs(module: str, extra: str, what: str) -> tuple[bool, str]:
+def _needs(module: str, packages: str, what: str) -> tuple[bool, str]:
     found = importlib.util.find_spec(module) is not None
-    return found, what if found else f"not installed; pip install 'arpo[{extra}]'"
+    return found, what if found else f"not installed; pip install {packages}"
 
 
 def _writable(path: Path) -> tuple[bool, str]:

@@ -37,7 +37,7 @@ def ray_crew(address: str, reporter: Reporter = SILENT) -> Iterator[RayBackend]:
     try:
         import ray
     except ImportError:
-        raise ArpoError("cluster.address: Ray is missing; pip install 'arpo[cluster]'") from None
+        raise ArpoError("cluster.address: Ray is missing; pip install ray") from None
     if address.startswith("ray://"):
         raise ArpoError("cluster.address: start `arpo train` on a machine of the cluster, with cluster.address=auto")
     if address != "auto":

@@ -129,7 +129,7 @@ def _parquet(path: str, columns: Collection[str]) -> Iterator[RawRow]:
         pyarrow: Any = importlib.import_module("pyarrow")
         parquet: Any = importlib.import_module("pyarrow.parquet")
     except ImportError:
-        raise ArpoError(f"{path}: reading Parquet needs pyarrow: pip install 'arpo[parquet]'") from None
+        raise ArpoError(f"{path}: reading Parquet needs pyarrow: pip install pyarrow") from None
     with reading(path, "Parquet") as place, place.open("rb") as file:
         try:
             table = parquet.ParquetFile(file)
@@ -148,7 +148,7 @@ def _hub(source: str) -> Iterator[RawRow]:
     try:
         datasets: Any = importlib.import_module("datasets")
     except ImportError:
-        raise ArpoError(f"{source}: data sets of the hub need the datasets package: pip install 'arpo[hub]'") from None
+        raise ArpoError(f"{source}: data sets of the hub need the datasets package: pip install datasets") from None
     try:
         rows = datasets.load_dataset(name, config, split=split).with_format("arrow")
     except Exception as error:  # of the network, the hub, the data set: of any kind

@@ -51,7 +51,7 @@ def load_gguf(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     try:
         import gguf  # noqa: F401
     except ImportError:
-        raise ArpoError("model.path: a GGUF file needs one more package: pip install 'arpo[gguf]'") from None
+        raise ArpoError("model.path: a GGUF file needs one more package: pip install gguf") from None
     try:
         file = read_gguf(path)
         tokenizer = read_tokenizer(file)

@@ -162,7 +162,7 @@ def _require_peft(setting: str) -> None:
     try:
         import peft  # noqa: F401
     except ImportError:
-        raise ArpoError(f"{setting}: an adapter needs one more package: pip install 'arpo[lora]'") from None
+        raise ArpoError(f"{setting}: an adapter needs one more package: pip install peft") from None
 
 
 def _check_adapter(model: Any, directory: Path) -> None:

@@ -88,7 +88,7 @@ class HttpClient:
         try:
             import httpx2
         except ImportError:
-            raise ArpoError(f"{setting}: HTTP requests need httpx2: pip install 'arpo[web]'") from None
+            raise ArpoError(f"{setting}: HTTP requests need httpx2: pip install httpx2") from None
         try:
             parts, host = urlsplit(url), httpx2.URL(url).host
             valid = parts.scheme in ("http", "https") and parts.port != 0 and bool(host)

@@ -125,7 +125,7 @@ def guess_load(config: Config) -> Load:
 
 
 def _tool_guess(config: Config) -> tuple[float, float]:
-    """Seconds (p50, p95): the web's are assumed, those of an own index and of Python were measured (docs/LOG.md)."""
+    """Seconds (p50, p95): the web's are assumed, those of an own index and of Python were measured (docs/journal/LOG.md)."""
     tools = config.tools
     web = "browse" in tools.enabled or str(tools.search).startswith("http") or tools.search in WEB
     if tools.mcp or any(":" in name for name in tools.enabled) or ("search" in tools.enabled and web):

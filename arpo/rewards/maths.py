@@ -88,7 +88,7 @@ class MathJudge:
 
     def __init__(self, workers: int = WORKERS, seconds: float = SECONDS, memory_mb: int = MEMORY_MB) -> None:
         if importlib.util.find_spec("math_verify") is None:
-            raise ArpoError("comparing maths answers needs math-verify: pip install 'arpo[math]'")
+            raise ArpoError("comparing maths answers needs math-verify: pip install math-verify")
         self._workers = [_Worker(seconds, memory_mb) for _ in range(workers)]
         self._idle: queue.LifoQueue[_Worker] = queue.LifoQueue()  # the last one used is warm
         for worker in self._workers:

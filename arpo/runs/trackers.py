@@ -50,7 +50,7 @@ class Start:
 class Tracker(Protocol):
     """A service, or a folder, that shows the numbers of runs."""
 
-    package: str  # what must be importable; `pip install 'arpo[NAME]'` brings it
+    package: str  # the package to import; `pip install NAME` installs it
     raster: bool  # whether it shows PNG pictures and no SVG
     overwrites: bool  # whether a run that goes on at an earlier step replaces what came later
 
@@ -213,7 +213,7 @@ def require_trackers(names: Sequence[str]) -> None:
         try:
             import_module(tracker.package)
         except ImportError as error:
-            raise ArpoError(f"run.tracker: {name} cannot be used ({error}): pip install 'arpo[{name}]'") from None
+            raise ArpoError(f"run.tracker: {name} cannot be used ({error}): pip install {name}") from None
 
 
 class Trackers:

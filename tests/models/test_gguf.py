@@ -542,5 +542,5 @@ def test_a_damaged_file_is_refused_or_loads(small: bytes, tmp_path_factory: pyte
 
 def test_without_the_gguf_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ArpoError, match=r"pip install 'arpo\[gguf\]'"):
+    with pytest.raises(ArpoError, match="pip install gguf"):
         load_gguf(tmp_path / "x.gguf", torch.float32)

@@ -193,7 +193,7 @@ def test_an_adapter_given_as_the_model(adapter: Path) -> None:
 
 def test_without_the_peft_package(base: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
-    assert "pip install 'arpo[lora]'" in refused(path=str(base), adapter=str(adapter))
+    assert "pip install peft" in refused(path=str(base), adapter=str(adapter))
     plain(base)
 
 

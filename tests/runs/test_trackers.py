@@ -221,7 +221,7 @@ def test_one_that_does_not_start_is_told_at_once_and_the_others_are_closed(
 @pytest.mark.parametrize("name", trackers.TRACKERS)
 def test_a_missing_package_is_told_with_what_to_install(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, trackers.TRACKERS[name]().package, None)
-    with pytest.raises(ArpoError, match=rf"run.tracker: {name} cannot be used .*pip install 'arpo\[{name}\]'"):
+    with pytest.raises(ArpoError, match=rf"run.tracker: {name} cannot be used .*pip install {name}"):
         require_trackers([name])
 
 
@@ -351,7 +351,7 @@ def test_what_is_missing_is_told_before_a_run_is_made(tmp_path: Path, monkeypatc
     write_rows(tmp_path / "traces.jsonl", [sum_row(1, 2)])
     monkeypatch.setitem(sys.modules, "wandb", None)
     settings = sums_config(tmp_path, "run.tracker=wandb")
-    with pytest.raises(ArpoError, match="arpo\\[wandb\\]"), open_sft(settings):
+    with pytest.raises(ArpoError, match="pip install wandb"), open_sft(settings):
         pass
     assert not Path(settings.run.dir).exists()
 

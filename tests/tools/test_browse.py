@@ -1163,7 +1163,7 @@ def test_settings_and_packages_are_checked(monkeypatch: pytest.MonkeyPatch) -> N
         with pytest.raises(ArpoError, match="max_tokens must be at least 16"):
             build_browse(**wrong)  # type: ignore[arg-type]
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "trafilatura" else object())
-    with pytest.raises(ArpoError, match=r"pip install 'arpo\[web\]'"):
+    with pytest.raises(ArpoError, match="pip install httpx2 trafilatura lxml_html_clean"):
         build_browse()
 
 

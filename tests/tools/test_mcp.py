@@ -276,7 +276,7 @@ def test_mistakes_in_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ArpoError, match=r"MCP server x: .*No such file or directory: 'no-such-program'"):
         connect_mcp(name="x", command="no-such-program")
     monkeypatch.setitem(sys.modules, "mcp", None)
-    with pytest.raises(ArpoError, match=re.escape("pip install 'arpo[mcp]'")):
+    with pytest.raises(ArpoError, match=re.escape("pip install mcp")):
         connect_mcp(name="x", command="a")
 
 

@@ -343,5 +343,5 @@ def test_the_model_cannot_tell_backends_apart(server: Server) -> None:
 
 def test_without_httpx2(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "httpx2", None)
-    with pytest.raises(ArpoError, match=re.escape("pip install 'arpo[web]'")):
+    with pytest.raises(ArpoError, match=re.escape("pip install httpx2")):
         http_search("http://127.0.0.1/retrieve")

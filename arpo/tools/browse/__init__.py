@@ -51,7 +51,7 @@ def build_browse(
     `timeout` is for fetching and reading together; with a condenser there is a minute more.
     """
     if any(importlib.util.find_spec(name) is None for name in ("httpx2", "trafilatura")):
-        raise ArpoError("browse needs more packages; install them with: pip install 'arpo[web]'")
+        raise ArpoError("browse needs more packages: pip install httpx2 trafilatura lxml_html_clean")
     if max_tokens < MIN_TOKENS or max_bytes < 1 or not timeout > 0:
         raise ArpoError(f"browse: max_tokens must be at least {MIN_TOKENS}, max_bytes and timeout above 0")
     import httpx2

@@ -67,7 +67,7 @@ def connect_mcp(
     try:
         from mcp import Client  # noqa: F401
     except ImportError as error:
-        raise ArpoError("MCP servers need another package: pip install 'arpo[mcp]'") from error
+        raise ArpoError("MCP servers need another package: pip install mcp") from error
     for logger in ("mcp", "client"):  # of the SDK; without a handler Python prints its records
         logging.getLogger(logger).addHandler(logging.NullHandler())
     return McpServer(
