@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import multiprocessing
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -287,12 +284,16 @@ def test_from_end_to_end(model_path: Path, tmp_path: Path) -> None:
     config = tmp_path / "small.toml"
     config.write_text("")
     settings = [*SMALL, f"model.path={model_path}", "model.device=cpu", "train.steps=2", "rollout.num_trajectories=2"]
-    command = [sys.executable, "-c", "from arpo.cli.main import main; main()", "compare", str(config), *settings]
+    command = ["compare", str(config), *settings]
     command += ["--algorithms", "grpo,arpo-always", "--seeds", "1", "--samples", "3", "--match", "trajectories"]
     command += ["--out", str(tmp_path / "out"), "--drop-models"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=400)
-    assert done.returncode == 0, done.stdout + done.stderr
+
+    def compare() -> None:
+        process = warm_process.start(warm_process.CLI, *command, output=tmp_path / "output.txt")
+        process.join()
+        assert process.exitcode == 0, (tmp_path / "output.txt").read_text()
+
+    compare()
     names = {"results.json", "results.md", "curves.svg", "curves.png"}
     assert names <= {path.name for path in (tmp_path / "out").iterdir()}
     for name in ("grpo", "arpo-always"):
@@ -302,8 +303,7 @@ def test_from_end_to_end(model_path: Path, tmp_path: Path) -> None:
         result = json.loads((tmp_path / "out" / name / "seed-0" / "result.json").read_bytes())
         assert set(result["pass_at"]) == {"1", "3"} and result["samples"] == 3
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*/seed-0/*")}
-    again = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=400)
-    assert again.returncode == 0
+    compare()
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*/seed-0/*")}
 
 
