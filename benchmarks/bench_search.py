@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from arpo.tools.search import Index, build_index, open_index
-from arpo.tools.search.bm25 import Bm25, best, words
+from arpo.tools.search.bm25 import Bm25, split_words, top_indices
 
 VOCABULARY = 2_000_000
 LETTERS = "etaoinshrdlu"
@@ -63,11 +63,11 @@ def build(corpus: Path, directory: Path) -> tuple[float, float]:
 def slow_top(bm25: Bm25, query: str) -> list[int]:
     """The best passages, found by scoring all of them."""
     scores = np.zeros(bm25.size, dtype=np.float32)
-    for word in dict.fromkeys(words(query)):
+    for word in dict.fromkeys(split_words(query)):
         postings = bm25.postings(word)
         if postings is not None:
             scores[postings.passages] += postings.impacts
-    return best(scores, RESULTS)
+    return top_indices(scores, RESULTS)
 
 
 def make_queries(index: Index, count: int, seed: int) -> list[str]:

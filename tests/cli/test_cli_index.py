@@ -51,11 +51,11 @@ def test_mistakes(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     index = tmp_path / "index"
     assert call("build", corpus, "-o", index) == 0
     for arguments, message in (
-        (("build", corpus, "-o", index), "is there already; give another name, or --force"),
-        (("build", tmp_path / "none.jsonl", "-o", tmp_path / "x"), "No such file"),
+        (("build", corpus, "-o", index), "exists already; give another name, or --force"),
+        (("build", tmp_path / "none.jsonl", "-o", tmp_path / "x"), "there is no such file"),
         (("build", corpus, "-o", tmp_path / "x", "--dense", tmp_path), "could not be loaded"),
         (("build", corpus, "-o", corpus / "x"), "cannot write the index"),
-        (("search", tmp_path, "q"), "is no search index"),
+        (("search", tmp_path, "q"), "is not a search index"),
         (("search", index, "?!"), "the query is empty"),
         (("search", index, "q", "--mode", "dense"), "build it with --dense"),
     ):

@@ -31,9 +31,9 @@ from arpo.tools.search import (
     open_index,
 )
 from arpo.tools.search import bm25 as bm25_module
-from arpo.tools.search import invert as invert_module
-from arpo.tools.search.bm25 import Postings, words
-from arpo.tools.search.hits import cut, fair_shares, line, show
+from arpo.tools.search import inverter as invert_module
+from arpo.tools.search.bm25 import Postings, split_words
+from arpo.tools.search.tool import format_document, format_results, shorten, split_budget
 from arpo.types import Fault, ToolCall, ToolResult
 
 DOCUMENTS = [
@@ -85,7 +85,7 @@ def made_up(size: int, seed: int) -> list[Document]:
 @given(st.text())
 @example("Groß STRASSE_1 naïve İstanbul ΟΔΟΣ Σ x\u0301y 東京 ²³ \u2028a\x1cb \ud800c")
 def test_words_are_what_the_pattern_finds(text: str) -> None:
-    assert [word.decode() for word in words(text)] == plain_words(text.encode("utf-8", "replace").decode())
+    assert [word.decode() for word in split_words(text)] == plain_words(text.encode("utf-8", "replace").decode())
 
 
 @given(
@@ -136,9 +136,9 @@ def random_lists(rng: random.Random, size: int) -> list[Postings]:
 def test_leaving_out_postings_changes_nothing(lookup: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bm25_module, "SHORT", 0)
     monkeypatch.setattr(bm25_module, "SAMPLE", 5)
-    monkeypatch.setattr(bm25_module, "LOOKUP", lookup)
+    monkeypatch.setattr(bm25_module, "LOOKUP_COST", lookup)
     taken = Counter[str]()
-    for name in ("_candidates", "_narrowed"):
+    for name in ("_candidates", "_prune"):
         monkeypatch.setattr(bm25_module, name, counting(getattr(bm25_module, name), taken, name))
     rng = random.Random(lookup)
     for _ in range(1000):
@@ -151,7 +151,7 @@ def test_leaving_out_postings_changes_nothing(lookup: int, monkeypatch: pytest.M
         ranked = sorted((number for number in range(size) if sums[number]), key=lambda number: (-sums[number], number))
         assert bm25_module.top(lists, size, count) == ranked[:count]
     assert taken["_candidates"] > 100
-    assert taken["_narrowed"] > 50 if lookup < 10**9 else taken["_narrowed"] == 0
+    assert taken["_prune"] > 50 if lookup < 10**9 else taken["_prune"] == 0
 
 
 def counting(function: Any, calls: Counter[str], name: str) -> Any:
@@ -183,7 +183,7 @@ def test_bm25s_scores_the_same() -> None:
     for task in world.train:
         known = [word for word in dict.fromkeys(plain_words(task.question)) if word in vocabulary]
         scores = theirs.get_scores_from_ids([vocabulary[word] for word in known])
-        assert ours.top(task.question, 3) == bm25_module.best(scores, 3)
+        assert ours.top(task.question, 3) == bm25_module.top_indices(scores, 3)
 
 
 # The tool.
@@ -249,35 +249,35 @@ def test_the_version_names_all_that_an_answer_depends_on() -> None:
 
 
 def test_the_budget_is_shared_fairly() -> None:
-    assert fair_shares([5, 100, 100], 50) == [5, 22, 23]
-    assert fair_shares([100, 5, 10], 50) == [35, 5, 10]
-    assert fair_shares([3, 4], 50) == [3, 4]
-    assert fair_shares([], 50) == []
+    assert split_budget([5, 100, 100], 50) == [5, 22, 23]
+    assert split_budget([100, 5, 10], 50) == [35, 5, 10]
+    assert split_budget([3, 4], 50) == [3, 4]
+    assert split_budget([], 50) == []
 
 
 @given(st.lists(st.integers(0, 100), max_size=6), st.integers(0, 300))
 def test_shares_use_the_whole_budget_and_no_more(wanted: list[int], total: int) -> None:
-    shares = fair_shares(wanted, total)
+    shares = split_budget(wanted, total)
     assert sum(shares) == min(total, sum(wanted))
     cut_short = [share for share, want in zip(shares, wanted, strict=True) if share < want]
     assert all(share <= min(cut_short) + 1 for share in shares) if cut_short else True
 
 
 def test_a_passage_is_cut_behind_a_word() -> None:
-    assert cut("one two three", 13) == "one two three"
-    assert cut("one two three", 12) == "one two..."
-    assert cut("one two three", 10) == "one two..."
-    assert cut("one two three", 9) == "one..."
-    assert cut("abcdefgh", 6) == "abc..."
-    assert [cut("abcdefgh", size) for size in (3, 2, 0)] == ["...", "..", ""]
+    assert shorten("one two three", 13) == "one two three"
+    assert shorten("one two three", 12) == "one two..."
+    assert shorten("one two three", 10) == "one two..."
+    assert shorten("one two three", 9) == "one..."
+    assert shorten("abcdefgh", 6) == "abc..."
+    assert [shorten("abcdefgh", size) for size in (3, 2, 0)] == ["...", "..", ""]
 
 
 @given(st.lists(st.builds(Document, st.text(max_size=30), st.text(min_size=1, max_size=300)), max_size=5))
 def test_what_is_shown_stays_within_the_budget(documents: list[Document]) -> None:
     for max_tokens in (10, 50, 1000):
-        text = show(documents, max_tokens)
+        text = format_results(documents, max_tokens)
         assert len(text) <= max_tokens * CHARS_PER_TOKEN
-        whole = "\n".join(line(document) for document in documents)
+        whole = "\n".join(format_document(document) for document in documents)
         if documents and len(whole) <= max_tokens * CHARS_PER_TOKEN:
             assert text == whole
 
@@ -338,11 +338,11 @@ def test_the_same_corpus_gives_the_same_files(tmp_path: Path, monkeypatch: pytes
 def test_a_name_that_is_taken(tmp_path: Path) -> None:
     corpus, index = write_lines(tmp_path / "docs.jsonl", DOCUMENTS), tmp_path / "deep" / "index"
     build_index(corpus, index)
-    with pytest.raises(ArpoError, match="is there already; give another name, or --force"):
+    with pytest.raises(ArpoError, match="exists already; give another name, or --force"):
         build_index(corpus, index)
     build_index(write_lines(tmp_path / "docs.jsonl", DOCUMENTS[:2]), index, force=True)
     assert len(open_index(index)) == 2
-    with pytest.raises(ArpoError, match="is no search index, so it is not replaced"):
+    with pytest.raises(ArpoError, match="is not a search index, so it is not replaced"):
         build_index(corpus, index.parent, force=True)
     assert [path.name for path in index.parent.iterdir()] == ["index"]
 
@@ -352,25 +352,25 @@ def test_a_failed_build_leaves_nothing_and_keeps_what_was_there(tmp_path: Path) 
     build_index(write_lines(tmp_path / "docs.jsonl", DOCUMENTS), index)
     (tmp_path / "docs.jsonl").write_text('{"text": "fine"}\n{')
     for directory in (index, tmp_path / "other"):
-        with pytest.raises(ArpoError, match="line 2: expected a JSON object"):
+        with pytest.raises(ArpoError, match="line 2: not JSON"):
             build_index(tmp_path / "docs.jsonl", directory, force=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["docs.jsonl", "index"]
     assert len(open_index(index)) == 5
 
 
 def test_an_index_that_is_not_whole(tmp_path: Path) -> None:
-    with pytest.raises(ArpoError, match="is no search index; make one with"):
+    with pytest.raises(ArpoError, match="is not a search index; build one with"):
         open_index(tmp_path)
     build_index(write_lines(tmp_path / "docs.jsonl", DOCUMENTS), tmp_path / "index")
-    with pytest.raises(ArpoError, match="is no search index"):
+    with pytest.raises(ArpoError, match="is not a search index"):
         open_index(tmp_path / "index" / "texts.bin")
     impacts = tmp_path / "index" / "impacts.npy"
     impacts.write_bytes(impacts.read_bytes()[:-1])
-    with pytest.raises(ArpoError, match=r"impacts\.npy is missing or was cut off"):
+    with pytest.raises(ArpoError, match=r"impacts\.npy is missing or truncated"):
         open_index(tmp_path / "index")
     manifest = tmp_path / "index" / "manifest.json"
     newer = json.dumps({**json.loads(manifest.read_text()), "format": 99})
-    for content, message in (("{", "cannot read"), (newer, "not made by this version"), ("[]", "not made")):
+    for content, message in (("{", "cannot read"), (newer, "not built by this version"), ("[]", "not built")):
         manifest.write_text(content)
         with pytest.raises(ArpoError, match=message):
             open_index(tmp_path / "index")

@@ -17,8 +17,8 @@ from arpo.errors import ArpoError
 from arpo.tools.base import Tool
 from arpo.tools.search import Document, Embedder, Mode, build_index, index_search, open_index
 from arpo.tools.search import dense as dense_module
-from arpo.tools.search.hits import line
 from arpo.tools.search.index import fuse
+from arpo.tools.search.tool import format_document
 
 WORDS = [f"w{number}" for number in range(40)]
 DOCUMENTS = [
@@ -88,7 +88,7 @@ def test_vectors_are_means_of_length_one(model: str, built: Path) -> None:
     vectors = np.load(built / "embeddings.npy")
     assert vectors.shape == (102, 16) and vectors.dtype == np.float16
     for number in (0, 29, 57, 101):
-        expected = slow_vector(model, EMBEDDER.passage_prefix + line(DOCUMENTS[number]))
+        expected = slow_vector(model, EMBEDDER.passage_prefix + format_document(DOCUMENTS[number]))
         assert np.allclose(vectors[number], expected, atol=1e-3)
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from arpo.agent.agent import Agent
 from arpo.agent.formats import build_format
-from arpo.algorithm.rollout import rollouts
+from arpo.algorithm.rollout import rollout
 from arpo.config.schema import Branching, Rollout
 from arpo.engine.scripted import ScriptedEngine
 from arpo.tools.base import tool
@@ -104,12 +104,13 @@ def test_a_storm_of_faults(tokenizer: Any) -> None:
         tasks = [Task(str(n), f"Question {n}?", ("1",)) for n in range(TASKS)]
 
         async def play() -> Any:
-            trees = await rollouts(agent, tasks, how, Branching(policy="never"), range(TASKS))
+            slots, never = asyncio.Semaphore(how.concurrency), Branching(policy="never")
+            trees = await asyncio.gather(*(rollout(agent, task, how, never, n, slots) for n, task in enumerate(tasks)))
             return trees, asyncio.all_tasks() - {asyncio.current_task()}
 
         trees, left_running = asyncio.run(play())
     nodes = [node for tree in trees for node in tree.nodes if node.kind is Kind.TOOL]
-    assert [leaf.end for tree in trees for leaf in tree.leaves] == [StopReason.ANSWER] * TASKS * LEAVES
+    assert [leaf.stop_reason for tree in trees for leaf in tree.leaves] == [StopReason.ANSWER] * TASKS * LEAVES
     assert len(nodes) == TASKS * LEAVES * CALLS >= 2000
 
     stats = box.stats()

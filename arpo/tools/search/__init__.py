@@ -1,11 +1,11 @@
 """The tool `search(query)` over documents in memory, an index on disk, a retrieval server, or the web.
 
     build_search(documents)                           a few thousand documents, in memory
-    index_search(open_index("wiki-index"))            what `arpo index build` made: millions of passages
-    http_search("http://127.0.0.1:8000/retrieve")     a server that speaks Search-R1's protocol
+    index_search(open_index("wiki-index"))            built by `arpo index build`: millions of passages
+    http_search("http://127.0.0.1:8000/retrieve")     a server of Search-R1's protocol
     web_search("brave")                               a search engine, with a key from the environment
 
-Promises: the model cannot tell these apart by the tool's name, description, arguments or the shape of its results.
+Guarantees: the model cannot tell these apart by the tool's name, description, arguments or the form of its results.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from arpo.tools.base import Tool
 from arpo.tools.search.build import build_index, memory_index
 from arpo.tools.search.corpus import load_documents
 from arpo.tools.search.dense import Embedder
-from arpo.tools.search.hits import search_tool
 from arpo.tools.search.index import Index, Mode, open_index
 from arpo.tools.search.remote import PROVIDERS, http_search, web_search
+from arpo.tools.search.tool import search_tool
 from arpo.types import Document
 
 __all__ = [
@@ -40,7 +40,7 @@ __all__ = [
 
 
 def build_search(documents: Sequence[Document], results: int = 3, max_tokens: int = 512) -> Tool:
-    """The tool over documents in memory. Calls run on the event loop, one after the other."""
+    """Return the tool over documents in memory. Calls run on the event loop, one after the other."""
     index = memory_index(documents)
     return search_tool(
         lambda query: index.search(query, results),
@@ -53,7 +53,7 @@ def build_search(documents: Sequence[Document], results: int = 3, max_tokens: in
 
 
 def index_search(index: Index, results: int = 3, mode: Mode = "bm25", max_tokens: int = 512) -> Tool:
-    """The tool over an index. Calls run in threads, as many as there are cores; a model that it needs is loaded now."""
+    """Return the tool over an index. Calls run in threads, one per core; an embedding model is loaded now."""
     version = index.version(mode)
     if mode != "bm25" and index.dense is not None:
         index.dense.load()

@@ -1,13 +1,14 @@
-"""BM25 over postings that may lie in memory or on disk (Lucene's formula, k1 = 1.5, b = 0.75).
+"""BM25 over postings in memory or on disk (Lucene's formula, k1 = 1.5, b = 0.75).
 
-Promises: the best passages and their order are exactly those of scoring every passage, in float32 and in the order of
-the query's words; equal scores are ordered as the passages are; a passage that shares no word with the query is never
-returned. A word is a run of letters, digits and underscores, in lower case.
+Guarantees: the best passages and their order are exactly those of scoring every passage, in float32 and in the order of
+the query's words. Ties are ordered by passage number. A passage that shares no word with the query is never returned. A
+word is a run of letters, digits and underscores, in lower case.
 
-Common words have long lists of postings and add little. So words are taken by how much they can add, and as soon as
-those left cannot bring up a passage that has not been seen, their lists are only looked into for the few that have.
+Common words have long posting lists and add little to a score. Lists are taken by the most they can add; as soon as the
+remaining ones cannot lift a new passage into the results, they are only looked up for the passages found so far
+(MaxScore).
 
-Does not cover: stemming, synonyms, languages written without spaces.
+Not covered: stemming, synonyms, languages written without spaces.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from numpy.typing import NDArray
 
 K1 = 1.5
 B = 0.75
-MAX_QUERY_WORDS = 32  # distinct known words; a query is a model's text, and each word costs one look at its passages
-SHORT = 1 << 15  # so few postings are simply added up
-SAMPLE = 512  # passages that are scored first, to know what the best will reach at least
-LOOKUP = 250  # looking up one passage pays off where it spares adding up so many postings (measured)
-SLACK = 1e-5  # more than float32 can err in a sum of MAX_QUERY_WORDS numbers
+MAX_QUERY_WORDS = 32  # distinct known words; each costs a pass over its postings
+SHORT = 1 << 15  # with so few postings, all are added up
+SAMPLE = 512  # passages scored first, for a lower bound of the best scores
+LOOKUP_COST = 250  # of one passage in a list, in postings added up (measured)
+SLACK = 1e-5  # more than the float32 error of a sum of MAX_QUERY_WORDS numbers
 
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
@@ -39,8 +40,8 @@ _LOWER_WORDS = bytes(
 )
 
 
-def words(text: str) -> list[bytes]:
-    r"""The words of a text, in UTF-8: what `\w+` finds in its lower case, in a fraction of the time."""
+def split_words(text: str) -> list[bytes]:
+    r"""Return the words of a text in UTF-8: what `\w+` finds in its lower case, in a fraction of the time."""
     if text.isascii():
         return text.encode().translate(_LOWER_WORDS).split()
     found: list[bytes] = []
@@ -53,7 +54,7 @@ def words(text: str) -> list[bytes]:
 
 
 class Postings(NamedTuple):
-    """Where a word occurs: passages in ascending order, what it adds to the score of each, and the most it adds."""
+    """The passages that hold a word, ascending; what it adds to the score of each, and the maximum of that."""
 
     passages: Ints
     impacts: Floats
@@ -62,10 +63,10 @@ class Postings(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bm25:
-    """All V words in the order of their bytes, and the postings of each.
+    """All V words, sorted by their bytes, and the posting list of each.
 
-    Word `i` is `words[word_starts[i] : word_starts[i + 1]]`. Its postings have a number of their own, `lists[i]`: they
-    are what lies from `starts[number]` to `starts[number + 1]` in `passages` and `impacts`.
+    Word `i` is `words[word_starts[i] : word_starts[i + 1]]`. The number of its posting list is `lists[i]`; the list is
+    `starts[number]` to `starts[number + 1]` of `passages` and `impacts`.
     """
 
     size: int  # passages
@@ -78,13 +79,13 @@ class Bm25:
     impacts: Floats
 
     def top(self, query: str, count: int) -> list[int]:
-        """The numbers of the `count` best passages for a query, best first; fewer if fewer share a word with it."""
-        found = (self.postings(word) for word in dict.fromkeys(words(query)))
+        """Return the numbers of the `count` best passages for a query, best first; fewer if fewer match."""
+        found = (self.postings(word) for word in dict.fromkeys(split_words(query)))
         lists = [postings for postings in found if postings is not None][:MAX_QUERY_WORDS]
         return top(lists, self.size, count)
 
     def postings(self, word: bytes) -> Postings | None:
-        """Where a word occurs, or None if it does nowhere."""
+        """Return the postings of a word, or None."""
         at = bisect_left(range(len(self.lists)), word, key=self._word)
         if at == len(self.lists) or self._word(at) != word:
             return None
@@ -97,21 +98,21 @@ class Bm25:
 
 
 def top(lists: Sequence[Postings], size: int, count: int) -> list[int]:
-    """The `count` best of `size` passages by the sum of their impacts, best first."""
-    mark = _mark(lists, count)
-    needed, optional = _split(lists, mark)
+    """Return the `count` best of `size` passages by the sum of their impacts, best first."""
+    threshold = _threshold(lists, count)
+    essential, others = _split(lists, threshold)
     sums = np.zeros(size, dtype=np.float32)
-    for postings in needed:
+    for postings in essential:
         _add(sums, postings)
-    if not optional:
-        return best(sums, count)
-    candidates = _candidates(sums, optional, mark, count)
-    numbers: list[int] = candidates[best(_scores(lists, candidates), count)].tolist()
+    if not others:
+        return top_indices(sums, count)
+    candidates = _candidates(sums, others, threshold, count)
+    numbers: list[int] = candidates[top_indices(_scores(lists, candidates), count)].tolist()
     return numbers
 
 
-def _mark(lists: Sequence[Postings], count: int) -> float:
-    """A score that at least `count` passages reach; 0 where looking for one is not worth it."""
+def _threshold(lists: Sequence[Postings], count: int) -> float:
+    """Return a score that at least `count` passages reach; 0 where searching for one is not worth it."""
     if sum(len(postings.passages) for postings in lists) <= SHORT:
         return 0.0
     sample: list[Ints] = []
@@ -123,50 +124,50 @@ def _mark(lists: Sequence[Postings], count: int) -> float:
     return float(np.sort(scores)[-count]) if len(scores) >= count else 0.0
 
 
-def _split(lists: Sequence[Postings], mark: float) -> tuple[Sequence[Postings], Sequence[Postings]]:
-    """The lists of which a passage must be on one at least to reach the mark; and the others, by falling peak.
+def _split(lists: Sequence[Postings], threshold: float) -> tuple[Sequence[Postings], Sequence[Postings]]:
+    """Return the essential lists (to reach the threshold, a passage must be in one) and the others by falling peak.
 
-    Where the others hold too little to be worth the effort there are none, and all lists stay in their order.
+    If the others are too short to be worth the effort, all lists are essential, in their original order.
     """
-    if mark == 0:
+    if threshold == 0:
         return lists, ()
     rising = sorted(lists, key=lambda postings: postings.peak)
     bounds = np.cumsum([postings.peak for postings in rising]) * (1 + SLACK)
-    few = int(np.searchsorted(bounds, mark))  # the lists that together cannot reach it
+    few = int(np.searchsorted(bounds, threshold))  # lists that together cannot reach it
     saved = sum(len(postings.passages) for postings in rising[:few])
     if 2 * saved < sum(len(postings.passages) for postings in lists):
         return lists, ()
     return rising[few:], rising[:few][::-1]
 
 
-def _candidates(sums: Floats, optional: Sequence[Postings], mark: float, count: int) -> Ints:
-    """Some passages, in ascending order, among which are the `count` best, given their sums over the needed lists."""
-    mark *= 1 - SLACK
-    bound = sum(postings.peak for postings in optional) * (1 + SLACK)  # what the lists still to come can add
-    for done, postings in enumerate(optional):
-        possible = sums >= mark - bound
-        if LOOKUP * np.count_nonzero(possible) < len(postings.passages):
-            return _narrowed(np.flatnonzero(possible).astype(np.int32), sums, optional[done:], mark)
+def _candidates(sums: Floats, others: Sequence[Postings], threshold: float, count: int) -> Ints:
+    """Return passages, ascending, that include the `count` best, given all sums over the essential lists."""
+    threshold *= 1 - SLACK
+    bound = sum(postings.peak for postings in others) * (1 + SLACK)  # what the remaining lists can add
+    for done, postings in enumerate(others):
+        possible = sums >= threshold - bound
+        if LOOKUP_COST * np.count_nonzero(possible) < len(postings.passages):
+            return _prune(np.flatnonzero(possible).astype(np.int32), sums, others[done:], threshold)
         _add(sums, postings)
         bound -= postings.peak
-    lowest = sums[best(sums.copy(), count)[-1]]
+    lowest = sums[top_indices(sums.copy(), count)[-1]]
     return np.flatnonzero(sums >= lowest * (1 - SLACK)).astype(np.int32)
 
 
-def _narrowed(candidates: Ints, sums: Floats, lists: Sequence[Postings], mark: float) -> Ints:
-    """Those of the candidates that may reach the mark with what the lists add to their sums."""
+def _prune(candidates: Ints, sums: Floats, lists: Sequence[Postings], threshold: float) -> Ints:
+    """Return the candidates that may reach the threshold with what the lists add to their sums."""
     scores = sums[candidates]
     bound = sum(postings.peak for postings in lists) * (1 + SLACK)
     for postings in lists:
         scores += _scores([postings], candidates)
         bound -= postings.peak
-        kept = scores >= mark - bound
+        kept = scores >= threshold - bound
         candidates, scores = candidates[kept], scores[kept]
     return candidates
 
 
 def _scores(lists: Sequence[Postings], passages: Ints) -> Floats:
-    """The scores of some passages (in ascending order), added up in the order of the lists."""
+    """Return the scores of passages (ascending), added up in the order of the lists."""
     scores = np.zeros(len(passages), dtype=np.float32)
     for postings in lists:
         at = postings.passages.searchsorted(passages)
@@ -177,13 +178,15 @@ def _scores(lists: Sequence[Postings], passages: Ints) -> Floats:
 
 
 def _add(sums: Floats, postings: Postings) -> None:
-    np.add.at(sums, postings.passages.astype(np.intp), postings.impacts)  # two to three times as fast as `sums[...] +=`
+    np.add.at(
+        sums, postings.passages.astype(np.intp), postings.impacts
+    )  # two to three times faster than `sums[...] +=`
 
 
-def best(scores: Floats, count: int, floor: float = 0.0) -> list[int]:
-    """Where the `count` highest scores above `floor` are, highest first, equal ones in order. Uses up `scores`."""
+def top_indices(scores: Floats, count: int, floor: float = 0.0) -> list[int]:
+    """Return the indices of the `count` highest scores above `floor`, ties in order. Overwrites `scores`."""
     found: list[int] = []
-    while len(found) < count and scores[at := int(scores.argmax())] > floor:  # for few results far faster than sorting
+    while len(found) < count and scores[at := int(scores.argmax())] > floor:  # for few results much faster than sorting
         found.append(at)
         scores[at] = floor
     return found

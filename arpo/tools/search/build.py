@@ -1,10 +1,10 @@
-"""Making an index, in memory or on disk.
-
-Promises: a corpus on disk is read as a stream; memory grows with its vocabulary and by a few bytes per passage. The
-same corpus gives the same files. A folder appears under its name only when it is whole.
-Does not cover: what a kill leaves behind (a hidden folder beside the index, which may be removed).
+"""Building an index, in memory or on disk.
 
     build_index("corpus.jsonl", "wiki-index")
+
+Guarantees: a corpus on disk is read as a stream; only the vocabulary and a few bytes per passage are kept in memory.
+The same corpus gives the same files. A directory appears under its name only when it is complete.
+Not covered: what a killed build leaves behind (a hidden directory beside the index, which may be removed).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import shutil
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -26,16 +27,16 @@ from arpo.errors import ArpoError
 from arpo.tools.search.bm25 import K1, B, Bm25, Ints, Longs
 from arpo.tools.search.corpus import read_corpus
 from arpo.tools.search.dense import Embedder, embed_passages
-from arpo.tools.search.hits import line
 from arpo.tools.search.index import FORMAT, MANIFEST, Index, open_index
-from arpo.tools.search.invert import Inverter
+from arpo.tools.search.inverter import Inverter
+from arpo.tools.search.tool import format_document
 from arpo.types import Document
 
-Progress = Callable[[str, float], None]  # what is being done, and the share of it that is done
+Progress = Callable[[str, float], None]  # stage, and the share of it that is done
 
 
 def memory_index(documents: Iterable[Document]) -> Index:
-    """An index in memory, to be searched by words."""
+    """Return an index in memory, for search by words."""
     inverter, texts, ends = Inverter(), bytearray(), array("q", [0])
     for document in documents:
         for text in (document.title, document.text):
@@ -61,7 +62,7 @@ def build_index(
     force: bool = False,
     progress: Progress = lambda what, share: None,
 ) -> dict[str, Any]:
-    """Index the passages of a file; returns the manifest. With `force` an index of that name is replaced."""
+    """Index the passages of a file and return the manifest. With `force`, an existing index is replaced."""
     corpus, directory = Path(corpus).expanduser(), Path(directory).expanduser()
     try:
         with _new_folder(directory, force) as folder:
@@ -69,9 +70,8 @@ def build_index(
             _write_manifest(manifest, folder)
             if embedder is not None:
                 index = open_index(folder)
-                texts = (line(index.document(number)) for number in range(len(index)))
-                tell = lambda share: progress("embedding", share)  # noqa: E731
-                manifest["dense"] = embed_passages(embedder, texts, len(index), folder, tell)
+                texts = (format_document(index.document(number)) for number in range(len(index)))
+                manifest["dense"] = embed_passages(embedder, texts, len(index), folder, partial(progress, "embedding"))
                 _write_manifest(manifest, folder)
     except OSError as error:
         raise ArpoError(f"cannot write the index {directory}: {error.strerror or error}") from error
@@ -80,12 +80,12 @@ def build_index(
 
 @contextmanager
 def _new_folder(directory: Path, force: bool) -> Iterator[Path]:
-    """A folder that takes the name `directory` if all goes well, and is removed if not."""
+    """Yield a new directory that is renamed to `directory` on success, and removed otherwise."""
     if directory.exists():
         if not force:
-            raise ArpoError(f"{directory} is there already; give another name, or --force to replace it")
+            raise ArpoError(f"{directory} exists already; give another name, or --force to replace it")
         if not (directory / MANIFEST).is_file():
-            raise ArpoError(f"{directory} is no search index, so it is not replaced; give another name")
+            raise ArpoError(f"{directory} is not a search index, so it is not replaced; give another name")
     folder, old = (directory.parent / f".{directory.name}.{os.getpid()}{end}" for end in ("", ".old"))
     folder.mkdir(parents=True)
     try:
@@ -99,7 +99,7 @@ def _new_folder(directory: Path, force: bool) -> Iterator[Path]:
 
 
 def _write_words(documents: Iterator[tuple[Document, float]], folder: Path, progress: Progress) -> dict[str, Any]:
-    """Write texts and postings; returns the manifest."""
+    """Write texts and postings, and return the manifest."""
     runs = folder / "runs"
     runs.mkdir()
     inverter = Inverter(runs)
@@ -161,7 +161,7 @@ def _write_postings(inverter: Inverter, lengths: Ints, frequencies: Longs, folde
 
 
 def _npy(path: Path, kind: str, length: int) -> BinaryIO:
-    """A file for an array, open behind its header."""
+    """Open a file for an array, positioned after its header."""
     file = path.open("wb")
     np.lib.format.write_array_header_1_0(file, {"descr": kind, "fortran_order": False, "shape": (length,)})
     return file
@@ -174,7 +174,7 @@ def _write_manifest(manifest: dict[str, Any], folder: Path) -> None:
 
 
 def _sorted_words(inverter: Inverter) -> tuple[bytes, Longs, Ints]:
-    """All words in the order of their bytes, where each starts, and the number of each."""
+    """Return all words in the order of their bytes, where each starts, and the number of each."""
     words = sorted(inverter.vocabulary)
     numbers = map(inverter.vocabulary.__getitem__, words)
     return b"".join(words), _starts([*map(len, words)]), np.fromiter(numbers, dtype=np.int32, count=len(words))

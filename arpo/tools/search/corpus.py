@@ -1,14 +1,13 @@
 """Passages from files: JSON lines, a JSON list, parquet, or tab-separated triples of a knowledge base.
 
-Promises: JSON lines and parquet are read as a stream; rows that do not fit are named by number with what was expected,
-up to 20 at once, and then nothing is accepted.
-A row has a `text`, or `contents` as in Search-R1's corpora (`"Title"`, a line break, the text), and may have a `title`;
-other columns are not looked at.
+Guarantees: JSON lines and parquet are read as a stream. Invalid rows are reported by number with what was expected,
+up to 20 at once, and then the whole file is refused. A row has a `text`, or `contents` as in Search-R1's corpora
+(`"Title"`, a line break, the text), and may have a `title`; other columns are ignored.
 
-Triples (`subject TAB relation TAB object`, in files named .tsv or .txt) become one passage per subject, with all that
-is known of it. So it is found by its name even where a question puts the relation in other words ("other half" for
-`spouse`), and all values of a relation are read at once. Its name is counted twice, so that it comes before those who
-only mention it. Underscores become spaces.
+Triples (`subject TAB relation TAB object`, in files named .tsv or .txt) become one passage per subject with all its
+facts. So a subject is found by its name even where a question paraphrases the relation ("other half" for `spouse`), and
+all values of a relation are read at once. The name is in title and text, so the passage ranks above those that only
+mention it. Underscores become spaces.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ from arpo.data.rows import RawRow, read_rows, reading
 from arpo.errors import ArpoError
 from arpo.types import Document
 
-SHOWN = 20
-MAX_SUBJECT_CHARS = 1000  # what is known of a subject beyond this goes into a further passage
+MAX_PROBLEMS = 20
+MAX_SUBJECT_CHARS = 1000  # of one passage; further facts go into another passage
 EXPECTED = '{"title": "...", "text": "..."}'
 
 
 def load_documents(path: str | Path) -> list[Document]:
-    """All passages of a file."""
+    """Return all passages of a file."""
     return [document for document, _ in read_corpus(path)]
 
 
 def read_corpus(path: str | Path) -> Iterator[tuple[Document, float]]:
-    """The passages of a file one by one, each with the share of the file that has been read."""
+    """Yield the passages of a file, each with the share of the file read so far."""
     triples = Path(path).suffix in (".tsv", ".txt")
     problems: list[str] = []
     empty = True
@@ -42,20 +41,20 @@ def read_corpus(path: str | Path) -> Iterator[tuple[Document, float]]:
             document = _document(row.value if triples else row.parse())
         except ValueError as error:
             problems.append(f"{path}, {row.place}: {error}")
-            if len(problems) == SHOWN:
+            if len(problems) == MAX_PROBLEMS:
                 break
         else:
             if not problems:
                 yield document, row.share
     if problems:
-        more = [f"(only the first {SHOWN} are shown)"] if len(problems) == SHOWN else []
+        more = [f"(only the first {MAX_PROBLEMS} are shown)"] if len(problems) == MAX_PROBLEMS else []
         raise ArpoError("\n".join(problems + more))
     if empty:
         raise ArpoError(f"{path} holds no documents; expected rows like {EXPECTED}")
 
 
 def subject_passages(triples: Iterable[Sequence[str]]) -> Iterator[tuple[Document, float]]:
-    """The passages that triples become, subject by subject, each with the share of the subjects that are done."""
+    """Yield the passages of triples by subject, each with the share of subjects done."""
     subjects: dict[str, dict[str, dict[str, None]]] = {}
     for triple in triples:
         subject, relation, value = (" ".join(field.replace("_", " ").split()) for field in triple)
@@ -66,7 +65,7 @@ def subject_passages(triples: Iterable[Sequence[str]]) -> Iterator[tuple[Documen
 
 
 def split_contents(contents: str) -> tuple[str, str]:
-    """Title and text of `"Title"`, a line break and the text; what looks otherwise has no title."""
+    """Split `"Title"`, a line break and the text into title and text; anything else has no title."""
     first, _, rest = contents.partition("\n")
     first = first.strip()
     quoted = len(first) > 1 and first[0] == first[-1] == '"'
@@ -74,7 +73,7 @@ def split_contents(contents: str) -> tuple[str, str]:
 
 
 def _triples(path: str | Path) -> Iterator[RawRow]:
-    """One row per subject; a line that is no triple comes as a tuple of its fields, to be refused."""
+    """Yield one row per subject, and each invalid line as a tuple of its fields."""
     triples: list[Sequence[str]] = []
     with reading(path, "triples") as file:
         lines = file.read_bytes().split(b"\n")
@@ -92,7 +91,7 @@ def _triples(path: str | Path) -> Iterator[RawRow]:
 
 
 def _parts(relations: dict[str, dict[str, None]]) -> Iterator[str]:
-    """`relation: value, value; relation: value`, in pieces of limited length."""
+    """Yield `relation: value, value; relation: value` in parts of limited length."""
     part = ""
     for relation, values in relations.items():
         joint = f"; {relation}: "

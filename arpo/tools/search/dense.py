@@ -1,9 +1,10 @@
-"""Dense search: passages and queries as vectors of length 1, a query compared with every passage.
+"""Dense search: passages and queries as unit vectors; a query is compared with every passage.
 
-Promises: exact; equal scores are ordered as the passages are; a query's vector does not depend on what else is searched
-for. A vector is the mean of a model's last hidden states over the real tokens; those of passages are kept in float16.
-Does not cover: approximate search. A query reads all vectors, 0.8 GB for a million passages of 384 numbers, so beyond
-that it wants a GPU that holds them.
+Guarantees: search is exact. Ties are ordered by passage number. The vector of a query does not depend on other
+queries. A vector is the mean of a model's last hidden states over the real tokens; those of passages are stored in
+float16.
+Not covered: approximate search. A query reads all vectors, 0.8 GB for a million passages of 384 numbers; beyond that it
+needs a GPU that holds them.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arpo.errors import ArpoError
-from arpo.tools.search.bm25 import best
+from arpo.tools.search.bm25 import top_indices
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 EMBEDDINGS = "embeddings.npy"
 BATCH = 64  # passages in one forward pass
-WINDOW = 64 * BATCH  # passages that are sorted by length together, so that little of a batch is padding
+WINDOW = 64 * BATCH  # passages sorted by length together, to reduce padding
 ROWS = 8192  # vectors compared at a time
 MAX_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Embedder:
-    """The model that makes vectors, and what it wants before a text (E5 models: "query: " and "passage: ")."""
+    """The embedding model, and the prefixes it expects (E5 models: "query: " and "passage: ")."""
 
     model: str
     query_prefix: str = ""
@@ -67,7 +68,7 @@ class Encoder:
         self.width = int(model.config.hidden_size)
 
     def encode(self, texts: list[str]) -> Tensor:
-        """One vector of length 1 per text."""
+        """Return one unit vector per text."""
         import torch
 
         batch = self._tokenizer(
@@ -81,7 +82,7 @@ class Encoder:
 
 
 class Dense:
-    """The vectors of all passages; the model is loaded for the first query."""
+    """The vectors of all passages; the model is loaded at the first query."""
 
     def __init__(self, vectors: NDArray[np.float16], embedder: Embedder, digest: str, device: str = "auto") -> None:
         self.embedder = embedder
@@ -93,7 +94,7 @@ class Dense:
         self._on_gpu: Tensor | None = None
 
     def top(self, query: str, count: int) -> list[int]:
-        """The numbers of the `count` passages nearest to a query, nearest first."""
+        """Return the numbers of the `count` passages nearest to a query, nearest first."""
         import torch
 
         with self._lock:  # a tokenizer cannot be used by two threads at once
@@ -104,10 +105,10 @@ class Dense:
             count = min(count, len(scores_N))
             near_K = torch.nonzero(scores_N >= scores_N.topk(count).values[-1])[:, 0]
             scores_K = scores_N[near_K].cpu().numpy()
-        return [int(near_K[at]) for at in best(scores_K, count, -math.inf)]
+        return [int(near_K[at]) for at in top_indices(scores_K, count, -math.inf)]
 
     def load(self) -> None:
-        """Load the model now, so that the first query need not wait and mistakes show."""
+        """Load the model now, so that the first query does not wait and errors show early."""
         with self._lock:
             if self._encoder is None:
                 self._load()
@@ -119,7 +120,7 @@ class Dense:
         if encoder.width != self._vectors.shape[1]:
             raise ArpoError(
                 f"{self.embedder.model!r} gives vectors of {encoder.width} numbers, but the index has "
-                f"{self._vectors.shape[1]}: the model has changed, so build the index anew"
+                f"{self._vectors.shape[1]}: the model has changed, so rebuild the index"
             )
         if encoder.device.type == "cuda":
             self._on_gpu = torch.tensor(self._vectors, device=encoder.device)
@@ -139,7 +140,7 @@ class Dense:
 def embed_passages(
     embedder: Embedder, texts: Iterable[str], size: int, folder: Path, progress: Callable[[float], None]
 ) -> dict[str, Any]:
-    """Write the vectors of all passages to `folder`; returns what the manifest says of them."""
+    """Write the vectors of all passages to `folder` and return their entry in the manifest."""
     path = Path(embedder.model).expanduser()
     if path.is_dir():
         embedder = replace(embedder, model=str(path.resolve()))

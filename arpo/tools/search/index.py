@@ -1,10 +1,10 @@
-"""An index: passages, and what finds them. In memory, or a folder that is mapped into memory.
-
-Promises: opening a folder takes milliseconds whatever its size, and processes share its pages; a file that is missing
-or was cut off is noticed at opening.
-Does not cover: adding or removing passages (build it anew) and damage inside a file.
+"""An index of passages, in memory or in a directory that is memory-mapped.
 
     open_index("wiki-index").search("birthplace of Mira Tolven", 3)
+
+Guarantees: opening a directory takes milliseconds whatever its size, and processes share its pages. A missing or
+truncated file is noticed at opening.
+Not covered: adding or removing passages (rebuild the index); damage inside a file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from arpo.types import Document
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-FUSED = 100  # how far down both rankings a hybrid search looks
+FUSION_DEPTH = 100  # results of each ranking that a hybrid search fuses
 RANK_OFFSET = 60  # a passage gets 1 / (60 + rank) from each ranking
 
 Mode = Literal["bm25", "dense", "hybrid"]
@@ -34,25 +34,25 @@ Mode = Literal["bm25", "dense", "hybrid"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Index:
-    """Passages that can be searched. Title and text of passage `i` begin at `text_starts[2 * i]` and `[2 * i + 1]`."""
+    """Searchable passages. Title and text of passage `i` begin at `text_starts[2 * i]` and `[2 * i + 1]`."""
 
     texts: memoryview
     text_starts: Longs  # 2 * passages + 1
     bm25: Bm25
-    fingerprint: str  # of the passages and of how they are found by words
-    split_underscores: bool  # no passage has one, so an underscore in a query is a space
+    fingerprint: str  # of the passages and the BM25 parameters
+    split_underscores: bool  # no passage has underscores, so those of a query become spaces
     dense: Dense | None = None
 
     def __len__(self) -> int:
         return self.bm25.size
 
     def document(self, number: int) -> Document:
-        """Passage `number`, counted from 0."""
+        """Return passage `number`, counted from 0."""
         start, middle, end = self.text_starts[2 * number : 2 * number + 3].tolist()
         return Document(str(self.texts[start:middle], "utf-8"), str(self.texts[middle:end], "utf-8"))
 
     def search(self, query: str, count: int, mode: Mode = "bm25") -> list[Document]:
-        """The `count` best passages for a query, best first; fewer if fewer match."""
+        """Return the `count` best passages for a query, best first; fewer if fewer match."""
         if self.split_underscores:
             query = query.replace("_", " ")
         if mode == "bm25":
@@ -60,12 +60,12 @@ class Index:
         elif mode == "dense":
             found = self._dense().top(query, count)
         else:
-            depth = max(FUSED, count)
+            depth = max(FUSION_DEPTH, count)
             found = fuse([self.bm25.top(query, depth), self._dense().top(query, depth)], count)
         return [self.document(number) for number in found]
 
     def version(self, mode: str) -> str:
-        """Changes with whatever can change a result; refuses a mode in which this index cannot be searched."""
+        """Return a string that changes with anything that affects results; ArpoError if the mode is not available."""
         if mode not in get_args(Mode):
             raise ArpoError(f"there is no search mode {mode!r}; there are: {', '.join(get_args(Mode))}")
         return self.fingerprint if mode == "bm25" else f"{self.fingerprint} {mode} {self._dense().digest}"
@@ -77,7 +77,7 @@ class Index:
 
 
 def fuse(rankings: Sequence[Sequence[int]], count: int) -> list[int]:
-    """Reciprocal rank fusion: the `count` best of several rankings, equal ones in the order of their numbers."""
+    """Reciprocal rank fusion: return the `count` best of several rankings, ties by number."""
     scores: dict[int, float] = {}
     for ranking in rankings:
         for rank, number in enumerate(ranking, 1):
@@ -86,13 +86,13 @@ def fuse(rankings: Sequence[Sequence[int]], count: int) -> list[int]:
 
 
 def open_index(directory: str | Path, device: str = "auto") -> Index:
-    """Open an index on disk. `device` is where dense search computes; auto: CUDA if there is any."""
+    """Open an index on disk. `device` is where dense search computes; auto: CUDA if available."""
     folder = Path(directory).expanduser()
     manifest = _manifest(folder)
     for name, size in manifest["files"].items():
         path = folder / name
         if not path.is_file() or path.stat().st_size != size:
-            raise ArpoError(f"{path} is missing or was cut off; build the index anew")
+            raise ArpoError(f"{path} is missing or truncated; rebuild the index")
     bm25 = Bm25(
         manifest["passages"],
         _bytes(folder, "words"),
@@ -112,11 +112,11 @@ def _manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
     except (FileNotFoundError, NotADirectoryError):
-        raise ArpoError(f"{folder} is no search index; make one with `arpo index build CORPUS -o DIR`") from None
+        raise ArpoError(f"{folder} is not a search index; build one with `arpo index build CORPUS -o DIR`") from None
     except (OSError, ValueError, RecursionError) as error:
         raise ArpoError(f"cannot read {folder / MANIFEST}: {error}") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or "files" not in manifest:
-        raise ArpoError(f"{folder} was not made by this version of arpo; build the index anew")
+        raise ArpoError(f"{folder} was not built by this version of arpo; rebuild the index")
     return manifest
 
 

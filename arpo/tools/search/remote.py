@@ -1,10 +1,9 @@
-"""Search by asking others: a retrieval server of one's own, or a web search engine.
+"""Search by a retrieval server of one's own, or by a web search engine.
 
-Promises: what comes back is taken as hostile: its size is bounded, only texts in the expected places are used, and HTML
-tags are dropped. Whatever else happens (no connection, too slow, refused, nonsense) is ToolUnavailable with the cause
-in words. A key is sent to its provider's address only, redirects are not followed, and it never shows in an error, a
-result or a repr.
-Does not cover: whether the answer is true, and whether it is the same tomorrow.
+Guarantees: replies are treated as hostile: they are bounded, only texts in the expected fields are used, and HTML tags
+are dropped. Any failure is ToolUnavailable with its cause. An API key is sent only to its provider, redirects are not
+followed, and the key is in no error, result or repr.
+Not covered: whether an answer is true, and whether it is the same tomorrow.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from arpo.net.http import HttpClient, HttpError
 from arpo.net.keys import read_api_key
 from arpo.tools.base import Tool, ToolUnavailable
 from arpo.tools.search.corpus import split_contents
-from arpo.tools.search.hits import search_tool
+from arpo.tools.search.tool import search_tool
 from arpo.types import Document
 
-MAX_BYTES = 4_000_000  # of an answer, unpacked
-MAX_WEB_RESULTS = 20  # what every provider allows
+MAX_BYTES = 4_000_000  # of a reply, decompressed
+MAX_WEB_RESULTS = 20  # allowed by every provider
 MAX_WEB_WORDS, MAX_WEB_CHARS = 50, 400
 _TAG = re.compile(r"</?[a-zA-Z][^<>]*>")
 _CAUSES = {
@@ -37,13 +36,13 @@ _CAUSES = {
 
 @dataclass(frozen=True, slots=True)
 class Provider:
-    """A web search engine: where it is, which variable holds its key, how it is asked and what it answers."""
+    """A web search engine: its URL, the environment variable of its key, its requests and replies."""
 
     url: str
     variable: str
     request: Callable[[str, str, int], dict[str, Any]]  # key, query, results
-    hits: Callable[[Any], Any]  # the list of hits in an answer; None: there is none
-    text: str  # what a hit calls its text
+    hits: Callable[[Any], Any]  # the list of hits in a reply, or None
+    text: str  # the field of a hit that holds its text
 
 
 PROVIDERS: Mapping[str, Provider] = {
@@ -84,7 +83,7 @@ PROVIDERS: Mapping[str, Provider] = {
 
 
 def http_search(url: str, results: int = 3, max_tokens: int = 512, timeout: float = 10.0) -> Tool:
-    """The tool over a server that speaks Search-R1's protocol; `url` is its whole address, up to `/retrieve`."""
+    """Return the tool over a server of Search-R1's protocol; `url` is the whole address with `/retrieve`."""
     client = HttpClient(
         url,
         setting="tools.search",
@@ -103,7 +102,7 @@ def http_search(url: str, results: int = 3, max_tokens: int = 512, timeout: floa
             hits = None
         if not isinstance(hits, list):
             raise ToolUnavailable(f"{client.name} did not answer in Search-R1's form: a list under `result`")
-        return _usable(map(_retrieved, hits), hits, client.name)
+        return _with_text(map(_server_hit, hits), hits, client.name)
 
     return search_tool(
         find, results, max_tokens, timeout=timeout + 1, concurrency=64, cacheable=True, version=client.name
@@ -113,7 +112,7 @@ def http_search(url: str, results: int = 3, max_tokens: int = 512, timeout: floa
 def web_search(
     provider: str, results: int = 3, max_tokens: int = 512, timeout: float = 10.0, base_url: str | None = None
 ) -> Tool:
-    """The tool over a web search engine (serper, tavily, brave); the key comes from the environment."""
+    """Return the tool over a web search engine (serper, tavily, brave), with the key from the environment."""
     if provider not in PROVIDERS:
         raise ArpoError(f"there is no search provider {provider!r}; there are: {', '.join(PROVIDERS)}")
     if results > MAX_WEB_RESULTS:
@@ -131,7 +130,7 @@ def web_search(
             hits = ""
         if not isinstance(hits, list | None):
             raise ToolUnavailable(f"{client.name} did not answer in {provider}'s form")
-        found = _usable((_web_hit(hit, engine.text) for hit in hits or []), hits or [], client.name)
+        found = _with_text((_web_hit(hit, engine.text) for hit in hits or []), hits or [], client.name)
         return [Document(hit.title.replace(key, "***"), hit.text.replace(key, "***")) for hit in found]
 
     return search_tool(find, results, max_tokens, timeout=timeout + 1, concurrency=8, cacheable=True, version=provider)
@@ -154,8 +153,8 @@ def _clean(query: str) -> str:
     return query.encode("utf-8", "replace").decode().replace("\0", " ")
 
 
-def _retrieved(hit: Any) -> Document | None:
-    """A passage as Search-R1's server sends it, with or without a score around it."""
+def _server_hit(hit: Any) -> Document | None:
+    """Return a passage of Search-R1's server, with or without the object that holds its score."""
     document = hit.get("document", hit) if isinstance(hit, dict) else None
     if not isinstance(document, dict):
         return None
@@ -176,8 +175,8 @@ def _text(values: Mapping[str, Any], name: str) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _usable(documents: Iterable[Document | None], hits: list[Any], name: str) -> list[Document]:
-    """The documents with a text (or at least a title); there must be some if there were hits."""
+def _with_text(documents: Iterable[Document | None], hits: list[Any], name: str) -> list[Document]:
+    """Return the documents with a text or title; ToolUnavailable if there are hits but none of these."""
     found = [document for document in documents if document and (document.title + document.text).strip()]
     if hits and not found:
         raise ToolUnavailable(f"{name} answered with hits that have no text")
