@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from arpo.cli.base import Overrides, model_config, run_async
-from arpo.cli.display import console, print_table, progress_bar
+from arpo.cli.display import ConsoleReporter, console, print_table
 from arpo.errors import ArpoError
-from arpo.runs.run_dir import is_run_dir
+from arpo.figures.text import one_line
+from arpo.runs.run_dir import is_run_dir, open_run_dir
 
 ALGORITHMS = "presets or TOML files, like arpo,grpo,mine.toml; an unknown name lists the presets"
 
@@ -58,14 +60,7 @@ def compare(
         drop_models=drop_models,
     )
     try:
-        with progress_bar("runs", 0) as bar:
-
-            def show(progress: comparison.Progress) -> None:
-                if progress.message:
-                    console.print(progress.message)
-                bar.update(bar.task_ids[0], completed=progress.done, total=progress.total, note=progress.running)
-
-            found = run_async(comparison.compare(plan, show))
+        found = run_async(comparison.compare(plan, ConsoleReporter()))
     except asyncio.CancelledError:
         print(f"stopped; all runs are saved in {plan.out}, and the same command resumes them", file=sys.stderr)
         raise typer.Exit(130) from None
@@ -90,28 +85,48 @@ def entropy(
         ),
     ],
     overrides: Overrides = None,
-    steps: Annotated[str | None, typer.Option(help="of a run: trees of these steps only, like 1-10")] = None,
-    sample: Annotated[bool, typer.Option(help="of a run: new trees, by its last checkpoint")] = False,
-    questions: Annotated[int | None, typer.Option(min=1, help="new trees for so many; 100 if not given")] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="tokens to look at after each place")] = 50,
-    out: Annotated[Path | None, typer.Option(help="directory for the results; entropy/NAME if none")] = None,
+    steps: Annotated[str | None, typer.Option(help="for a run: only trees of these steps, like 1-10")] = None,
+    sample: Annotated[bool, typer.Option(help="for a run: sample new trees with its last checkpoint")] = False,
+    questions: Annotated[
+        int | None, typer.Option(min=1, help="number of questions to sample new trees for; default: 100")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="tokens of each turn to study")] = 50,
+    out: Annotated[Path | None, typer.Option(help="output directory; default: entropy/NAME")] = None,
 ) -> None:
-    """Where a model is unsure: entropy at the start and after tool results, and what branching made of it."""
+    """Study where a model is uncertain: entropy at the start and after tool results, and what branching gains."""
     given, path = overrides or [], Path(target).expanduser()
     fresh = sample or not is_run_dir(path)
     if fresh and steps is not None:
-        raise ArpoError("--steps goes with the saved trees of a run, and not with --sample")
+        raise ArpoError("--steps selects saved trees of a run and cannot be combined with --sample")
     if not fresh and (given or questions is not None):
-        raise ArpoError("settings and --questions are for new trees: add --sample")
+        raise ArpoError("settings and --questions apply to new trees: add --sample")
     questionless = path.suffix != ".toml" and not is_run_dir(path) and target != "tiny"
     if questionless and not any(each.startswith("data.") for each in given):
         raise ArpoError(
-            f"{target} is no run and no TOML file, and a model alone has no questions: name some with data.test=... or "
-            "data.train=..."
+            f"{target} is neither a run nor a TOML file, and a model has no questions of its own: name some with "
+            "data.test=... or data.train=..."
         )
-    from arpo.studies.entropy.runner import study_model, study_run
+    from arpo.figures.style import require_matplotlib
+    from arpo.studies.entropy import report
+    from arpo.studies.entropy import runner as study
 
+    require_matplotlib()
+    reporter = ConsoleReporter()
     if fresh:
-        study_model(target, model_config(target, given), questions or 100, tokens, out, run_async)
+        from arpo.training.context import open_context
+
+        config = model_config(target, given)
+        out = study.make_output_dir(target, out)
+        with closing(open_context(config, reporter)) as context:
+            subject, found = run_async(study.study_model(target, context, questions or 100, tokens, reporter))
     else:
-        study_run(path, steps, tokens, out)
+        run = open_run_dir(path)
+        chosen = study.select_steps(run, steps)
+        out = study.make_output_dir(target, out)
+        subject, found = study.study_run(run, chosen, tokens, reporter)
+    report.write_study(out, subject, found)
+    head, rows = report.entropy_table(found)
+    print_table(head, [[one_line(cell) for cell in row] for row in rows])
+    for line in report.terminal_lines(found):
+        console.print(line)
+    console.print(f"entropy.md, .json, .svg and .png are in {out}")

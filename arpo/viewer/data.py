@@ -22,7 +22,7 @@ from arpo.errors import ArpoError
 from arpo.runs.locks import is_live
 from arpo.runs.run_dir import CONFIG_FILE, RunDir
 from arpo.runs.trees import tree_to_json
-from arpo.types import Reward, RolloutTree, ScoredTree
+from arpo.types import ScoredTree
 from arpo.viewer.folder import Folder, NotThere
 
 HITS = 200  # of a search
@@ -252,12 +252,12 @@ def _readable(log: RunDir, step: int, number: int) -> ScoredTree | None:
         return None
 
 
-def _grown(log: RunDir, chosen: Sequence[int]) -> Iterator[tuple[RolloutTree, tuple[Reward, ...]]]:
+def _grown(log: RunDir, chosen: Sequence[int]) -> Iterator[ScoredTree]:
     for step in chosen:
         for number in range(len(log.tree_index(step))):
             scored = _readable(log, step, number)
             if scored is not None:
-                yield scored.tree, scored.rewards
+                yield scored
 
 
 def _chosen(there: list[int], wanted: str | None) -> list[int]:

@@ -13,8 +13,8 @@ from entropy_trees import about, earned, looked, wrote
 from trees import prompt, tool, tree
 
 from arpo.runs.run_dir import create_run_dir
-from arpo.studies.entropy.runner import the_folder
-from arpo.types import Credit
+from arpo.studies.entropy.runner import make_output_dir
+from arpo.types import Credit, ScoredTree
 
 K = 2
 
@@ -22,7 +22,7 @@ K = 2
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the picture, which takes most of the time."""
-    monkeypatch.setattr("arpo.studies.entropy.report.draw", lambda *_: {})
+    monkeypatch.setattr("arpo.studies.entropy.report.draw_study", lambda *_: {})
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def saved(trained: Path, tmp_path: Path) -> Path:
                 wrote(2, 3.0),
             ]
             trees = [tree(nodes, [3, 4], about(f"{name} {number}")) for number in range(count)]
-            log.write_trees(step, trees, [earned(0, 1)] * count, [(Credit(0.0, {}),) * 2] * count)
+            log.write_trees(step, [ScoredTree(each, earned(0, 1), (Credit(0.0, {}),) * 2) for each in trees])
     return tmp_path / "saved"
 
 
@@ -51,17 +51,17 @@ def test_entropy_of_a_run_uses_its_trees(arpo: Arpo, saved: Path) -> None:
     told = json.loads(Path("here/entropy.json").read_bytes())
     assert (told["trees"], told["tree_count"], told["questions"]) == ("trees of steps 1 to 2", 17, 17)
     assert (told["probe_tokens"], told["threshold"]) == (K, 0)
-    assert [(row["place"], row["turns"]) for row in told["places"]] == [
+    assert [(row["label"], row["turns"]) for row in told["turn_starts"]] == [
         ("start of the reasoning", 17),
         ("after python", 10),
         ("after search", 24),
     ]
-    assert [len(row["positions"]) for row in told["places"]] == [1, 1, 1]
-    assert told["places"][2]["first_tokens"]["value"] == 2.5
+    assert [len(row["positions"]) for row in told["turn_starts"]] == [1, 1, 1]
+    assert told["turn_starts"][2]["first_tokens"]["value"] == 2.5
     lines = outcome.out.splitlines()
     row = next(line for line in lines if "after python" in line)
     assert " ".join(row.split()) == "after python 5 10 2.500 (2.500 to 2.500) +1.000 (+1.000 to +1.000) 100% 5"
-    assert "17 branch points; 100% of 17 told something." in lines
+    assert "17 branch points; 100% of the 17 compared are informative." in lines
     assert lines[-1] == "entropy.md, .json, .svg and .png are in here"
 
 
@@ -90,8 +90,8 @@ def test_entropy_grows_trees_for_a_file_a_run_or_a_model(arpo: Arpo, trained: Pa
         assert (outcome.code, outcome.err) == (0, "")
         told = json.loads(Path("here/entropy.json").read_bytes())
         assert (told["name"], told["trees"], told["questions"]) == (str(target), "3 held-out questions, seed 0", 3)
-        assert told["places"][0]["first_tokens"]["count"] == 3
-        assert "nothing to say" in outcome.out
+        assert told["turn_starts"][0]["first_tokens"]["count"] == 3
+        assert "there are no findings" in outcome.out
     again = Path("here/entropy.json").read_bytes()
     assert arpo("entropy", model_dir, *own, "rollout.num_trajectories=4", "--questions", 3, "--out", "here").code == 0
     assert Path("here/entropy.json").read_bytes() == again
@@ -116,23 +116,25 @@ def test_results_go_to_a_folder_named_after_what_was_studied(tmp_path: Path, mon
     monkeypatch.chdir(tmp_path)
     names = {"../runs/six": "runs-six", "..": "here", "Qwen/Qwen3-0.6B": "Qwen-Qwen3-0.6B", "/a b/c.gguf": "a-b-c.gguf"}
     for target, name in names.items():
-        assert the_folder(target, None) == Path("entropy", name) and Path("entropy", name).is_dir()
-    assert the_folder("..", tmp_path / "mine") == tmp_path / "mine"
+        assert make_output_dir(target, None) == Path("entropy", name) and Path("entropy", name).is_dir()
+    assert make_output_dir("..", tmp_path / "mine") == tmp_path / "mine"
 
 
 def test_mistakes_are_told_before_slow_work(arpo: Arpo, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("arpo.studies.entropy.runner.open_session", lambda *_: pytest.fail("began to load"))
+    monkeypatch.setattr("arpo.training.context.open_context", lambda *_: pytest.fail("began to load"))
     told = mistake(arpo("entropy", "nosuch"))
-    assert told.startswith("nosuch is no run and no TOML file, and a model alone has no questions: name some with")
+    assert told.startswith(
+        "nosuch is neither a run nor a TOML file, and a model has no questions of its own: name some with"
+    )
     assert mistake(arpo("entropy", "none.toml")) == "none.toml: there is no such file"
-    assert mistake(arpo("entropy", trained, "seed=3")) == "settings and --questions are for new trees: add --sample"
+    assert mistake(arpo("entropy", trained, "seed=3")) == "settings and --questions apply to new trees: add --sample"
     assert mistake(arpo("entropy", trained, "--questions", 3)) == mistake(arpo("entropy", trained, "seed=3"))
     told = mistake(arpo("entropy", trained, "--sample", "--steps", "1"))
-    assert told == "--steps goes with the saved trees of a run, and not with --sample"
+    assert told == "--steps selects saved trees of a run and cannot be combined with --sample"
     Path("file").touch()
     for out in ("file", "file/below"):
         told = mistake(arpo("entropy", "small.toml", "--out", out))
-        assert told == f"--out: {out} cannot be a folder, as there is a file of that name"
+        assert told == f"--out: {out} cannot be a directory, as there is a file of that name"
     shutil.copytree(trained, "bare", ignore=shutil.ignore_patterns("trees"))
     told = mistake(arpo("entropy", "bare"))
     assert told == "bare: holds no trees; --sample grows new ones with its last checkpoint"

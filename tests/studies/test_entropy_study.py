@@ -18,14 +18,19 @@ from hypothesis import strategies as st
 from trees import prompt, tool, tree
 
 from arpo.config.schema import Branching
-from arpo.studies.entropy import study as pilot
-from arpo.studies.entropy.figure import COLOURS, DASHES, MOST, draw
-from arpo.studies.entropy.report import BINS, Subject, bins, findings, markdown, study_json, write_study
-from arpo.studies.entropy.study import Mean, Place, Study, study, threshold
-from arpo.types import Fault, Kind, Node, Reward, RolloutTree
+from arpo.studies.entropy import study as module
+from arpo.studies.entropy.figure import COLORS, DASHES, MAX_SHOWN, draw_study
+from arpo.studies.entropy.report import MAX_BINS, Subject, bin_edges, findings, markdown, study_json, write_study
+from arpo.studies.entropy.study import Mean, Study, TurnStart, study, threshold
+from arpo.types import Fault, Kind, Node, Reward, RolloutTree, ScoredTree
 
 RULE = Branching(probe_tokens=K)
-START, SEARCH, PYTHON, FAILED = Place("start"), Place("tool", "search"), Place("tool", "python"), Place("failed")
+START, SEARCH, PYTHON, FAILED = (
+    TurnStart("prompt"),
+    TurnStart("tool", "search"),
+    TurnStart("tool", "python"),
+    TurnStart("failed"),
+)
 SUBJECT = Subject("runs/mine", "trees of steps 1 to 2", 1.0)
 HOSTILE = "a|b<script>$x^{$\x1b[31m_\u202e&\n*c*"
 
@@ -48,9 +53,9 @@ def branched_tree() -> RolloutTree:
 
 
 def test_every_place_counts_once_and_its_turns_are_averaged_first() -> None:
-    found = study([(branched_tree(), earned(1, 0, 0))], RULE, tokens=2)
+    found = study([ScoredTree(branched_tree(), earned(1, 0, 0))], RULE, tokens=2)
     assert list(found.curves) == [START, PYTHON, SEARCH, FAILED]
-    assert (found.trees, found.questions, found.probe) == (1, 1, 2)
+    assert (found.trees, found.questions, found.probe_tokens) == (1, 1, 2)
     start, search = found.curves[START], found.curves[SEARCH]
     assert start.turns == 2 and search.turns == 2
     assert start.first == Mean(2.0, None, 1, 1)  # the means of 1, 3 and 2, 2; the third token is not probed
@@ -63,19 +68,19 @@ def test_every_place_counts_once_and_its_turns_are_averaged_first() -> None:
 
 def test_a_malformed_call_is_a_failed_one() -> None:
     nodes = [prompt(), wrote(0, 1.0), tool(1, error="no query"), wrote(2, 3.0)]
-    assert list(study([(tree(nodes, [3]), earned(0))], RULE, 5).curves) == [START, FAILED]
+    assert list(study([ScoredTree(tree(nodes, [3]), earned(0))], RULE, 5).curves) == [START, FAILED]
 
 
 def test_decisions_are_counted_by_tool_and_by_call() -> None:
-    found = study([(branched_tree(), earned(1, 0, 0))], RULE, 5)
-    assert list(found.looks) == [PYTHON, SEARCH, FAILED] and list(found.by_call) == [1, 2]
-    search = found.looks[SEARCH]
-    assert (search.looked, search.branched, search.reasons) == (1, 1, {})
+    found = study([ScoredTree(branched_tree(), earned(1, 0, 0))], RULE, 5)
+    assert list(found.by_tool) == [PYTHON, SEARCH, FAILED] and list(found.by_call) == [1, 2]
+    search = found.by_tool[SEARCH]
+    assert (search.decisions, search.branched, search.not_branched) == (1, 1, {})
     assert (search.branched_deltas, search.other_deltas) == ((0.1,), ())
-    assert search.rise == Mean(1.0, None, 1, 1) and search.rose == Mean(1.0, None, 1, 1)
-    assert found.looks[FAILED].rose == Mean(0.0, None, 1, 1)  # dH = 0 did not rise
+    assert search.rise == Mean(1.0, None, 1, 1) and search.risen == Mean(1.0, None, 1, 1)
+    assert found.by_tool[FAILED].risen == Mean(0.0, None, 1, 1)  # dH = 0 did not rise
     first, second = found.by_call[1], found.by_call[2]
-    assert (first.looked, first.branched, first.reasons) == (2, 1, {WHY_NOT: 1})
+    assert (first.decisions, first.branched, first.not_branched) == (2, 1, {WHY_NOT: 1})
     assert first.rise is not None and first.rise.value == 0.0 and first.rise.count == 2
     assert first.other_deltas == (-0.1,) and second.other_deltas == (0.0,)
 
@@ -83,9 +88,9 @@ def test_decisions_are_counted_by_tool_and_by_call() -> None:
 def test_a_result_after_which_nothing_came_has_no_dh() -> None:
     nothing = "nothing was generated after the result"
     nodes = [prompt(), wrote(0, 1.0), looked(tool(1), -0.4, probed=0, reason=nothing)]
-    looks = study([(tree(nodes, [2]), earned(0))], RULE, 5).looks[SEARCH]
-    assert (looks.looked, looks.rise, looks.rose, looks.other_deltas) == (1, None, None, ())
-    assert looks.reasons == {nothing: 1}
+    looks = study([ScoredTree(tree(nodes, [2]), earned(0))], RULE, 5).by_tool[SEARCH]
+    assert (looks.decisions, looks.rise, looks.risen, looks.other_deltas) == (1, None, None, ())
+    assert looks.not_branched == {nothing: 1}
 
 
 @pytest.mark.parametrize(
@@ -95,8 +100,8 @@ def test_a_result_after_which_nothing_came_has_no_dh() -> None:
 def test_a_branch_point_tells_something_if_its_continuations_earn_differently(
     rewards: tuple[float, ...], compared: int, different: int
 ) -> None:
-    search = study([(branched_tree(), earned(*rewards))], RULE, 5).looks[SEARCH]
-    assert (search.compared, search.different) == (compared, different)
+    search = study([ScoredTree(branched_tree(), earned(*rewards))], RULE, 5).by_tool[SEARCH]
+    assert (search.compared, search.informative) == (compared, different)
 
 
 def test_a_nested_branch_point_is_told_apart_from_the_one_above() -> None:
@@ -111,31 +116,31 @@ def test_a_nested_branch_point_is_told_apart_from_the_one_above() -> None:
         wrote(4, 1.0),
         wrote(2, 1.0),
     ]
-    looks = study([(tree(nodes, [5, 6, 7]), earned(1, 0, 0.5))], RULE, 5).looks
-    assert (looks[SEARCH].compared, looks[SEARCH].different) == (1, 0)
-    assert (looks[PYTHON].compared, looks[PYTHON].different) == (1, 1)
+    looks = study([ScoredTree(tree(nodes, [5, 6, 7]), earned(1, 0, 0.5))], RULE, 5).by_tool
+    assert (looks[SEARCH].compared, looks[SEARCH].informative) == (1, 0)
+    assert (looks[PYTHON].compared, looks[PYTHON].informative) == (1, 1)
 
 
 def test_paths_whose_rewards_say_nothing_are_not_compared() -> None:
     unjudged = Reward(0.0, {"judge.unavailable": 1.0})
-    found = study([(branched_tree(), (earned(1)[0], unjudged, unjudged))], RULE, 5).looks[SEARCH]
+    found = study([ScoredTree(branched_tree(), (earned(1)[0], unjudged, unjudged))], RULE, 5).by_tool[SEARCH]
     assert (found.branched, found.compared) == (1, 0)
     nodes = list(branched_tree().nodes)
     broken = [*nodes[:5], tool(4, fault=Fault.INFRA), *(replace(n, parent=0) for n in nodes[5:6])]
-    found = study([(tree(broken, [3, 5, 6]), earned(1, 0, 0))], RULE, 5).looks[SEARCH]
+    found = study([ScoredTree(tree(broken, [3, 5, 6]), earned(1, 0, 0))], RULE, 5).by_tool[SEARCH]
     assert (found.branched, found.compared) == (1, 0)
 
 
 def test_paths_cut_off_right_after_a_result_are_continuations_of_their_own() -> None:
     nodes = branched_tree().nodes[:4]
-    found = study([(tree(nodes, [3, 2, 2]), earned(0.5, 0, 1))], RULE, 5).looks[SEARCH]
-    assert (found.compared, found.different) == (1, 1)
+    found = study([ScoredTree(tree(nodes, [3, 2, 2]), earned(0.5, 0, 1))], RULE, 5).by_tool[SEARCH]
+    assert (found.compared, found.informative) == (1, 1)
 
 
 def test_errors_are_over_questions() -> None:
     """With one place a question they are the usual ones; more trees of the same question add no certainty."""
     values = [1.0, 2.0, 4.0, 9.0]
-    plain = [(tree([prompt(), wrote(0, v)], [1], about(str(v))), earned(0)) for v in values]
+    plain = [ScoredTree(tree([prompt(), wrote(0, v)], [1], about(str(v))), earned(0)) for v in values]
     first = study(plain, RULE, 5).curves[START].first
     assert first.value == 4.0 and first.error == pytest.approx(stdev(values) / 2)
     twice = study([*plain, *plain], RULE, 5).curves[START].first
@@ -166,20 +171,20 @@ def random_tree(draw: random.Random, name: str) -> RolloutTree:
 def slow_told(grown: RolloutTree, rewards: Sequence[Reward], index: int) -> bool | None:
     """Whether what follows a branch point earned differently; None if there is nothing to compare."""
     earned_by: dict[object, list[float]] = {}
-    for number, leaf in enumerate(grown.leaves):
-        path = grown.path(leaf.node)
-        if index in path and not grown.infra_fault(leaf):
-            beyond = path[path.index(index) + 1 :]
+    for number, trajectory in enumerate(grown.trajectories):
+        indices = trajectory.indices
+        if index in indices and not trajectory.infra_fault:
+            beyond = indices[indices.index(index) + 1 :]
             earned_by.setdefault(beyond[0] if beyond else f"leaf {number}", []).append(rewards[number].total)
     means = {round(fmean(group), 6) for group in earned_by.values()}
     return len(means) > 1 if len(earned_by) > 1 else None
 
 
-def kind_of(node: Node) -> Place:
+def kind_of(node: Node) -> TurnStart:
     if node.kind is Kind.PROMPT:
         return START
     assert node.call is not None and node.result is not None
-    return FAILED if node.call.error or node.result.fault else Place("tool", node.call.name)
+    return FAILED if node.call.error or node.result.fault else TurnStart("tool", node.call.name)
 
 
 def slow_mean(pairs: Sequence[tuple[str, float]]) -> Mean | None:
@@ -211,12 +216,12 @@ def test_the_numbers_equal_a_slow_count(seed: int, tokens: int) -> None:
     draw = random.Random(seed)
     trees = [random_tree(draw, draw.choice("abcd")) for _ in range(draw.randint(1, 6))]
     rewards = [earned(*(draw.choice([0, 0.5, 1]) for _ in each.leaves)) for each in trees]
-    found = study(zip(trees, rewards, strict=True), RULE, tokens)
-    positions: dict[tuple[Place, int], list[tuple[str, float]]] = {}
-    firsts: dict[Place, list[tuple[str, float]]] = {}
-    deltas: dict[Place, list[tuple[str, float]]] = {}
-    rises: dict[Place, list[tuple[str, float]]] = {}
-    told: dict[Place, list[tuple[bool | None, float]]] = {}
+    found = study(map(ScoredTree, trees, rewards), RULE, tokens)
+    positions: dict[tuple[TurnStart, int], list[tuple[str, float]]] = {}
+    firsts: dict[TurnStart, list[tuple[str, float]]] = {}
+    deltas: dict[TurnStart, list[tuple[str, float]]] = {}
+    rises: dict[TurnStart, list[tuple[str, float]]] = {}
+    told: dict[TurnStart, list[tuple[bool | None, float]]] = {}
     for each, group in zip(trees, rewards, strict=True):
         for index, node in enumerate(each.nodes):
             turns = [other for other in each.nodes if other.parent == index and other.kind is Kind.MODEL]
@@ -239,33 +244,33 @@ def test_the_numbers_equal_a_slow_count(seed: int, tokens: int) -> None:
         assert same(curve.first, slow_mean(firsts[place]))
         assert len(curve.positions) == sum(key[0] == place for key in positions)
         assert all(same(mean, slow_mean(positions[place, at])) for at, mean in enumerate(curve.positions))
-    for place, looks in found.looks.items():
+    for place, looks in found.by_tool.items():
         seen = deltas.get(place, [])
         assert same(looks.rise, slow_mean(rises.get(place, [])))
-        assert same(looks.rose, slow_mean([(name, float(delta > 0)) for name, delta in seen]))
+        assert same(looks.risen, slow_mean([(name, float(delta > 0)) for name, delta in seen]))
         assert sorted(looks.branched_deltas + looks.other_deltas) == sorted(delta for _, delta in seen)
         known = [(verdict, delta) for verdict, delta in told.get(place, []) if verdict is not None]
-        assert (looks.compared, looks.different) == (len(known), sum(verdict for verdict, _ in known))
+        assert (looks.compared, looks.informative) == (len(known), sum(verdict for verdict, _ in known))
         pairs = [(high > low) + (high == low) / 2 for yes, high in known if yes for no, low in known if not no]
         assert looks.auc == (pytest.approx(fmean(pairs)) if pairs else None)
-        assert looks.looked == looks.branched + sum(looks.reasons.values())
+        assert looks.decisions == looks.branched + sum(looks.not_branched.values())
 
 
 @given(*[st.lists(st.integers(0, 4), max_size=6)] * 2)
 def test_the_chance_of_a_higher_one_counts_equal_ones_half(some: list[int], others: list[int]) -> None:
     pairs = [(a > b) + (a == b) / 2 for a in some for b in others]
-    assert pilot._chance_of_higher(some, others) == (pytest.approx(fmean(pairs)) if pairs else None)
+    assert module._auc(some, others) == (pytest.approx(fmean(pairs)) if pairs else None)
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.floats(-1, 1), max_size=300))
 def test_the_bins_hold_every_delta_and_none_lies_astride_of_zero(values: list[float]) -> None:
     nodes = [prompt(), wrote(0, 1.0), *(looked(tool(1), value, value > 0.5) for value in values)]
-    found = study([(tree(nodes, [1]), earned(0))], RULE, 5)
-    edges = bins(found)
-    assert 2 <= len(edges) <= BINS + 1 and edges == sorted(set(edges))
+    found = study([ScoredTree(tree(nodes, [1]), earned(0))], RULE, 5)
+    edges = bin_edges(found)
+    assert 2 <= len(edges) <= MAX_BINS + 1 and edges == sorted(set(edges))
     assert 0 in edges or edges[0] > 0 or edges[-1] < 0
-    told = study_json(SUBJECT, found)["decisions_by_place"]
+    told = study_json(SUBJECT, found)["decisions_by_tool"]
     assert sum(sum(row["branched_histogram"]) for row in told) == sum(value > 0.5 for value in values)
     assert sum(sum(row["other_histogram"]) for row in told) == sum(value <= 0.5 for value in values)
 
@@ -273,8 +278,8 @@ def test_the_bins_hold_every_delta_and_none_lies_astride_of_zero(values: list[fl
 def test_the_outermost_bins_hold_what_lies_beyond() -> None:
     values = [0.001 * number for number in range(761)] + [-0.9, 0.95, 0.99]
     nodes = [prompt(), wrote(0, 1.0), *(looked(tool(1), value) for value in values)]
-    found = study([(tree(nodes, [1]), earned(0))], RULE, 5)
-    edges, held = bins(found), study_json(SUBJECT, found)["decisions_by_place"][0]["other_histogram"]
+    found = study([ScoredTree(tree(nodes, [1]), earned(0))], RULE, 5)
+    edges, held = bin_edges(found), study_json(SUBJECT, found)["decisions_by_tool"][0]["other_histogram"]
     assert edges == pytest.approx([0.02 * number for number in range(39)])
     assert (held[0], held[-1], sum(held)) == (21, 23, 764)
 
@@ -299,7 +304,7 @@ def some_study(names: Sequence[str] = ("search", "python"), questions: int = 12)
             nodes += [looked(tool(1, name=name), 0.02 * number + 0.1 if place == 0 else -0.1, place == 0)]
             at = len(nodes) - 1
             nodes += [wrote(at, 2.0 + number / 10, 2.0) if place == 0 else wrote(at, 0.1, 0.2)]
-        grown.append((tree(nodes, [len(nodes) - 1], about(str(number))), earned(0)))
+        grown.append(ScoredTree(tree(nodes, [len(nodes) - 1], about(str(number))), earned(0)))
     return study(grown, RULE, 50)
 
 
@@ -308,11 +313,11 @@ def test_findings_say_which_way_it_goes() -> None:
     assert "after search is higher than" in higher and "+2.100 (+1.692 to +2.508) nats" in higher
     assert "after python is lower than" in lower and "-1.000 (-1.000 to -1.000)" in lower
     assert findings(some_study(questions=9)) == [
-        "No tool gave results on 10 questions or more, so there is nothing to say."
+        "No tool returned results on 10 or more questions, so there are no findings."
     ]
     nodes = [[prompt(), wrote(0, 1.0), looked(tool(1), delta)] for delta in (-0.1, 0.11) * 6]
-    grown = [(tree(each, [2], about(str(number))), earned(0)) for number, each in enumerate(nodes)]
-    assert "after search is neither clearly higher nor lower than" in findings(study(grown, RULE, 5))[0]
+    grown = [ScoredTree(tree(each, [2], about(str(number))), earned(0)) for number, each in enumerate(nodes)]
+    assert "after search is not clearly different from" in findings(study(grown, RULE, 5))[0]
 
 
 @pytest.mark.slow
@@ -328,8 +333,8 @@ def test_the_files_say_the_same_and_come_out_the_same(tmp_path: Path) -> None:
     )
     told = json.loads((tmp_path / "a" / "entropy.json").read_bytes())
     assert (told["name"], told["temperature"], told["probe_tokens"], told["questions"]) == ("runs/mine", 1.0, K, 12)
-    start = told["places"][0]
-    assert (start["place"], start["turns"], len(start["positions"])) == ("start of the reasoning", 12, 3)
+    start = told["turn_starts"][0]
+    assert (start["label"], start["turns"], len(start["positions"])) == ("start of the reasoning", 12, 3)
     assert start["positions"][1] == {
         "value": pytest.approx(1.1),
         "error": pytest.approx(0),
@@ -348,7 +353,7 @@ def test_hostile_names_are_text(tmp_path: Path) -> None:
     write_study(tmp_path, Subject(HOSTILE, HOSTILE, 1.0), found)
     svg = ElementTree.fromstring((tmp_path / "entropy.svg").read_bytes())
     assert not [node for node in svg.iter() if "script" in str(node.tag)]
-    assert json.loads((tmp_path / "entropy.json").read_bytes())["decisions_by_place"]
+    assert json.loads((tmp_path / "entropy.json").read_bytes())["decisions_by_tool"]
     text = markdown(Subject(HOSTILE, HOSTILE, 1.0), found)
     assert "\x1b" not in text and "\u202e" not in text and "<script>" not in text.replace("\\<script\\>", "")
     rows = [line for line in text.splitlines() if line.startswith("| after")]
@@ -360,9 +365,9 @@ def test_the_picture_ignores_the_users_own_style(monkeypatch: pytest.MonkeyPatch
     import matplotlib
 
     found = some_study()
-    before = draw("x", found, bins(found))
+    before = draw_study("x", found, bin_edges(found))
     with matplotlib.rc_context({"font.size": 30, "text.usetex": True}):
-        assert draw("x", found, bins(found)) == before
+        assert draw_study("x", found, bin_edges(found)) == before
         assert matplotlib.rcParams["font.size"] == 30
     assert before["png"].startswith(b"\x89PNG") and b"<svg" in before["svg"]
 
@@ -370,10 +375,10 @@ def test_the_picture_ignores_the_users_own_style(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.slow
 def test_the_picture_takes_anything() -> None:
     """No tool results; a single token; more tools than there are colours."""
-    assert MOST == len(COLOURS) == len(DASHES) == len(set(COLOURS))
-    nothing = study([(tree([prompt(), wrote(0, 1.0)], [1]), earned(0))], RULE, 1)
-    empty = study([(tree([prompt()], [0]), earned(0))], RULE, 1)
+    assert MAX_SHOWN == len(COLORS) == len(DASHES) == len(set(COLORS))
+    nothing = study([ScoredTree(tree([prompt(), wrote(0, 1.0)], [1]), earned(0))], RULE, 1)
+    empty = study([ScoredTree(tree([prompt()], [0]), earned(0))], RULE, 1)
     for found in (nothing, empty, some_study([f"tool {n}" for n in range(12)], 2)):
-        assert draw("x", found, bins(found))["png"]
+        assert draw_study("x", found, bin_edges(found))["png"]
         assert markdown(SUBJECT, found)
         assert study_json(SUBJECT, found)

@@ -23,7 +23,7 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +34,7 @@ from arpo.config.schema import Config
 from arpo.errors import ArpoError
 from arpo.figures.text import printable
 from arpo.runs.locks import take_lock
+from arpo.runs.reporter import SILENT, Progress, Reporter
 from arpo.runs.run_dir import is_run_dir, open_run_dir, write_atomically
 from arpo.studies.compare.stats import Comparison, Point, TrialResult
 
@@ -108,16 +109,6 @@ class ComparisonPlan:
         return sum(record[self.match] for record in self.metrics(algorithm, seed))
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """Progress of a comparison: runs done, a message when one has ended, and the state of the running ones."""
-
-    done: int
-    total: int
-    message: str = ""
-    running: str = ""
-
-
 def short_name(algorithm: str) -> str:
     """The name of an algorithm, which may be a TOML file."""
     return Path(algorithm).stem if algorithm.endswith(".toml") else algorithm
@@ -176,10 +167,11 @@ def plan_from_options(
     return plan
 
 
-async def compare(plan: ComparisonPlan, on_progress: Callable[[Progress], None] = lambda _: None) -> Comparison:
-    """Do the runs that are missing and read all results."""
-    with _locked(plan):
-        return await _Runner(plan, on_progress).run()
+async def compare(plan: ComparisonPlan, reporter: Reporter = SILENT) -> Comparison:
+    """Do the runs that are missing and read all results. Progress counts runs."""
+    total = len(plan.seeds) * (len(plan.algorithms) + 1)
+    with _locked(plan), reporter.progress("runs", total) as progress:
+        return await _Runner(plan, reporter, progress).run()
 
 
 @contextmanager
@@ -212,7 +204,8 @@ class _Runner:
     """Starts the runs of a plan, `jobs` at a time, and remembers why a run has no result."""
 
     plan: ComparisonPlan
-    on_progress: Callable[[Progress], None]
+    reporter: Reporter
+    progress: Progress
     problems: dict[tuple[str, int], str] = field(default_factory=dict)  # "" for a finished run
     running: set[Path] = field(default_factory=set)
     done: int = 0
@@ -255,7 +248,7 @@ class _Runner:
         problem = await self._finish(algorithm, seed, more)
         self.problems[algorithm, seed] = problem
         self.done += 1
-        self._notify(self._summary(algorithm, seed, problem))
+        self.reporter.message(self._summary(algorithm, seed, problem))
         return problem
 
     async def _finish(self, algorithm: str, seed: int, more: Sequence[str]) -> str:
@@ -296,20 +289,16 @@ class _Runner:
         return f"{head} held-out accuracy {self.plan.result(algorithm, seed)['accuracy']:.1%}{spent}"
 
     async def _watch(self) -> None:
-        """Report every second what the running ones have spent."""
+        """Show every second how many runs are done and what the running ones have spent."""
         while True:
-            self._notify()
+            notes = []
+            for directory in sorted(self.running):
+                if is_run_dir(directory / "run"):
+                    records = open_run_dir(directory / "run").read_metrics()
+                    spent = sum(record[self.plan.match] for record in records)
+                    notes.append(f"{directory.parent.name} {directory.name}: step {len(records)}, {spent:,.0f}")
+            self.progress.update(self.done, note="; ".join(notes))
             await asyncio.sleep(1.0)
-
-    def _notify(self, message: str = "") -> None:
-        notes = []
-        for directory in sorted(self.running):
-            if is_run_dir(directory / "run"):
-                records = open_run_dir(directory / "run").read_metrics()
-                spent = sum(record[self.plan.match] for record in records)
-                notes.append(f"{directory.parent.name} {directory.name}: step {len(records)}, {spent:,.0f}")
-        total = len(self.plan.seeds) * (len(self.plan.algorithms) + 1)
-        self.on_progress(Progress(self.done, total, message, "; ".join(notes)))
 
 
 async def _gather(work: Sequence[Coroutine[Any, Any, object]]) -> None:

@@ -1,8 +1,8 @@
-"""What a study of entropies came to: entropy.json, entropy.md, a picture as SVG and PNG, a table on the terminal.
+"""The results of an entropy study: entropy.json, entropy.md, a figure as SVG and PNG, and a table for the terminal.
 
     write_study(directory, Subject("runs/mine", "trees of steps 1 to 6", temperature=1.0), study(...))
 
-Promises: the same study gives the same files, each whole; intervals are at 95 %. Names of tools come from outside and
+Guarantees: the same study gives the same files, each written atomically. Intervals are at 95 %. Untrusted tool names
 are escaped wherever they are shown.
 """
 
@@ -16,26 +16,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
-from arpo.cli.display import console
 from arpo.evaluation.statistics import Z
-from arpo.figures.text import markdown_cell, markdown_table, printable
+from arpo.figures.text import markdown_cell, markdown_table, one_line
 from arpo.runs.run_dir import write_atomically
-from arpo.studies.entropy.figure import draw
-from arpo.studies.entropy.study import BranchStats, Mean, Place, Study
+from arpo.studies.entropy.figure import draw_study
+from arpo.studies.entropy.study import BranchStats, Mean, Study, TurnStart
 from arpo.types import percentile
 
-BINS = 40
-FEW = 10  # questions; an interval from fewer is worth little
-LOOKS_HEADS = ["looked at", "dH > 0", "branched", "not branched because", "compared", "told something", "foretold"]
+MAX_BINS = 40
+MIN_QUESTIONS = 10  # for a finding; intervals from fewer are unreliable
+BRANCH_HEADS = ["decisions", "dH > 0", "branched", "not branched because", "compared", "informative", "AUC of dH"]
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What was studied: its name, which trees, and the temperature they were sampled at."""
+    """What was studied: its name, which trees, and their sampling temperature."""
 
     name: str
     trees: str
@@ -43,60 +39,60 @@ class Subject:
 
 
 def write_study(directory: Path, subject: Subject, study: Study) -> None:
-    """Write the four files."""
+    """Write entropy.json, entropy.md, entropy.svg and entropy.png."""
     title = f"{subject.name}: {subject.trees}, temperature {subject.temperature:g}"
     files = {
         "entropy.json": (json.dumps(study_json(subject, study), indent=1, allow_nan=False) + "\n").encode(),
         "entropy.md": markdown(subject, study).encode(),
-        **{f"entropy.{kind}": content for kind, content in draw(title, study, bins(study)).items()},
+        **{f"entropy.{kind}": content for kind, content in draw_study(title, study, bin_edges(study)).items()},
     }
     for name, content in files.items():
         write_atomically(directory / name, content)
 
 
 def study_json(subject: Subject, study: Study) -> dict[str, Any]:
-    """Everything, for programs: entropies in nats, dH in units of ln V."""
-    edges = bins(study)
+    """Everything as JSON values: entropies in nats, dH in units of ln V."""
+    edges = bin_edges(study)
     return {
         **asdict(subject),
         "tree_count": study.trees,
         "questions": study.questions,
-        "probe_tokens": study.probe,
+        "probe_tokens": study.probe_tokens,
         "threshold": study.threshold,
-        "places": [
+        "turn_starts": [
             {
-                **_place(place),
+                **_start_json(start),
                 "turns": curve.turns,
                 "first_tokens": asdict(curve.first),
                 "positions": [asdict(mean) for mean in curve.positions],
             }
-            for place, curve in study.curves.items()
+            for start, curve in study.curves.items()
         ],
         "bins": edges,
-        "decisions_by_place": [{**_place(place), **_looks(looks, edges)} for place, looks in study.looks.items()],
-        "decisions_by_call": [{"call": number, **_looks(looks, edges)} for number, looks in study.by_call.items()],
+        "decisions_by_tool": [{**_start_json(s), **_branch_json(stats, edges)} for s, stats in study.by_tool.items()],
+        "decisions_by_call": [{"call": call, **_branch_json(stats, edges)} for call, stats in study.by_call.items()],
     }
 
 
 def findings(study: Study) -> list[str]:
-    """What the first tokens after each kind of result show, in a sentence each."""
-    said = []
-    for place, looks in study.looks.items():
-        if looks.rise is None or looks.rise.questions < FEW:
+    """One sentence for each kind of tool result: how the entropy after it differs from that at the start."""
+    lines = []
+    for start, stats in study.by_tool.items():
+        if stats.rise is None or stats.rise.questions < MIN_QUESTIONS:
             continue
-        low, high = _interval(looks.rise)
-        word = "higher than" if low > 0 else "lower than" if high < 0 else "neither clearly higher nor lower than"
-        said.append(
-            f"Entropy {place.label} is {word} at the start of the same path: {_signed(looks.rise)} nats over the first "
-            f"{study.probe} tokens."
+        low, high = _interval(stats.rise)
+        word = "higher than" if low > 0 else "lower than" if high < 0 else "not clearly different from"
+        lines.append(
+            f"Entropy {start.label} is {word} at the start of the same trajectory: {_signed(stats.rise)} nats over the "
+            f"first {study.probe_tokens} tokens."
         )
-    return said or [f"No tool gave results on {FEW} questions or more, so there is nothing to say."]
+    return lines or [f"No tool returned results on {MIN_QUESTIONS} or more questions, so there are no findings."]
 
 
 def markdown(subject: Subject, study: Study) -> str:
-    """The tables and the sentences."""
+    """The findings and the tables."""
     parts = [
-        f"# Entropy by place: {markdown_cell(subject.name)}",
+        f"# Entropy by start of the turn: {markdown_cell(subject.name)}",
         "",
         f"From {study.trees:,} trees of {study.questions:,} questions ({markdown_cell(subject.trees)}), in nats over "
         f"the full vocabulary, at temperature {subject.temperature:g}. In brackets: 95 % intervals over questions.",
@@ -105,106 +101,98 @@ def markdown(subject: Subject, study: Study) -> str:
         "",
         *(f"- {markdown_cell(line)}" for line in findings(study)),
         "",
-        *markdown_table(_heads(study), [[markdown_cell(text) for text in row] for row in _place_rows(study)]),
+        *_markdown_table(*entropy_table(study)),
         "",
-        "## Where paths were opened",
+        "## Branch points",
         "",
-        "A branch point told something if its continuations (the path that was probed, and the new ones) have "
-        "different mean rewards; it is counted if two of them or more have a reward that says something. Foretold: "
-        "the chance that one that told something has a higher dH than one that did not; 0.5 if dH says nothing.",
+        "A branch point is informative if its continuations (the probed trajectory and the new ones) have different mean "
+        "rewards. It is compared if two or more of them have a valid reward. AUC of dH: the probability that an "
+        "informative branch point has a larger dH than an uninformative one; 0.5 if dH predicts nothing.",
         "",
     ]
-    for head, groups in (("result of", _by_label(study)), ("call on the path", _by_number(study))):
-        parts += [*markdown_table([head, *LOOKS_HEADS], [[markdown_cell(text) for text in row] for row in groups]), ""]
+    by_tool = [[start.label.removeprefix("after "), *_branch_row(stats)] for start, stats in study.by_tool.items()]
+    by_call = [[str(call), *_branch_row(stats)] for call, stats in study.by_call.items()]
+    for head, rows in (("result of", by_tool), ("call in the trajectory", by_call)):
+        parts += [*_markdown_table([head, *BRANCH_HEADS], rows), ""]
     return "\n".join(parts)
 
 
-def show_study(study: Study) -> None:
-    """Print the table, then the sentences."""
-    wide = console if console.is_terminal else Console(file=console.file, width=200, markup=False, emoji=False)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for number, head in enumerate(_heads(study)):
-        table.add_column(head, justify="right" if number else "left", no_wrap=number == 0)
-    for row in _place_rows(study):
-        table.add_row(*(printable(text).replace("\n", " ") for text in row))
-    wide.print(table, soft_wrap=False)
-    points, compared, different = (
-        sum(getattr(looks, name) for looks in study.looks.values()) for name in ("branched", "compared", "different")
+def entropy_table(study: Study) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of the table of entropies; labels are not escaped."""
+    head = ["start of the turn", "count", "turns", f"H, first {study.probe_tokens} tokens", "H - H at the start"]
+    rows = []
+    for start, curve in study.curves.items():
+        stats = study.by_tool.get(start)
+        row = [start.label, f"{curve.first.count:,}", f"{curve.turns:,}", _plain(curve.first)]
+        more = ["", "", ""] if stats is None else [_signed(stats.rise), _percent(stats.risen), f"{stats.branched:,}"]
+        rows.append([*row, *more])
+    return [*head, "dH > 0", "branched"], rows
+
+
+def terminal_lines(study: Study) -> list[str]:
+    """The findings, and how many branch points were informative."""
+    lines = [one_line(line) for line in findings(study)]
+    branched, compared, informative = (
+        sum(getattr(stats, name) for stats in study.by_tool.values())
+        for name in ("branched", "compared", "informative")
     )
-    for line in findings(study):
-        console.print(printable(line).replace("\n", " "))
     if compared:
-        console.print(f"{points:,} branch points; {different / compared:.0%} of {compared:,} told something.")
+        lines.append(
+            f"{branched:,} branch points; {informative / compared:.0%} of the {compared:,} compared are informative."
+        )
+    return lines
 
 
-def bins(study: Study) -> list[float]:
-    """Edges of at most `BINS` equal bins around 99 % of all dH, multiples of a round width: 0 never lies inside one."""
-    deltas = [delta for looks in study.looks.values() for delta in (*looks.branched_deltas, *looks.other_deltas)]
+def bin_edges(study: Study) -> list[float]:
+    """Edges of at most `MAX_BINS` equal bins around 99 % of all dH, at multiples of a round width, so 0 is an edge."""
+    deltas = [delta for stats in study.by_tool.values() for delta in (*stats.branched_deltas, *stats.other_deltas)]
     low, high = percentile(sorted(deltas), 0.005), percentile(sorted(deltas), 0.995)
-    raw = max((high - low) / (BINS - 2), 1e-6)
+    raw = max((high - low) / (MAX_BINS - 2), 1e-6)
     unit = 10.0 ** math.floor(math.log10(raw))
     width = next(unit * step for step in (1, 2, 5, 10) if unit * step >= raw)
     return [width * number for number in range(math.floor(low / width), math.floor(high / width) + 2)]
 
 
 def _histogram(values: Sequence[float], edges: Sequence[float]) -> list[int]:
-    """How many lie in each bin, its lower edge included; the outermost also hold what lies beyond."""
-    inside = np.clip(np.asarray(values, dtype=np.float64), edges[0], edges[-1])
-    return [int(count) for count in np.histogram(inside, np.asarray(edges))[0]]
+    """The number of values in each bin, lower edge included; the outermost bins also hold what lies beyond."""
+    clipped = np.clip(np.asarray(values, dtype=np.float64), edges[0], edges[-1])
+    return [int(count) for count in np.histogram(clipped, np.asarray(edges))[0]]
 
 
-def _place(place: Place) -> dict[str, str]:
-    return {"place": place.label, **asdict(place)}
+def _start_json(start: TurnStart) -> dict[str, str]:
+    return {"label": start.label, **asdict(start)}
 
 
-def _looks(looks: BranchStats, edges: Sequence[float]) -> dict[str, Any]:
+def _branch_json(stats: BranchStats, edges: Sequence[float]) -> dict[str, Any]:
     return {
-        "looked": looks.looked,
-        "branched": looks.branched,
-        "not_branched": dict(looks.reasons),
-        "rise": looks.rise and asdict(looks.rise),
-        "rose": looks.rose and asdict(looks.rose),
-        "branched_histogram": _histogram(looks.branched_deltas, edges),
-        "other_histogram": _histogram(looks.other_deltas, edges),
-        "compared": looks.compared,
-        "different": looks.different,
-        "foretold": looks.auc,
+        "decisions": stats.decisions,
+        "branched": stats.branched,
+        "not_branched": dict(stats.not_branched),
+        "rise": stats.rise and asdict(stats.rise),
+        "risen": stats.risen and asdict(stats.risen),
+        "branched_histogram": _histogram(stats.branched_deltas, edges),
+        "other_histogram": _histogram(stats.other_deltas, edges),
+        "compared": stats.compared,
+        "informative": stats.informative,
+        "auc": stats.auc,
     }
 
 
-def _heads(study: Study) -> list[str]:
-    return ["place", "places", "turns", f"H, first {study.probe} tokens", "H - H at the start", "dH > 0", "branched"]
+def _branch_row(stats: BranchStats) -> list[str]:
+    reasons = "; ".join(f"{reason}: {count:,}" for reason, count in stats.not_branched.items())
+    informative = f"{stats.informative / stats.compared:.0%}" if stats.compared else ""
+    auc = "" if stats.auc is None else f"{stats.auc:.2f}"
+    row = [f"{stats.decisions:,}", _percent(stats.risen), f"{stats.branched:,}"]
+    return [*row, reasons, f"{stats.compared:,}", informative, auc]
 
 
-def _place_rows(study: Study) -> list[list[str]]:
-    rows = []
-    for place, curve in study.curves.items():
-        looks = study.looks.get(place)
-        row = [place.label, f"{curve.first.count:,}", f"{curve.turns:,}", _plain(curve.first)]
-        seen = ["", "", ""] if looks is None else [_signed(looks.rise), _share(looks.rose), f"{looks.branched:,}"]
-        rows.append([*row, *seen])
-    return rows
-
-
-def _by_label(study: Study) -> list[list[str]]:
-    return [[place.label.removeprefix("after "), *_looks_row(looks)] for place, looks in study.looks.items()]
-
-
-def _by_number(study: Study) -> list[list[str]]:
-    return [[str(number), *_looks_row(looks)] for number, looks in study.by_call.items()]
-
-
-def _looks_row(looks: BranchStats) -> list[str]:
-    reasons = "; ".join(f"{reason}: {count:,}" for reason, count in looks.reasons.items())
-    told = f"{looks.different / looks.compared:.0%}" if looks.compared else ""
-    auc = "" if looks.auc is None else f"{looks.auc:.2f}"
-    seen = [f"{looks.looked:,}", _share(looks.rose), f"{looks.branched:,}"]
-    return [*seen, reasons, f"{looks.compared:,}", told, auc]
+def _markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return markdown_table(head, [[markdown_cell(text) for text in row] for row in rows])
 
 
 def _interval(mean: Mean) -> tuple[float, float]:
-    reach = Z * (mean.error or 0.0)
-    return mean.value - reach, mean.value + reach
+    half = Z * (mean.error or 0.0)
+    return mean.value - half, mean.value + half
 
 
 def _plain(mean: Mean) -> str:
@@ -219,5 +207,5 @@ def _signed(mean: Mean | None) -> str:
     return f"{mean.value:+.3f} ({low:+.3f} to {high:+.3f})"
 
 
-def _share(mean: Mean | None) -> str:
+def _percent(mean: Mean | None) -> str:
     return "" if mean is None else f"{mean.value:.0%}"

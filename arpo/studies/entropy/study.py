@@ -1,14 +1,14 @@
-"""Where a model is unsure: token entropies by place, and what was decided there. The pilot study behind ARPO.
+"""Token entropies by where a turn starts, and the branching decisions made there: the pilot study behind ARPO.
 
-    found = study([(tree, rewards), ...], config.branching, tokens=50)
+    found = study(scored_trees, config.branching, tokens=50)
 
-A place is where the model begins to write: at the prompt, or after a tool result. Entropies are those of the tree's
-nodes: nats, over the full vocabulary, at the temperature of sampling.
+A turn starts at the prompt or after a tool result. Entropies are those stored in the tree's nodes: nats, over the full
+vocabulary, at the sampling temperature.
 
-Promises: every place counts once. What was written from the same place, by several paths from a prompt or by branches
-after a result, is averaged first; else results that were branched from, which are those where entropy was high, would
-count more than others. Standard errors are over questions, as paths of one question resemble each other.
-Does not cover: results that exist only because an earlier one was branched from. They count like others.
+Guarantees: every turn start counts once. Turns that start at the same node (several trajectories at the prompt, branches
+after a result) are averaged first; otherwise results with branches, where entropy was high, would count more than
+others. Standard errors are clustered by question, because trajectories of one question are correlated.
+Not covered: results that exist only because an earlier result was branched from. They count like all others.
 """
 
 from __future__ import annotations
@@ -24,28 +24,31 @@ import numpy.typing as npt
 
 from arpo.config.schema import Branching
 from arpo.rewards import unjudged
-from arpo.types import Decision, Kind, Node, Reward, RolloutTree, Trajectory
+from arpo.types import Decision, Kind, Node, RolloutTree, ScoredTree
 
 Floats = npt.NDArray[np.float64]
-SAME = 1e-9  # rewards that differ by less are the same
+ROUNDING = 1e-9  # rewards that differ by less count as equal
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Place:
-    """A kind of place: `Place("start")`, `Place("tool", "search")`, or `Place("failed")`, after a call that failed."""
+@dataclass(frozen=True, slots=True)
+class TurnStart:
+    """Where a turn starts: `TurnStart("prompt")`, `TurnStart("tool", "search")`, or `TurnStart("failed")` for any call
+    that failed."""
 
     kind: str
     tool: str = ""
 
     @property
     def label(self) -> str:
-        """In words; a tool's name is as it came."""
-        return {"start": "start of the reasoning", "failed": "after a failed call"}.get(self.kind, f"after {self.tool}")
+        """The turn start in words; the tool's name is not escaped."""
+        return {"prompt": "start of the reasoning", "failed": "after a failed call"}.get(
+            self.kind, f"after {self.tool}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A mean over `count` places, and its standard error over questions; None if there is only one of them."""
+    """A mean over `count` values, and its standard error over questions, which is None for a single question."""
 
     value: float
     error: float | None
@@ -55,7 +58,7 @@ class Mean:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Entropy after one kind of place: of the first k tokens, and token by token as far as any turn goes."""
+    """Entropy of the turns with one kind of start: mean over the first k tokens, and token by token."""
 
     turns: int
     first: Mean
@@ -64,76 +67,81 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class BranchStats:
-    """What was seen and decided after tool results of one kind.
+    """The branching decisions after one kind of tool result.
 
-    `rise` is H - H_initial in nats and `rose` the share with dH > 0, both None if nothing was generated after any of
-    them. Of the branch points, `compared` had two continuations or more whose rewards count, and `different` is how
-    many of these had continuations with different mean rewards. `foretold` is the chance that one of those has a higher
-    dH than one of the others (equal: half), None without one of each: 0.5 if dH says nothing about it.
+    `rise` is H - H_initial in nats and `risen` the fraction with dH > 0; both are None if no tokens were generated after
+    any of the results. `compared` counts the branch points with valid rewards on two or more continuations, and
+    `informative` those of them whose continuations have different mean rewards. `auc` is the probability that an
+    informative branch point has a larger dH than an uninformative one (ties count half): 0.5 if dH predicts nothing,
+    None without one of each.
     """
 
-    looked: int
+    decisions: int
     rise: Mean | None
-    rose: Mean | None
-    reasons: Mapping[str, int]
+    risen: Mean | None
+    not_branched: Mapping[str, int]  # by reason
     branched_deltas: tuple[float, ...]
     other_deltas: tuple[float, ...]
     compared: int
-    different: int
+    informative: int
     auc: float | None
 
     @property
     def branched(self) -> int:
-        """Results from which paths were opened."""
+        """The number of branch points."""
         return len(self.branched_deltas)
 
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """All of it: `threshold` is the dH above which the threshold rule branches, None if there is none."""
+    """The whole study; `threshold` is the dH above which the threshold rule branches, None for other rules."""
 
     trees: int
     questions: int
-    probe: int
+    probe_tokens: int
     threshold: float | None
-    curves: Mapping[Place, Curve]
-    looks: Mapping[Place, BranchStats]
-    by_call: Mapping[int, BranchStats]
+    curves: Mapping[TurnStart, Curve]
+    by_tool: Mapping[TurnStart, BranchStats]
+    by_call: Mapping[int, BranchStats]  # by the number of the call in its trajectory
 
 
-def study(grown: Iterable[tuple[RolloutTree, Sequence[Reward]]], settings: Branching, tokens: int) -> Study:
-    """Look at trees, each with a reward per leaf, that were grown with these settings; `tokens` of a turn at most."""
-    k, trees, questions = settings.probe_tokens, 0, set[Hashable]()
-    curves: dict[Place, _Curve] = {}
-    looks: dict[Place, _Looks] = {}
-    by_call: dict[int, _Looks] = {}
-    for tree, rewards in grown:
+def study(trees: Iterable[ScoredTree], settings: Branching, tokens: int) -> Study:
+    """Study trees that were sampled with these settings; at most `tokens` tokens of each turn."""
+    count, questions = 0, set[Hashable]()
+    curves: dict[TurnStart, _CurveSums] = {}
+    by_tool: dict[TurnStart, _BranchSums] = {}
+    by_call: dict[int, _BranchSums] = {}
+    for scored in trees:
+        tree = scored.tree
         question = (tree.task.id, tree.task.question)
-        trees += 1
+        count += 1
         questions.add(question)
-        for source, turns in _turns(tree).items():
-            curve = curves.setdefault(_place(tree.nodes[source]), _Curve(_Sums(tokens + 1)))
+        for index, turns in _turns(tree).items():
+            curve = curves.setdefault(_turn_start(tree.nodes[index]), _CurveSums(_Sums(tokens + 1)))
             curve.turns += len(turns)
-            curve.sums.add(question, _entropies(turns, k, tokens))
-        told = _told(tree, rewards)
+            curve.sums.add(question, _entropies(turns, settings.probe_tokens, tokens))
+        informative = _informative(scored)
         for index, node in enumerate(tree.nodes):
             if node.decision is not None:
-                number = sum(tree.nodes[i].kind is Kind.TOOL for i in tree.prefix(index))
-                for seen in (looks.setdefault(_place(node), _Looks()), by_call.setdefault(number, _Looks())):
-                    seen.add(question, node.decision, told.get(index))
+                call = sum(tree.nodes[i].kind is Kind.TOOL for i in tree.prefix(index))
+                for sums in (
+                    by_tool.setdefault(_turn_start(node), _BranchSums()),
+                    by_call.setdefault(call, _BranchSums()),
+                ):
+                    sums.add(question, node.decision, informative.get(index))
     return Study(
-        trees,
+        count,
         len(questions),
-        k,
+        settings.probe_tokens,
         threshold(settings),
-        {place: curves[place].done() for place in _ordered(curves)},
-        {place: looks[place].done() for place in _ordered(looks)},
-        {number: by_call[number].done() for number in sorted(by_call)},
+        {start: curves[start].result() for start in sorted(curves, key=_order)},
+        {start: by_tool[start].result() for start in sorted(by_tool, key=_order)},
+        {call: by_call[call].result() for call in sorted(by_call)},
     )
 
 
 def threshold(settings: Branching) -> float | None:
-    """The dH above which P is above tau, where that decides."""
+    """The dH above which P exceeds tau, if that alone decides about branching."""
     decides = settings.policy == "entropy" and settings.rule == "threshold" and settings.beta > 0
     if not decides or settings.penalty:
         return None
@@ -141,128 +149,138 @@ def threshold(settings: Branching) -> float | None:
 
 
 class _Sums:
-    """Rows of numbers, added up by question; NaN stands for none."""
+    """Sums of rows of numbers, by question; NaN stands for a missing number."""
 
     def __init__(self, columns: int) -> None:
         self._columns = columns
         self._by_question: dict[Hashable, Floats] = {}
 
     def add(self, question: Hashable, row: Sequence[float] | Floats) -> None:
-        """Count one row."""
+        """Add one row."""
         values = np.asarray(row, dtype=np.float64)
-        there = ~np.isnan(values)
-        held = self._by_question.setdefault(question, np.zeros((2, self._columns)))
-        held += np.stack([np.where(there, values, 0.0), there])
+        present = ~np.isnan(values)
+        sums = self._by_question.setdefault(question, np.zeros((2, self._columns)))
+        sums += np.stack([np.where(present, values, 0.0), present])
 
     def means(self) -> list[Mean | None]:
-        """The mean of each column and its standard error, with questions as clusters."""
+        """The mean of each column and its standard error, clustered by question."""
         if not self._by_question:
             return [None] * self._columns
-        sums, number = np.stack(list(self._by_question.values()), axis=1)  # both: questions x columns
-        found: list[Mean | None] = []
-        for total, count in zip(sums.T, number.T, strict=True):
+        totals_QC, counts_QC = np.stack(list(self._by_question.values()), axis=1)  # questions x columns
+        means: list[Mean | None] = []
+        for total, count in zip(totals_QC.T, counts_QC.T, strict=True):
             clusters, n = int((count > 0).sum()), int(count.sum())
             if n == 0:
-                found.append(None)
+                means.append(None)
                 continue
             mean = float(total.sum() / n)
             spread = float(((total - mean * count) ** 2).sum())
             error = math.sqrt(spread * clusters / (clusters - 1)) / n if clusters > 1 else None
-            found.append(Mean(mean, error, n, clusters))
-        return found
+            means.append(Mean(mean, error, n, clusters))
+        return means
 
 
 @dataclass(slots=True)
-class _Curve:
+class _CurveSums:
     sums: _Sums
     turns: int = 0
 
-    def done(self) -> Curve:
+    def result(self) -> Curve:
         *positions, first = self.sums.means()
         assert first is not None
         return Curve(self.turns, first, tuple(mean for mean in positions if mean is not None))
 
 
 @dataclass(slots=True)
-class _Looks:
-    looked: int = 0
+class _BranchSums:
+    decisions: int = 0
     sums: _Sums = field(default_factory=lambda: _Sums(2))
-    reasons: Counter[str] = field(default_factory=Counter)
-    deltas: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))  # not branched, branched
-    told: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))  # dH: nothing, something
+    not_branched: Counter[str] = field(default_factory=Counter)
+    branched_deltas: list[float] = field(default_factory=list)
+    other_deltas: list[float] = field(default_factory=list)
+    informative_deltas: list[float] = field(default_factory=list)
+    uninformative_deltas: list[float] = field(default_factory=list)
 
-    def add(self, question: Hashable, decision: Decision, told: bool | None) -> None:
-        self.looked += 1
+    def add(self, question: Hashable, decision: Decision, informative: bool | None) -> None:
+        self.decisions += 1
         if not decision.branches:
-            self.reasons[decision.reason] += 1
+            self.not_branched[decision.reason] += 1
         if decision.probed_tokens:
             self.sums.add(question, [decision.entropy - decision.initial_entropy, decision.delta > 0])
-            self.deltas[decision.branches > 0].append(decision.delta)
-        if told is not None:
-            self.told[told].append(decision.delta)
+            (self.branched_deltas if decision.branches else self.other_deltas).append(decision.delta)
+        if informative is not None:
+            (self.informative_deltas if informative else self.uninformative_deltas).append(decision.delta)
 
-    def done(self) -> BranchStats:
-        rise, rose = self.sums.means()
-        reasons = dict(sorted(self.reasons.items()))
-        others, branched = map(tuple, self.deltas)
-        nothing, something = self.told
-        compared = len(nothing) + len(something)
-        auc = _chance_of_higher(something, nothing)
-        return BranchStats(self.looked, rise, rose, reasons, branched, others, compared, len(something), auc)
+    def result(self) -> BranchStats:
+        rise, risen = self.sums.means()
+        return BranchStats(
+            decisions=self.decisions,
+            rise=rise,
+            risen=risen,
+            not_branched=dict(sorted(self.not_branched.items())),
+            branched_deltas=tuple(self.branched_deltas),
+            other_deltas=tuple(self.other_deltas),
+            compared=len(self.informative_deltas) + len(self.uninformative_deltas),
+            informative=len(self.informative_deltas),
+            auc=_auc(self.informative_deltas, self.uninformative_deltas),
+        )
 
 
-def _chance_of_higher(some: Sequence[float], others: Sequence[float]) -> float | None:
-    """That one of `some`, drawn at random, is higher than one of `others`; equal ones count half."""
-    if not some or not others:
+def _auc(positives: Sequence[float], negatives: Sequence[float]) -> float | None:
+    """The probability that a random positive is larger than a random negative; ties count half."""
+    if not positives or not negatives:
         return None
-    ordered = np.sort(np.asarray(others))
-    below = np.searchsorted(ordered, some, side="left") + np.searchsorted(ordered, some, side="right")
-    return float(below.mean() / 2 / len(others))
+    ordered = np.sort(np.asarray(negatives))
+    below = np.searchsorted(ordered, positives, side="left") + np.searchsorted(ordered, positives, side="right")
+    return float(below.mean() / 2 / len(negatives))
 
 
 def _turns(tree: RolloutTree) -> dict[int, list[Node]]:
-    """What the model wrote at each place, by the node it follows."""
-    found: dict[int, list[Node]] = {}
+    """The model's turns by the node that they follow."""
+    turns: dict[int, list[Node]] = {}
     for node in tree.nodes:
-        at = node.parent
-        if at is not None and node.kind is Kind.MODEL and node.tokens and tree.nodes[at].kind is not Kind.MODEL:
-            found.setdefault(at, []).append(node)
-    return found
+        parent = node.parent
+        if parent is None or node.kind is not Kind.MODEL or not node.tokens:
+            continue
+        if tree.nodes[parent].kind is not Kind.MODEL:
+            turns.setdefault(parent, []).append(node)
+    return turns
 
 
-def _place(node: Node) -> Place:
+def _turn_start(node: Node) -> TurnStart:
     if node.call is None or node.result is None:
-        return Place("start")
+        return TurnStart("prompt")
     failed = node.call.error is not None or node.result.fault is not None
-    return Place("failed") if failed else Place("tool", node.call.name)
+    return TurnStart("failed") if failed else TurnStart("tool", node.call.name)
 
 
 def _entropies(turns: Sequence[Node], k: int, tokens: int) -> Floats:
-    """By position, the mean over the turns that go so far; last, the mean over turns of that of their first k."""
+    """By position, the mean over the turns that are long enough; last, the mean over turns of their first k tokens."""
     rows = np.full((len(turns), tokens), np.nan)
     for row, turn in zip(rows, turns, strict=True):
         row[: len(turn.tokens)] = turn.entropies[:tokens]
-    reach = (~np.isnan(rows)).sum(axis=0)
+    counts = (~np.isnan(rows)).sum(axis=0)
     with np.errstate(invalid="ignore"):
-        positions = np.nansum(rows, axis=0) / reach
+        positions = np.nansum(rows, axis=0) / counts
     return np.append(positions, fmean(fmean(turn.entropies[:k]) for turn in turns))
 
 
-def _told(tree: RolloutTree, rewards: Sequence[Reward]) -> dict[int, bool]:
-    """For branch points with rewards on two continuations or more: whether these have different means."""
-    earned: dict[int, dict[int, list[float]]] = {}
-    for number, (leaf, reward) in enumerate(zip(tree.leaves, rewards, strict=True)):
-        if Trajectory(tree, leaf).infra_fault or unjudged(reward):
+def _informative(scored: ScoredTree) -> dict[int, bool]:
+    """For branch points with valid rewards on two or more continuations: whether the mean rewards differ."""
+    rewards: dict[int, dict[int, list[float]]] = {}  # by branch point and the node that follows it
+    for number, (trajectory, reward) in enumerate(zip(scored.tree.trajectories, scored.rewards, strict=True)):
+        if trajectory.infra_fault or unjudged(reward):
             continue
-        path = tree.prefix(leaf.node)
-        for index, following in zip(path, [*path[1:], -1 - number], strict=True):  # cut off there: all by itself
-            decision = tree.nodes[index].decision
+        indices = trajectory.indices
+        # A trajectory that ends at the branch point is a continuation of its own: its key is -1, -2, ...
+        for index, following in zip(indices, [*indices[1:], -1 - number], strict=True):
+            decision = scored.tree.nodes[index].decision
             if decision is not None and decision.branches:
-                earned.setdefault(index, {}).setdefault(following, []).append(reward.total)
-    means = {index: [fmean(group) for group in groups.values()] for index, groups in earned.items()}
-    return {index: max(found) - min(found) > SAME for index, found in means.items() if len(found) > 1}
+                rewards.setdefault(index, {}).setdefault(following, []).append(reward.total)
+    means = {index: [fmean(group) for group in groups.values()] for index, groups in rewards.items()}
+    return {index: max(found) - min(found) > ROUNDING for index, found in means.items() if len(found) > 1}
 
 
-def _ordered(found: Iterable[Place]) -> list[Place]:
-    """The start, the tools by name, failed calls."""
-    return sorted(found, key=lambda place: (("start", "tool", "failed").index(place.kind), place.tool))
+def _order(start: TurnStart) -> tuple[int, str]:
+    """Sort key: the prompt, the tools by name, failed calls."""
+    return ("prompt", "tool", "failed").index(start.kind), start.tool

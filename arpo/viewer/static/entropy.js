@@ -35,7 +35,7 @@ function stepsForm(state) {
 }
 
 function label(entry) {
-  return printable(shorten(entry.place, 40));
+  return printable(shorten(entry.label, 40));
 }
 
 function interval(mean, show) {
@@ -45,14 +45,14 @@ function interval(mean, show) {
 }
 
 function drawStudy(node, found, state, run) {
-  const curves = makeChart({ title: "Entropy by position after a place (nats; bands: 95 %)", xLabel: "token", floor: 0 });
-  const series = found.places.map((entry, place) => ({
+  const curves = makeChart({ title: "Entropy token by token, by start of the turn (nats; bands: 95 %)", xLabel: "token", floor: 0 });
+  const series = found.turn_starts.map((entry, index) => ({
     name: label(entry),
     legend: label(entry),
     own: true,
-    color: place,
-    mark: place,
-    dash: place % 4,
+    color: index,
+    mark: index,
+    dash: index % 4,
     points: entry.positions.map((mean, position) => [position + 1, mean.value]),
     band: entry.positions
       .map((mean, position) => [position + 1, mean.value - 1.96 * mean.error, mean.value + 1.96 * mean.error, mean.error])
@@ -61,48 +61,48 @@ function drawStudy(node, found, state, run) {
   const said = `${number(found.tree_count)} trees of ${number(found.questions)} questions; ${printable(shorten(found.trees, 100))}; temperature ${number(found.temperature)}`;
   clear(node).append(
     stepsForm(state),
-    el("h2", {}, `Entropy by place: ${printable(shorten(run.name, 60))}`),
+    el("h2", {}, `Entropy by start of the turn: ${printable(shorten(run.name, 60))}`),
     el("p", {}, said),
     ...(found.findings ?? []).map((line) => el("p", {}, printable(shorten(line, 300)))),
-    placeTable(found),
-    el("div", { class: "charts wide" }, curves.node, ...found.decisions_by_place.map((entry) => histogram(entry, found))),
+    entropyTable(found),
+    el("div", { class: "charts wide" }, curves.node, ...found.decisions_by_tool.map((entry) => histogram(entry, found))),
     el("h3", {}, "Branching decisions"),
-    decisionTable("result of", found.decisions_by_place, label),
-    decisionTable("call on the trajectory", found.decisions_by_call, (entry) => number(entry.call)),
+    decisionTable("result of", found.decisions_by_tool, label),
+    decisionTable("call in the trajectory", found.decisions_by_call, (entry) => number(entry.call)),
   );
   curves.update(series, { wholeX: true });
 }
 
-function placeTable(found) {
-  const decisions = new Map(found.decisions_by_place.map((entry) => [entry.place, entry]));
-  const rows = found.places.map((entry) => {
-    const seen = decisions.get(entry.place);
+function entropyTable(found) {
+  const decisions = new Map(found.decisions_by_tool.map((entry) => [entry.label, entry]));
+  const rows = found.turn_starts.map((entry) => {
+    const stats = decisions.get(entry.label);
     return [
       label(entry),
       number(entry.first_tokens.count),
       number(entry.turns),
       interval(entry.first_tokens, number),
-      seen ? interval(seen.rise, signed) : "",
-      seen?.rose ? percent(seen.rose.value) : "",
-      seen ? number(seen.branched) : "",
+      stats ? interval(stats.rise, signed) : "",
+      stats?.risen ? percent(stats.risen.value) : "",
+      stats ? number(stats.branched) : "",
     ];
   });
-  const heads = ["place", "places", "turns", `H, first ${found.probe_tokens} tokens`, "H − H at the start", "dH > 0", "branched"];
+  const heads = ["start of the turn", "count", "turns", `H, first ${found.probe_tokens} tokens`, "H − H at the start", "dH > 0", "branched"];
   return table(heads, rows);
 }
 
 function decisionTable(head, entries, name) {
   const rows = entries.map((entry) => [
     name(entry),
-    number(entry.looked),
-    entry.rose ? percent(entry.rose.value) : "–",
+    number(entry.decisions),
+    entry.risen ? percent(entry.risen.value) : "–",
     number(entry.branched),
     Object.entries(entry.not_branched).map(([reason, count]) => `${printable(shorten(reason, 60))}: ${number(count)}`).join("; "),
     number(entry.compared),
-    entry.compared ? percent(entry.different / entry.compared) : "",
-    entry.foretold === null ? "" : entry.foretold.toFixed(2),
+    entry.compared ? percent(entry.informative / entry.compared) : "",
+    entry.auc === null ? "" : entry.auc.toFixed(2),
   ]);
-  return table([head, "decisions", "dH > 0", "branched", "not branched because", "compared", "rewards differ", "AUC of dH"], rows, { class: "decisions" });
+  return table([head, "decisions", "dH > 0", "branched", "not branched because", "compared", "informative", "AUC of dH"], rows, { class: "decisions" });
 }
 
 // A stacked histogram of dH: results that were branched from below, the others above.
@@ -125,7 +125,7 @@ function histogram(entry, found) {
     if (typeof value !== "number" || value < low || value > high) continue;
     lines.push(svg("line", { class: kind, x1: px(value), x2: px(value), y1: 4, y2: height - foot }));
   }
-  const words = `dH after ${label(entry).replace(/^after /, "")}: ${number(entry.looked)} decisions, ${number(entry.branched)} branched`;
+  const words = `dH after ${label(entry).replace(/^after /, "")}: ${number(entry.decisions)} decisions, ${number(entry.branched)} branched`;
   const picture = { role: "img", "aria-label": words, class: "plot", viewBox: `0 0 ${width} ${height}`, width, height };
   return el(
     "figure",

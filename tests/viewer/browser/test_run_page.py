@@ -104,7 +104,7 @@ def test_a_run_that_grows(pages: Open, tmp_path: Path) -> None:
 
 def test_entropy(pages: Open, known: str) -> None:
     page = pages(known + "#tab=entropy&at=branched")
-    page.locator("h2", has_text="Entropy by place").wait_for()
+    page.locator("h2", has_text="Entropy by start of the turn").wait_for()
     heads = page.locator("main table").first.locator("tbody th").all_text_contents()
     assert heads == ["start of the reasoning", "after search", "after a failed call"]
     assert page.locator('svg[aria-label="dH after search: 4 decisions, 2 branched"]').count() == 1
@@ -183,7 +183,7 @@ def test_an_exported_file_needs_no_server(pages: Open, tmp_path: Path) -> None:
     page.locator(".hits button").first.click()
     page.locator("h3", has_text="Node 8: tool python").wait_for()
     page.goto(file.as_uri() + "#tab=entropy&at=branched")
-    page.locator("h2", has_text="Entropy by place").wait_for()
+    page.locator("h2", has_text="Entropy by start of the turn").wait_for()
     page.goto(file.as_uri() + "#tab=config&at=sft&other=branched")
     page.locator("table.settings tr", has_text="train.lr").wait_for()
     page.goto(file.as_uri() + "#tab=trees&at=hostile&node=1")
