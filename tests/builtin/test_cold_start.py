@@ -20,7 +20,7 @@ from arpo.builtin.world import World, build_world, world_vocabulary
 from arpo.config.loading import load_config
 from arpo.config.schema import Config, Model
 from arpo.errors import ArpoError
-from arpo.evaluation.evaluate import evaluate
+from arpo.evaluation.evaluate import evaluate, select_tasks
 from arpo.models.load import load_model
 from arpo.rewards import build_reward
 from arpo.tools.build import build_tools
@@ -41,7 +41,8 @@ def test_the_base_can_read(base: tuple[Any, Any]) -> None:
     config = load_config(None, [*SMALL, "world.seed=77", "reward.accuracy=em", "eval.questions=40"])
     test = build_world(config.world).test
     agent = build_agent(config, build_tools(config), *base)
-    result = asyncio.run(evaluate(agent, test, config.eval, config.rollout, build_reward("em", 0.0, ()), seed=0))
+    tasks, seeds = select_tasks(test, config.eval, 0)
+    result = asyncio.run(evaluate(agent, tasks, seeds, config.eval, config.rollout, build_reward("em", 0.0, ()), 1))
     assert result.accuracy > 0.5
     assert result.format_rate > 0.9
 

@@ -15,12 +15,11 @@ from arpo.builtin.world import KINDS, World, build_world, other_world, sample_ta
 from arpo.config.schema import World as Settings
 from arpo.data.traces import Trace
 from arpo.rewards import format_ok
-from arpo.rewards.text import answer_text, boxed
 from arpo.tools.build import open_sandbox
 from arpo.tools.executor import call_tool
 from arpo.tools.python.tool import build_python
 from arpo.tools.search import build_search
-from arpo.types import Kind, Task, ToolCall
+from arpo.types import Kind, Task, ToolCall, answer_text, boxed
 
 SMALL = Settings(seed=3, entities=90, train_questions=200, test_questions=80)
 NO_MISTAKES = Mistakes(0, 0, 0, 0, 0)

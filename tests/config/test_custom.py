@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,12 @@ from arpo.config.plugins import load_object, names_object
 from arpo.config.schema import Rewards
 from arpo.errors import ArpoError
 from arpo.models.save import save_pretrained
-from arpo.rewards import reward_from
+from arpo.rewards import RewardFn, reward_from
 from arpo.runs.run_dir import open_run_dir as read_run
 from arpo.tools.build import build_tools
 from arpo.tools.executor import call_tool
 from arpo.training.loop import open_run, train
-from arpo.types import Reward, Task, ToolCall
+from arpo.types import Reward, RolloutTree, Task, ToolCall
 
 ROOT = Path(__file__).parents[2]
 TASK = Task("q7", "How long?", ("Upper Kelso",))
@@ -51,8 +52,8 @@ def plain(text: str) -> str:
 def share(prediction, golds, task):
     return len(prediction) / len(golds[0]) if task.id == "q7" else task.meta["score"]
 
-def whole(task, tree, leaf):
-    return task.meta.get("reward", Reward(0.25, {"correct": 0.0, "format": 1.0}))
+def whole(trajectory):
+    return trajectory.task.meta.get("reward", Reward(0.25, {"correct": 0.0, "format": 1.0}))
 """
 
 
@@ -61,6 +62,12 @@ def file(tmp_path: Path) -> Path:
     path = tmp_path / "mine.py"
     path.write_text(SOURCE)
     return path
+
+
+def scored(reward: RewardFn, task: Task, tree: RolloutTree) -> Reward:
+    """The reward of the only trajectory of `tree`, as an answer to `task`."""
+    (trajectory,) = replace(tree, task=task).trajectories
+    return reward(trajectory)
 
 
 def refused(setting: str, text: str) -> str:
@@ -106,12 +113,12 @@ def test_mistakes_in_a_name_are_told(file: Path, tmp_path: Path) -> None:
 def test_an_accuracy_of_ones_own(file: Path) -> None:
     reward = reward_from(Rewards(accuracy=f"{file}:share", bonus=0.5, bonus_tools=("search",)))
     answered = searched(last="<think>b</think><answer>\\boxed{Upper}</answer>")
-    given = reward(TASK, answered, answered.leaves[0])
+    given = scored(reward, TASK, answered)
     assert given.total == pytest.approx(5 / 11 + 0.5)
     for wrong in (1.5, -0.1, float("nan"), "1", None):
         task = Task("q8", "How?", ("x",), meta={"score": wrong})
         with pytest.raises(ArpoError, match=r"returned .* for q8, expected a number from 0 to 1"):
-            reward(task, answered, answered.leaves[0])
+            scored(reward, task, answered)
     with pytest.raises(ArpoError, match="expected a function"):
         reward_from(Rewards(accuracy=f"{file}:LOADED"))
 
@@ -119,7 +126,7 @@ def test_an_accuracy_of_ones_own(file: Path) -> None:
 def test_a_reward_of_ones_own(file: Path) -> None:
     reward = reward_from(Rewards(accuracy="f1", function=f"{file}:whole"))
     tree = searched()
-    assert reward(TASK, tree, tree.leaves[0]) == Reward(0.25, {"correct": 0.0, "format": 1.0})
+    assert scored(reward, TASK, tree) == Reward(0.25, {"correct": 0.0, "format": 1.0})
     for wrong, told in [
         (0.5, "expected an arpo.types.Reward"),
         (Reward(1.0, {"correct": 1.0}), "without the parts format"),
@@ -127,7 +134,7 @@ def test_a_reward_of_ones_own(file: Path) -> None:
         (Reward(1.0, {"correct": 1.0, "format": "yes"}), "expected finite numbers"),
     ]:
         with pytest.raises(ArpoError, match=told):
-            reward(Task("q", "How?", ("x",), meta={"reward": wrong}), tree, tree.leaves[0])
+            scored(reward, Task("q", "How?", ("x",), meta={"reward": wrong}), tree)
 
 
 def test_settings_say_what_an_accuracy_may_be() -> None:
@@ -142,10 +149,10 @@ def test_each_accuracy_scores_as_its_function_does() -> None:
     kelso = searched(last="<think>b</think><answer>\\boxed{Kelso}</answer>")
     for name, score in boxed.items():
         reward = reward_from(Rewards(accuracy=name, bonus=0.0))
-        assert reward(TASK, kelso, kelso.leaves[0]).total == pytest.approx(score)
+        assert scored(reward, TASK, kelso).total == pytest.approx(score)
     tolerant = reward_from(Rewards(accuracy="number", tolerance=0.01, bonus=0.0))
     near = searched(last="<think>b</think><answer>\\boxed{200.5}</answer>")
-    assert tolerant(Task("q", "How much?", ("200",)), near, near.leaves[0]).total == 1.0
+    assert scored(tolerant, Task("q", "How much?", ("200",)), near).total == 1.0
 
 
 def test_a_tool_of_ones_own(file: Path) -> None:
@@ -192,7 +199,7 @@ def test_the_example_is_short_and_trains(tokenizer: Any, tmp_path: Path, monkeyp
         for box_text, total in {"150 cents": 1.0, "140": 0.5, "1": 0.0, "": 0.0, "²": 0.0}.items():
             tree = searched(last=f"<think>b</think><answer>\\boxed{{{box_text}}}</answer>", name="price")
             bonus = config.reward.bonus if total else 0.0
-            assert run.session.reward(task, tree, tree.leaves[0]).total == pytest.approx(total + bonus)
+            assert scored(run.session.reward, task, tree).total == pytest.approx(total + bonus)
     (row,) = read_run(tmp_path / "run").read_metrics()
     assert row["trajectories"] == 8
 
@@ -200,9 +207,9 @@ def test_the_example_is_short_and_trains(tokenizer: Any, tmp_path: Path, monkeyp
 def test_kinds_of_questions_are_compared_in_their_own_way() -> None:
     tree = searched(last="<think>so</think><answer>\\boxed{1200.0}</answer>")
     reward = reward_from(Rewards(accuracy="em", by_kind={"math": "number", "qa": "f1"}, bonus=0.0))
-    scores = {kind: reward(Task("q", "How far?", ("1200",), kind), tree, tree.leaves[0]).total for kind in ("", "math")}
+    scores = {kind: scored(reward, Task("q", "How far?", ("1200",), kind), tree).total for kind in ("", "math")}
     assert scores == {"": 0.0, "math": 1.0}
-    qa = reward(Task("q", "How far?", ("1200.0 feet",), "qa"), tree, tree.leaves[0]).total
+    qa = scored(reward, Task("q", "How far?", ("1200.0 feet",), "qa"), tree).total
     assert qa == pytest.approx(2 / 3)
     with pytest.raises(ArpoError, match="by_kind"):
         load_config(None, ['reward.by_kind={math = "maths"}'])
