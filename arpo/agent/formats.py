@@ -209,7 +209,7 @@ def encode_example_turn(tokenizer: Any, text: str) -> list[int]:
 
 def encode_result(tokenizer: Any, fmt: CallFormat, text: str, max_tokens: int) -> tuple[tuple[int, ...], str]:
     """Token ids and text of a tool result in its wrapper; the tool's part is cut to `max_tokens`, note included."""
-    body = neutralise(text, fmt.specs)
+    body = escape_protocol_tags(text, fmt.specs)
     ids = _plain_ids(tokenizer, body)
     if len(ids) > max_tokens:
         note = _ids(tokenizer, CUT_NOTE)
@@ -223,7 +223,16 @@ def encode_result(tokenizer: Any, fmt: CallFormat, text: str, max_tokens: int) -
     return (*_ids(tokenizer, before), *ids, *_ids(tokenizer, after)), f"{before}{body}{after}"
 
 
-def neutralise(text: str, specs: Sequence[ToolSpec]) -> str:
+def wrap_result(fmt: CallFormat, text: str, max_chars: int) -> str:
+    """A tool result in its wrapper as text, for dialogues without a tokenizer; cut to `max_chars`, note included."""
+    body = escape_protocol_tags(text, fmt.specs)
+    if len(body) > max_chars:
+        body = body[: max(0, max_chars - len(CUT_NOTE))] + CUT_NOTE
+    before, after = fmt.wrapper(None)
+    return f"{before}{body}{after}"
+
+
+def escape_protocol_tags(text: str, specs: Sequence[ToolSpec]) -> str:
     """The text with the `<` of every tag of ours, however it is spelt, replaced by the harmless `‹`."""  # noqa: RUF002
     names = "|".join(re.escape(name) for name in (*PROTOCOL_TAGS, *(spec.name for spec in specs)))
     return re.sub(rf"<(?=[\s/]*(?:{names})\b)", "\u2039", text, flags=re.IGNORECASE)

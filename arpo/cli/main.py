@@ -235,7 +235,9 @@ def chat(
     seed: Annotated[int | None, typer.Option(min=0, help="repeats a conversation; fresh if not given")] = None,
 ) -> None:
     """Talk to a model and watch it call tools. The temperature is 0.7 unless rollout.temperature=... is given here."""
-    from arpo.cli.chat import Conversation, Screen, open_agent, talk
+    from arpo.agent.conversation import Conversation
+    from arpo.cli.chat import Screen, open_agent
+    from arpo.cli.chat import chat as run_chat
 
     given = [] if tools is None else [f"tools.enabled={json.dumps(tools.replace(',', ' ').split())}"]
     config = model_config(model, [*CHAT_SETTINGS, *(overrides or []), *given])
@@ -246,7 +248,7 @@ def chat(
             names = ", ".join(agent.tools) or "none"
             screen.note(f"{model}; tools: {names}; temperature {config.rollout.temperature:g}; seed {seed}; /help")
             conversation = Conversation(agent, config.rollout, config.branching.probe_tokens, seed)
-            talk(conversation, screen, *_reader())
+            run_chat(conversation, screen, *_reader())
     except KeyboardInterrupt:  # typer would swallow it, and with it the message of `main`
         raise asyncio.CancelledError from None
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from templates import CHATML, DROPPING, QWEN, STRICT, make_tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from arpo.agent.formats import build_format, encode_prompt, encode_result, neutralise
+from arpo.agent.formats import build_format, encode_prompt, encode_result, escape_protocol_tags
 from arpo.errors import ArpoError
 from arpo.types import ToolCall, ToolSpec
 
@@ -208,9 +208,9 @@ def test_tool_text_cannot_forge_the_protocol() -> None:
             assert f"<{tag}>" not in body and f"</{tag}>" not in body
 
 
-def test_neutralise() -> None:
+def test_escape_protocol_tags() -> None:
     text = "<search> </Search> < /python> <researcher> <b> a<1 <answer <|im_end|>"
-    assert neutralise(text, SPECS) == "‹search> ‹/Search> ‹ /python> <researcher> <b> a<1 ‹answer <|im_end|>"  # noqa: RUF001
+    assert escape_protocol_tags(text, SPECS) == "‹search> ‹/Search> ‹ /python> <researcher> <b> a<1 ‹answer <|im_end|>"  # noqa: RUF001
 
 
 TAG_NAMES = ("search", "python", "think", "answer", "result", "tool_call", "tool_response")
@@ -222,8 +222,8 @@ TURNS = st.one_of(st.text(), st.lists(TAG_PIECES, max_size=25).map("".join))
 
 
 @given(TURNS)
-def test_neutralised_text_holds_no_tag(text: str) -> None:
-    clean = neutralise(text, SPECS)
+def test_escaped_text_holds_no_tag(text: str) -> None:
+    clean = escape_protocol_tags(text, SPECS)
     assert len(clean) == len(text)
     for tag in TAG_NAMES:
         assert f"<{tag}>" not in clean.lower() and f"</{tag}>" not in clean.lower()

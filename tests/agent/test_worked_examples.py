@@ -14,11 +14,11 @@ from templates import CHATML, QWEN, STRICT, UNCLOSED, make_tokenizer
 from traces import sum_row, sums_config, write_rows
 
 from arpo.agent.agent import Agent, build_agent, fit_prompts
+from arpo.agent.conversation import Conversation
 from arpo.agent.examples import encode_examples, read_examples
 from arpo.agent.formats import CallFormat, build_format, encode_follow_up, encode_prompt
 from arpo.algorithm.rollout import rollout
 from arpo.builtin.model import build_model
-from arpo.cli.chat import Conversation
 from arpo.config.loading import load_config
 from arpo.config.schema import Branching, Rollout
 from arpo.data.task_set import load_task_set

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arpo.algorithm.branching import balanced, decide
+from arpo.algorithm.branching import balanced_num_initial, decide
 from arpo.config.schema import Branching
 from arpo.types import Decision
 
@@ -46,8 +46,8 @@ def test_the_stochastic_rule_draws_with_probability_p() -> None:
     ("settings", "entropies", "budget", "reason"),
     [
         (Branching(policy="never"), [4.0], 4, "the policy never branches"),
-        (Branching(), [], 4, "nothing was generated after the result"),
-        (Branching(), [4.0], 0, "the leaf budget is used up"),
+        (Branching(), [], 4, "nothing was sampled after the result"),
+        (Branching(), [4.0], 0, "the budget of trajectories is used up"),
     ],
 )
 def test_reasons_not_to_branch(settings: Branching, entropies: list[float], budget: int, reason: str) -> None:
@@ -78,27 +78,29 @@ def test_controls_do_not_look_at_entropies() -> None:
         always = decide(Branching(policy="always", branch_width=2), [2.0], entropies, V, 4, 0.999999)
         assert (always.branches, always.probability) == (2, 1.0)
         later = decide(Branching(policy="posthoc_random"), [2.0], entropies, V, 4, 0.0)
-        assert (later.branches, later.reason) == (0, "the policy branches when all paths have ended")
+        assert (later.branches, later.reason) == (0, "the policy branches when all trajectories have ended")
         assert later.entropy == entropies[0]  # what was seen is recorded all the same
-    assert decide(Branching(policy="always"), [2.0], [1.0], V, 0, 0.0).reason == "the leaf budget is used up"
+    assert decide(Branching(policy="always"), [2.0], [1.0], V, 0, 0.0).reason == "the budget of trajectories is used up"
     assert decide(Branching(policy="random"), [2.0], [], V, 4, 0.0).branches == 0
 
 
 def test_branching_in_a_row_costs_probability() -> None:
     settings = Branching(rule="stochastic", alpha=0.5, beta=0.0, penalty=0.3)
-    chances = [decide(settings, [1.0], [1.0], V, 4, 0.9, in_a_row).probability for in_a_row in range(5)]
+    chances = [decide(settings, [1.0], [1.0], V, 4, 0.9, count).probability for count in range(5)]
     assert chances == pytest.approx([0.5, 0.5 * 0.7, 0.5 * 0.4, 0.5 * 0.1, 0.0])
     negative = Branching(alpha=0.0, beta=1.0, penalty=0.5)
     assert decide(negative, [4.0], [1.0], V, 4, 0.9, 4).probability == 0.0  # and does not turn its sign
 
 
 def test_the_share_of_paths_from_the_prompt_follows_the_balance_of_entropies() -> None:
-    assert balanced(16, 1.0, [2.0, 0.0], [[1.0], [0.5, 1.5]]) == 8  # as unsure at its start as after its tools
-    assert balanced(16, 2.0, [1.0], [[0.5], [0.5, 0.5]]) == round(16 / (1 + math.exp(-2.0 * 0.5)))
-    assert balanced(16, 2.0, [0.5], [[1.0]]) == round(16 / (1 + math.exp(1.0)))
     assert (
-        balanced(16, 1.0, [1.5], [[3.0], [0.0, 0.0, 0.0]]) == 8
+        balanced_num_initial(16, 1.0, [2.0, 0.0], [[1.0], [0.5, 1.5]]) == 8
+    )  # as unsure at its start as after its tools
+    assert balanced_num_initial(16, 2.0, [1.0], [[0.5], [0.5, 0.5]]) == round(16 / (1 + math.exp(-2.0 * 0.5)))
+    assert balanced_num_initial(16, 2.0, [0.5], [[1.0]]) == round(16 / (1 + math.exp(1.0)))
+    assert (
+        balanced_num_initial(16, 1.0, [1.5], [[3.0], [0.0, 0.0, 0.0]]) == 8
     )  # every result counts the same, however long its turn
-    assert balanced(16, 9.0, [3.0], []) == 16
-    assert balanced(16, 9.0, [], [[3.0]]) == 1
-    assert balanced(4, 0.0, [3.0], []) == 2
+    assert balanced_num_initial(16, 9.0, [3.0], []) == 16
+    assert balanced_num_initial(16, 9.0, [], [[3.0]]) == 1
+    assert balanced_num_initial(4, 0.0, [3.0], []) == 2

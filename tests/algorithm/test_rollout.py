@@ -130,7 +130,13 @@ def test_threshold_missed_fills_the_rest_from_the_root(tokenizer: Any) -> None:
     assert [node.parent for node in tree.nodes if node.kind is Kind.MODEL].count(0) == 3
     reasons = [node.decision.reason for node in tree.nodes if node.decision]
     assert (
-        reasons == ["P is not above the threshold", "the leaf budget is used up", "the leaf budget is used up"][:1] * 3
+        reasons
+        == [
+            "P is not above the threshold",
+            "the budget of trajectories is used up",
+            "the budget of trajectories is used up",
+        ][:1]
+        * 3
     )
     assert tree.branch_points == 0
 
@@ -139,7 +145,12 @@ def test_budget_is_shared_by_all_paths_and_never_overdrawn(tokenizer: Any) -> No
     how = Rollout(num_trajectories=6, num_initial=4)
     tree = grow(agent(tokenizer, turns((SEARCH, LOW), (ANSWER, HIGH))), how)
     reasons = [node.decision.reason for node in tree.nodes if node.decision]
-    assert sorted(reasons) == ["branched", "branched", "the leaf budget is used up", "the leaf budget is used up"]
+    assert sorted(reasons) == [
+        "branched",
+        "branched",
+        "the budget of trajectories is used up",
+        "the budget of trajectories is used up",
+    ]
     assert tree.tool_calls == 4
 
 
@@ -480,7 +491,7 @@ def test_later_starts_the_rest_at_drawn_results_one_for_each_first_path(tokenize
         assert [sum(first in tree.prefix(leaf.node) for leaf in tree.leaves) for first in firsts] == [3, 3, 3]
         drawn = [node.decision for node in tree.nodes if node.decision and node.decision.branches]
         assert sum(decision.branches for decision in drawn) == 6
-        assert {decision.reason for decision in drawn} == {"drawn when all paths had ended"}
+        assert {decision.reason for decision in drawn} == {"drawn at random after all trajectories ended"}
         assert {node.decision.initial_entropy for node in tree.nodes if node.decision} == {
             4.0
         }  # that of its first turn
@@ -513,7 +524,9 @@ def test_top_starts_the_rest_where_entropy_rose_most(tokenizer: Any, rounds: int
         chosen = {path: decision for path, decision in opened.items() if decision and decision.branches}
         assert sorted(sum(tree.nodes[i].kind is Kind.TOOL for i in path) for path in chosen) == depths
         assert all(decision.branches == 1 for decision in chosen.values())  # none twice while others were not
-        assert {decision.reason for decision in chosen.values()} == {"chosen for its dH when all paths had ended"}
+        assert {decision.reason for decision in chosen.values()} == {
+            "largest entropy rise after all trajectories ended"
+        }
 
 
 def test_later_without_any_result_fills_from_the_prompt(tokenizer: Any) -> None:

@@ -14,30 +14,27 @@ from typing import Any
 
 import clock
 import pytest
-from hypothesis import HealthCheck, example, given
+from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from rich.console import Console
 from templates import CHATML, DROPPING, QWEN, STRICT, UNCLOSED, make_tokenizer
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from arpo.agent.agent import Agent
+from arpo.agent.conversation import Answer, Conversation
 from arpo.agent.formats import build_format, encode_follow_up, encode_prompt, encode_result
 from arpo.builtin.model import build_model
 from arpo.cli.base import model_config
 from arpo.cli.chat import (
     COMMANDS,
     LEGEND,
+    NO_MEMORY,
     RESULT_LINES,
     RESULT_WIDTH,
-    STANDS_ALONE,
-    Conversation,
-    Decoder,
     Screen,
-    Turn,
+    chat,
     shorten,
-    talk,
+    summary,
 )
 from arpo.cli.main import main
 from arpo.config.schema import Config, Rollout
@@ -81,7 +78,7 @@ def screen(terminal: bool = False, tokenizer: Any = CHAT) -> tuple[Screen, Calla
     return Screen(console, tokenizer), file.getvalue
 
 
-def play(conversation: Conversation, *lines: str, go_on: bool = True) -> str:
+def play(conversation: Conversation, *lines: str, interactive: bool = True) -> str:
     """What a person sees who types these lines and then Ctrl-D."""
     shown, text = screen(tokenizer=conversation.agent.tokenizer)
     waiting = list(lines)
@@ -91,7 +88,7 @@ def play(conversation: Conversation, *lines: str, go_on: bool = True) -> str:
             raise EOFError
         return waiting.pop(0)
 
-    talk(conversation, shown, read, go_on)
+    chat(conversation, shown, read, interactive)
     assert not waiting or "/quit" in lines
     return text()
 
@@ -104,74 +101,6 @@ def says(*texts: str) -> Script:
     """A model that says these things in order."""
     waiting = list(texts)
     return lambda prefix, seed: waiting.pop(0)
-
-
-# Pieces of text.
-
-
-def bytes_to_unicode() -> dict[int, str]:
-    """Bytes to the letters that byte-level vocabularies write them with."""
-    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {byte: chr(byte) for byte in plain} | {byte: chr(256 + i) for i, byte in enumerate(others)}
-
-
-def pieces(tokenizer: Any, ids: list[int]) -> list[str]:
-    decoder = Decoder(tokenizer)
-    return [*(decoder.push(token) for token in ids), decoder.flush()]
-
-
-@RELAXED
-@given(st.text())
-@example("é漢🙂👩‍🚀 <think> Mira\x1b[2J</think>\ufffd\ufffdx\ufffd")
-def test_pieces_make_up_the_text_and_never_break_a_character(tokenizer: Any, text: str) -> None:
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    shown = pieces(tokenizer, ids)
-    assert "".join(shown) == tokenizer.decode(ids, skip_special_tokens=False) == text
-    assert "\ufffd" in text or not any("\ufffd" in piece for piece in shown)
-
-
-@RELAXED
-@given(st.data())
-def test_pieces_make_up_whatever_the_ids_decode_to(tokenizer: Any, data: st.DataObject) -> None:
-    ids = data.draw(st.lists(st.integers(0, len(tokenizer) - 1) | st.integers(4, 260), max_size=40))
-    assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids, skip_special_tokens=False)
-
-
-@given(st.lists(st.integers(0, 257), max_size=12))
-@example([97, 256, 0x9F, 0x99, 0x82, 257, 0xA9])
-def test_pieces_are_right_where_one_token_ends_a_character_and_begins_the_next(ids: list[int]) -> None:
-    letters = bytes_to_unicode()  # how a byte is written in such a vocabulary
-    merges = [(letters[ord("a")], letters[0xF0]), (letters[0x82], letters[0xC3])]
-    vocabulary = {letter: byte for byte, letter in letters.items()} | {
-        a + b: 256 + i for i, (a, b) in enumerate(merges)
-    }
-    core = Tokenizer(models.BPE(vocabulary, merges))
-    core.decoder = decoders.ByteLevel()
-    mixed = PreTrainedTokenizerFast(tokenizer_object=core)
-    assert "".join(pieces(mixed, ids)) == mixed.decode(ids)
-
-
-def test_text_appears_at_once_unless_a_character_is_incomplete(tokenizer: Any) -> None:
-    ids = tokenizer("a🙂b", add_special_tokens=False)["input_ids"]
-    assert pieces(tokenizer, ids) == ["a", "", "", "", "🙂", "b", ""]
-    assert pieces(tokenizer, ids[:3]) == ["a", "", "", "\ufffd"]
-
-
-def test_a_decoder_begins_anew_after_a_flush(tokenizer: Any) -> None:
-    first, second = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("a🙂", "Mira"))
-    decoder = Decoder(tokenizer)
-    assert "".join([*map(decoder.push, first[:-1]), decoder.flush()]) == "a\ufffd"
-    assert "".join([*map(decoder.push, second), decoder.flush()]) == "Mira"
-
-
-@given(st.lists(st.sampled_from(["▁Mira", "▁was", "born", ".", "▁"]), max_size=12))
-def test_pieces_keep_the_spaces_of_a_tokenizer_that_drops_the_first_one(words: list[str]) -> None:
-    core = Tokenizer(models.WordLevel({w: i for i, w in enumerate(["▁Mira", "▁was", "born", ".", "▁", "?"])}, "?"))
-    core.pre_tokenizer, core.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    spaced = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="?")
-    ids = spaced.convert_tokens_to_ids(words)
-    assert "".join(pieces(spaced, ids)) == spaced.decode(ids, clean_up_tokenization_spaces=False)
 
 
 # What reaches the terminal.
@@ -203,8 +132,8 @@ def test_nothing_that_a_model_or_a_tool_writes_steers_the_terminal(shading: bool
 def test_whatever_is_sampled_the_terminal_gets_printable_text(text: str) -> None:
     shown, seen = screen()
     for token in CHAT(text, add_special_tokens=False)["input_ids"]:
-        shown.token(token, 0.0)
-    shown.end_of_text()
+        shown.on_token(token, 0.0)
+    shown.on_turn_end()
     assert all(char.isprintable() or char == "\n" for char in seen())
 
 
@@ -213,8 +142,8 @@ def test_tokens_are_shaded_by_entropy_and_the_end_of_a_turn_is_not_shown() -> No
     shown.shading = True
     a, b, c, d = CHAT("abcd", add_special_tokens=False)["input_ids"]
     for token, entropy in ((a, 0.1), (b, 0.5), (c, 1.0), (d, 3.0), (END, 9.0)):
-        shown.token(token, entropy)
-    shown.end_of_text()
+        shown.on_token(token, entropy)
+    shown.on_turn_end()
     assert seen() == "a\x1b[33mb\x1b[0m\x1b[38;5;208mc\x1b[0m\x1b[31md\x1b[0m"
 
 
@@ -224,7 +153,7 @@ def test_a_character_of_several_tokens_is_shaded_by_the_highest_entropy() -> Non
     for token, entropy in zip(
         CHAT("🙂a", add_special_tokens=False)["input_ids"], (0.1, 3.0, 0.1, 0.1, 0.1), strict=True
     ):
-        shown.token(token, entropy)
+        shown.on_token(token, entropy)
     assert seen() == "\x1b[31m🙂\x1b[0ma"
 
 
@@ -308,7 +237,7 @@ def test_a_call_is_shown_made_and_counted(tokenizer: Any) -> None:
     call, answer = "<search> Mira</search>", "<think> Hm.</think><answer>\\boxed{ Kelso}</answer>"
     conversation = converse(says(call, f"{answer} and more"), tokenizer=tokenizer)
     assert timeless(play(conversation, "Where was Mira born?")) == (
-        f"{STANDS_ALONE}\n{call}\n  search: T s\n  found: Mira\n{answer}\n{_length(tokenizer, call + answer)} tokens, "
+        f"{NO_MEMORY}\n{call}\n  search: T s\n  found: Mira\n{answer}\n{_length(tokenizer, call + answer)} tokens, "
         "N tokens/s, 1 tool call, entropy at the start 0.00, after results 0.00\n"
     )
 
@@ -327,23 +256,25 @@ def test_entropies_are_those_of_the_first_tokens_of_the_turn_and_after_each_resu
     )
     conversation = converse(lambda prefix, seed: next(turns))
     conversation.ask("Why?")
-    turn = asyncio.run(conversation.answer(screen()[0]))
-    assert (turn.end, turn.calls) == (StopReason.EOS, 2)
-    assert (turn.first_entropies, turn.later_entropies) == ([1.0, 2.0], [3.0, 4.0, 5.0, 6.0])
-    assert turn.tokens == sum(_length(CHAT, text) for text in ("<search>a</search>", "<search>b</search>", "So it is."))
-    assert turn.line().endswith("2 tool calls, entropy at the start 1.50, after results 4.50")
+    answer = asyncio.run(conversation.answer(screen()[0]))
+    assert (answer.stop_reason, answer.tool_calls) == (StopReason.EOS, 2)
+    assert (answer.initial_entropies, answer.result_entropies) == ([1.0, 2.0], [3.0, 4.0, 5.0, 6.0])
+    assert answer.sampled_tokens == sum(
+        _length(CHAT, text) for text in ("<search>a</search>", "<search>b</search>", "So it is.")
+    )
+    assert summary(answer).endswith("2 tool calls, entropy at the start 1.50, after results 4.50")
 
 
 def test_the_line_of_a_turn() -> None:
-    assert Turn(StopReason.EOS, tokens=1, seconds=0.5).line() == "1 token, 2 tokens/s, 0 tool calls"
-    assert Turn().line() == "0 tokens, 0 tokens/s, 0 tool calls"
+    assert summary(Answer(StopReason.EOS, sampled_tokens=1, seconds=0.5)) == "1 token, 2 tokens/s, 0 tool calls"
+    assert summary(Answer()) == "0 tokens, 0 tokens/s, 0 tool calls"
 
 
 def test_calls_are_limited_per_answer() -> None:
     script = says(*["<search>a</search>"] * 3, "<search>b</search>", "Done.")
     shown = play(converse(script, max_tool_calls=2), "Why?", "And now?")
     assert shown.count("found: a") == 2 and shown.count("found: b") == 1
-    assert shown.count("Cut off: 2 tool calls an answer at most (rollout.max_tool_calls).") == 1
+    assert shown.count("Cut off: the limit is 2 tool calls per answer (rollout.max_tool_calls).") == 1
 
 
 def test_a_broken_call_is_told_to_the_model() -> None:
@@ -362,7 +293,7 @@ def test_tokens_are_limited_per_answer() -> None:
     conversation = converse(lambda prefix, seed: "abcdefgh", max_tokens=5)
     shown = play(conversation, "Why?", "Why?")
     assert shown.count("abcde\n5 tokens") == 2
-    assert shown.count("Cut off: 5 tokens an answer at most (rollout.max_tokens).") == 2
+    assert shown.count("Cut off: the limit is 5 tokens per answer (rollout.max_tokens).") == 2
 
 
 def test_a_result_counts_against_the_tokens_of_an_answer() -> None:
@@ -371,7 +302,7 @@ def test_a_result_counts_against_the_tokens_of_an_answer() -> None:
         conversation = converse(says("<search>a</search>", "x"), max_tokens=room + more)
         conversation.ask("Why?")
         asked = len(conversation.tokens)
-        assert asyncio.run(conversation.answer(screen()[0])).end is end
+        assert asyncio.run(conversation.answer(screen()[0])).stop_reason is end
         taken = room + 1 if end is StopReason.EOS else _length(CHAT, "<search>a</search>")
         assert len(conversation.tokens) == asked + taken
 
@@ -504,9 +435,9 @@ def test_ctrl_c_stops_a_tool(ctrl_c: None) -> None:
     assert "<slow>x</slow><|im_end|>\n<|im_start|>user\nSo?" in CHAT.decode(conversation.tokens)
 
 
-def test_ctrl_c_ends_everything_where_nobody_is_there_to_go_on(ctrl_c: None) -> None:
+def test_ctrl_c_ends_everything_where_nobody_is_there_to_interactive(ctrl_c: None) -> None:
     with pytest.raises(KeyboardInterrupt):
-        play(converse(interrupted("abcd")), "Why?", "So?", go_on=False)
+        play(converse(interrupted("abcd")), "Why?", "So?", interactive=False)
 
 
 # Commands.
@@ -561,7 +492,7 @@ def test_chat_answers_piped_questions(
     save_pretrained(build_model(tokenizer, hidden=32, layers=1, max_context=128, seed=0), tokenizer, tmp_path)
     capsys.readouterr()
 
-    def chat(*arguments: str) -> str:
+    def run(*arguments: str) -> str:
         monkeypatch.setattr(sys, "stdin", io.StringIO("Where was Mira Tolven born?\n/tools\n\nWhy?"))
         monkeypatch.setattr(sys, "argv", ["arpo", "chat", str(tmp_path), "rollout.max_tokens=20", *arguments])
         with pytest.raises(SystemExit) as ended:
@@ -569,10 +500,10 @@ def test_chat_answers_piped_questions(
         assert not ended.value.code
         return timeless(capsys.readouterr().out)
 
-    first = chat("--tools", "search", "--seed", "5")
-    assert first.startswith(f"{tmp_path}; tools: search; temperature 0.7; seed 5; /help\n{STANDS_ALONE}\n")
+    first = run("--tools", "search", "--seed", "5")
+    assert first.startswith(f"{tmp_path}; tools: search; temperature 0.7; seed 5; /help\n{NO_MEMORY}\n")
     assert first.count("tokens/s") == 2
     assert "\nsearch: Search the document collection" in first
-    assert chat("--tools", "search", "--seed", "5") == first
-    other = chat("--tools", "", "rollout.temperature=1.5")
+    assert run("--tools", "search", "--seed", "5") == first
+    other = run("--tools", "", "rollout.temperature=1.5")
     assert "; tools: none; temperature 1.5; seed " in other and "\nThere are no tools.\n" in other

@@ -86,7 +86,7 @@ def test_decisions_are_counted_by_tool_and_by_call() -> None:
 
 
 def test_a_result_after_which_nothing_came_has_no_dh() -> None:
-    nothing = "nothing was generated after the result"
+    nothing = "nothing was sampled after the result"
     nodes = [prompt(), wrote(0, 1.0), looked(tool(1), -0.4, probed=0, reason=nothing)]
     looks = study([ScoredTree(tree(nodes, [2]), earned(0))], RULE, 5).by_tool[SEARCH]
     assert (looks.decisions, looks.rise, looks.risen, looks.other_deltas) == (1, None, None, ())

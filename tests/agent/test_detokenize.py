@@ -1,4 +1,4 @@
-"""Where tokens end in a text: as decoding every prefix says, with every kind of decoder."""
+"""Token ids to text: character offsets equal those of decoding every prefix, and streamed pieces make up the text."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from functools import cache
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, example, given
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from arpo.agent import char_offsets as ends
-from arpo.agent.char_offsets import token_char_offsets
+from arpo.agent import detokenize
+from arpo.agent.detokenize import StreamDecoder, token_char_offsets
 
+RELAXED = hypothesis_settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 SPECIAL = ["<|end|>", "<tool_call>"]
 EURO = [f"<0x{byte:02X}>" for byte in "€".encode()]
 WORDS = [
@@ -102,7 +104,7 @@ def _oracle(tokenizer: Any, tokens: Sequence[int], text: str) -> tuple[int, ...]
 
 @pytest.mark.parametrize("make", MAKERS)
 @given(data=st.data())
-def test_they_are_those_of_all_prefixes(make: Callable[[], Any], data: st.DataObject) -> None:
+def test_offsets_are_those_of_all_prefixes(make: Callable[[], Any], data: st.DataObject) -> None:
     tokenizer = make()
     tokens = data.draw(st.lists(st.integers(0, len(tokenizer) - 1), max_size=24))
     text = tokenizer.decode(tokens)
@@ -114,7 +116,7 @@ def test_texts_of_every_script_need_no_slow_path(text: str) -> None:
     tokenizer = _byte_level()
     tokens = tokenizer.convert_tokens_to_ids(list(_spelt(text)))
     assert tokenizer.decode(tokens) == text
-    assert ends._by_pieces(tokenizer, tokens, text) == _oracle(tokenizer, tokens, text)
+    assert detokenize._from_pieces(tokenizer, tokens, text) == _oracle(tokenizer, tokens, text)
 
 
 def test_parts_of_a_character_end_where_it_begins() -> None:
@@ -140,8 +142,8 @@ class _Sticky:
         return chr(65 + len(ids) % 26) * len(ids)
 
 
-def test_a_long_text_that_is_not_made_of_its_tokens_has_no_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ends, "SLOW_TOKENS", 5)
+def test_a_long_text_that_is_not_made_of_its_tokens_has_no_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detokenize, "MAX_PREFIX_TOKENS", 5)
     tokenizer = _Sticky()
     assert token_char_offsets(tokenizer, range(5), tokenizer.decode(range(5))) == (0, 0, 0, 0, 5)
     assert token_char_offsets(tokenizer, range(6), tokenizer.decode(range(6))) == ()
@@ -158,7 +160,7 @@ class _ByCount:
         return self.texts[len(ids) - 1]
 
 
-def test_an_end_never_goes_back_and_the_last_is_that_of_the_text() -> None:
+def test_an_offset_never_goes_back_and_the_last_is_that_of_the_text() -> None:
     assert token_char_offsets(_ByCount("a", "x", "ab"), [1, 2, 3], "ab") == (1, 1, 2)
     assert token_char_offsets(_ByCount("a", "aa", "aaa!"), [1, 1, 1], "aaa!") == (1, 2, 4)
 
@@ -167,7 +169,7 @@ def test_a_long_run_of_broken_characters_is_left_to_the_slow_path() -> None:
     tokenizer = _byte_level()
     tokens = [tokenizer.convert_tokens_to_ids(_spelt("\u00c0")[1])] * 40
     text = tokenizer.decode(tokens)
-    assert text == "\ufffd" * 40 and ends._by_pieces(tokenizer, tokens, text) is None
+    assert text == "\ufffd" * 40 and detokenize._from_pieces(tokenizer, tokens, text) is None
     assert token_char_offsets(tokenizer, tokens, text) == tuple(range(1, 41))
 
 
@@ -182,3 +184,71 @@ def test_ordinary_tokens_are_decoded_once() -> None:
     tokenizer = Counting()
     assert token_char_offsets(tokenizer, [0, 1] * 500, "AB" * 500) == tuple(range(1, 1001))
     assert sum(decoded) == 2 * (1 + 2)
+
+
+# Text piece by piece.
+
+
+def bytes_to_unicode() -> dict[int, str]:
+    """Bytes to the letters that byte-level vocabularies write them with."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {byte: chr(byte) for byte in plain} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+
+
+def pieces(tokenizer: Any, ids: list[int]) -> list[str]:
+    decoder = StreamDecoder(tokenizer)
+    return [*(decoder.push(token) for token in ids), decoder.flush()]
+
+
+@RELAXED
+@given(st.text())
+@example("é漢🙂👩‍🚀 <think> Mira\x1b[2J</think>\ufffd\ufffdx\ufffd")
+def test_pieces_make_up_the_text_and_never_break_a_character(tokenizer: Any, text: str) -> None:
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    shown = pieces(tokenizer, ids)
+    assert "".join(shown) == tokenizer.decode(ids, skip_special_tokens=False) == text
+    assert "\ufffd" in text or not any("\ufffd" in piece for piece in shown)
+
+
+@RELAXED
+@given(st.data())
+def test_pieces_make_up_whatever_the_ids_decode_to(tokenizer: Any, data: st.DataObject) -> None:
+    ids = data.draw(st.lists(st.integers(0, len(tokenizer) - 1) | st.integers(4, 260), max_size=40))
+    assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids, skip_special_tokens=False)
+
+
+@given(st.lists(st.integers(0, 257), max_size=12))
+@example([97, 256, 0x9F, 0x99, 0x82, 257, 0xA9])
+def test_pieces_are_right_where_one_token_ends_a_character_and_begins_the_next(ids: list[int]) -> None:
+    letters = bytes_to_unicode()  # how a byte is written in such a vocabulary
+    merges = [(letters[ord("a")], letters[0xF0]), (letters[0x82], letters[0xC3])]
+    vocabulary = {letter: byte for byte, letter in letters.items()} | {
+        a + b: 256 + i for i, (a, b) in enumerate(merges)
+    }
+    core = Tokenizer(models.BPE(vocabulary, merges))
+    core.decoder = decoders.ByteLevel()
+    mixed = PreTrainedTokenizerFast(tokenizer_object=core)
+    assert "".join(pieces(mixed, ids)) == mixed.decode(ids)
+
+
+def test_text_appears_at_once_unless_a_character_is_incomplete(tokenizer: Any) -> None:
+    ids = tokenizer("a🙂b", add_special_tokens=False)["input_ids"]
+    assert pieces(tokenizer, ids) == ["a", "", "", "", "🙂", "b", ""]
+    assert pieces(tokenizer, ids[:3]) == ["a", "", "", "\ufffd"]
+
+
+def test_a_decoder_begins_anew_after_a_flush(tokenizer: Any) -> None:
+    first, second = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("a🙂", "Mira"))
+    decoder = StreamDecoder(tokenizer)
+    assert "".join([*map(decoder.push, first[:-1]), decoder.flush()]) == "a\ufffd"
+    assert "".join([*map(decoder.push, second), decoder.flush()]) == "Mira"
+
+
+@given(st.lists(st.sampled_from(["▁Mira", "▁was", "born", ".", "▁"]), max_size=12))
+def test_pieces_keep_the_spaces_of_a_tokenizer_that_drops_the_first_one(words: list[str]) -> None:
+    core = Tokenizer(models.WordLevel({w: i for i, w in enumerate(["▁Mira", "▁was", "born", ".", "▁", "?"])}, "?"))
+    core.pre_tokenizer, core.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    spaced = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="?")
+    ids = spaced.convert_tokens_to_ids(words)
+    assert "".join(pieces(spaced, ids)) == spaced.decode(ids, clean_up_tokenization_spaces=False)

@@ -1,0 +1,152 @@
+"""The turn loop: sample a turn, find its tool call, make the call, append the result, until the trajectory ends.
+
+Rollouts, chat and endpoint evaluation all run this loop. They differ in what samples a turn and in how results are
+appended (token ids or messages); a `Dialogue` holds these differences.
+
+Guarantees: no model output raises. A malformed call gets a result that says what is wrong. A call is counted when it is
+made, even if its result comes too late or does not fit; the model then never sees the result.
+Not covered: stopping a turn that is being sampled. `sample_turn` does this, see `generate_turn`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from arpo.agent.formats import ANSWER_STOP, CallFormat
+from arpo.types import Completion, Fault, SamplingParams, StopReason, ToolCall, ToolResult
+
+if TYPE_CHECKING:
+    from arpo.config.schema import Rollout
+    from arpo.engine.base import Engine, OnToken
+
+_STOP_REASONS = {
+    "eos": StopReason.EOS,
+    "length": StopReason.LENGTH,
+    "time": StopReason.MAX_SECONDS,
+    "worker_lost": StopReason.WORKER_LOST,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One model message. `finish` and `stop` as in `Completion`; "time" and "worker_lost" mean it was cut off."""
+
+    text: str
+    finish: str
+    stop: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedResult:
+    """A tool result as the model sees it. Dialogues of messages have no token ids, only an estimated number."""
+
+    text: str
+    num_tokens: int
+    tokens: tuple[int, ...] = ()
+
+
+class Dialogue(Protocol):
+    """A trajectory in progress: it samples turns, makes calls, and stores both."""
+
+    tool_calls: int  # made so far; the loop counts them
+
+    @property
+    def remaining_tokens(self) -> int:
+        """How many tokens may still be added."""
+        ...
+
+    async def sample_turn(self) -> Turn:
+        """Sample the next model message and append it."""
+        ...
+
+    async def call_tool(self, call: ToolCall) -> ToolResult:
+        """Make a call."""
+        ...
+
+    def encode_result(self, text: str) -> EncodedResult:
+        """A tool's text in its wrapper, truncated to the limit for results."""
+        ...
+
+    def append_result(self, call: ToolCall, result: ToolResult, encoded: EncodedResult, seconds: float) -> None:
+        """Append the result of a call that took `seconds`; without tokens if the trajectory ends here."""
+        ...
+
+
+async def run_turns(
+    dialogue: Dialogue, fmt: CallFormat, max_tool_calls: int, deadline: float | None = None
+) -> StopReason:
+    """Run turns and tool calls until the trajectory ends, and return why it ended. `deadline` limits the calls."""
+    while True:
+        if dialogue.remaining_tokens < 1:
+            return StopReason.LENGTH
+        turn = await dialogue.sample_turn()
+        if turn.finish != "stop":
+            return _STOP_REASONS[turn.finish]
+        if turn.stop == ANSWER_STOP:
+            return StopReason.ANSWER
+        if dialogue.tool_calls == max_tool_calls:
+            return StopReason.MAX_TOOL_CALLS
+        dialogue.tool_calls += 1
+        call = fmt.find_call(turn.text, turn.stop) or ToolCall("", {}, "no tool call was found")
+        started = time.monotonic()
+        stop_reason: StopReason | None = None
+        try:
+            async with asyncio.timeout(None if deadline is None else deadline - started):
+                result = await dialogue.call_tool(call)
+        except TimeoutError:
+            stop_reason = StopReason.MAX_SECONDS
+            result = ToolResult("The trajectory's time was up.", Fault.TIMEOUT)
+        encoded = dialogue.encode_result(result.text)
+        if stop_reason is None and encoded.num_tokens >= dialogue.remaining_tokens:
+            stop_reason = StopReason.LENGTH
+        if stop_reason is not None:
+            encoded = EncodedResult(encoded.text, 0)
+        dialogue.append_result(call, result, encoded, time.monotonic() - started)
+        if stop_reason is not None:
+            return stop_reason
+
+
+def sampling_params(settings: Rollout, fmt: CallFormat, max_tokens: int, seed: int) -> SamplingParams:
+    """How to sample one turn."""
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        top_k=settings.top_k,
+        stop=fmt.stops,
+        seed=seed,
+    )
+
+
+async def generate_turn(
+    engine: Engine, prefix: Sequence[int], params: SamplingParams, on_token: OnToken, deadline: float | None = None
+) -> Completion:
+    """One turn from the engine. At the deadline, what was sampled so far, with finish "time" or "worker_lost".
+
+    `on_token` is not called any more after a turn was cut off or cancelled, even if the engine is in mid-step.
+    """
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    entropies: list[float] = []
+    ended = False
+
+    def receive(token: int, logprob: float, entropy: float) -> None:
+        if ended:
+            return
+        tokens.append(token)
+        logprobs.append(logprob)
+        entropies.append(entropy)
+        on_token(token, logprob, entropy)
+
+    try:
+        async with asyncio.timeout(None if deadline is None else deadline - time.monotonic()):
+            return await engine.generate(prefix, params, on_token=receive)
+    except TimeoutError:
+        finish = "worker_lost" if engine.down else "time"
+        return Completion(tuple(tokens), tuple(logprobs), tuple(entropies), finish, policy_version=engine.version)
+    finally:
+        ended = True
