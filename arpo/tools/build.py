@@ -97,7 +97,8 @@ def _search(config: Config) -> Tool:
 
 
 def _browse(config: Config) -> Tool:
-    from arpo.tools.browse import build_browse, openai_condenser
+    from arpo.tools.browse.condense import openai_condenser
+    from arpo.tools.browse.tool import build_browse
 
     settings = config.tools
     if (settings.browse_url is None) != (settings.browse_model is None):

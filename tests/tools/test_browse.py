@@ -31,24 +31,24 @@ import trafilatura
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import arpo.tools.browse as browse_module
 import arpo.tools.browse.reader as reader_module
+import arpo.tools.browse.tool as browse_module
 from arpo.errors import ArpoError
 from arpo.tools.base import ToolError, ToolUnavailable
-from arpo.tools.browse import Condenser, build_browse, openai_condenser, read
 from arpo.tools.browse.address import (
     Address,
     find_addresses,
     host_of,
-    is_own,
-    is_public,
+    is_own_address,
+    is_public_address,
     literal_address,
     parse_url,
     system_resolver,
 )
-from arpo.tools.browse.condense import MAX_REPLY_BYTES, messages
+from arpo.tools.browse.condense import MAX_REPLY_BYTES, Condenser, build_messages, openai_condenser
 from arpo.tools.browse.fetch import Fetcher, Page
-from arpo.tools.browse.reader import CUT, choose, decode, fit, read_page, shorten, tidy
+from arpo.tools.browse.reader import CUT, decode, fit, normalize_spaces, read_page, select_text, shorten
+from arpo.tools.browse.tool import build_browse, parse_page
 from arpo.tools.executor import call_tool
 from arpo.types import Fault, ToolCall, ToolResult
 
@@ -400,9 +400,9 @@ def test_four_octal_parts_are_refused_whatever_they_mean(address: IPv4Address) -
 
 @given(st.integers(0, 2**32 - 1))
 def test_an_ipv4_address_inside_another_kind_of_tunnel_is_never_public(number: int) -> None:
-    assert not is_public(IPv6Address(0x2002 << 112 | number << 80))  # 6to4
-    assert not is_public(IPv6Address(0x20010000 << 96 | number ^ 0xFFFFFFFF))  # Teredo
-    assert not is_public(IPv6Address(number))  # the old compatible form
+    assert not is_public_address(IPv6Address(0x2002 << 112 | number << 80))  # 6to4
+    assert not is_public_address(IPv6Address(0x20010000 << 96 | number ^ 0xFFFFFFFF))  # Teredo
+    assert not is_public_address(IPv6Address(number))  # the old compatible form
 
 
 def test_the_edges_of_the_special_blocks() -> None:
@@ -412,17 +412,17 @@ def test_the_edges_of_the_special_blocks() -> None:
         "0.255.255.255 10.0.0.0 10.255.255.255 100.64.0.0 100.127.255.255 127.255.255.255 172.16.0.0 172.31.255.255"
     )
     inside += " 192.0.2.1 192.168.255.255 198.18.0.0 198.19.255.255 198.51.100.7 203.0.113.9 224.0.0.0 255.255.255.255"
-    assert [text for text in outside.split() if not is_public(IPv4Address(text))] == []
-    assert [text for text in inside.split() if is_public(IPv4Address(text))] == []
-    assert is_public(IPv4Address("223.255.255.255"))
-    assert is_public(IPv6Address("3fff:1000::1")) and not is_public(IPv6Address("3fff::1"))
-    assert is_public(IPv6Address("2001:200::1")) and not is_public(IPv6Address("2001:1ff:ffff::1"))
+    assert [text for text in outside.split() if not is_public_address(IPv4Address(text))] == []
+    assert [text for text in inside.split() if is_public_address(IPv4Address(text))] == []
+    assert is_public_address(IPv4Address("223.255.255.255"))
+    assert is_public_address(IPv6Address("3fff:1000::1")) and not is_public_address(IPv6Address("3fff::1"))
+    assert is_public_address(IPv6Address("2001:200::1")) and not is_public_address(IPv6Address("2001:1ff:ffff::1"))
 
 
 def test_the_machines_own_addresses_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert is_own(IPv4Address("127.0.0.1")) and is_own(IPv6Address("::ffff:127.0.0.1"))
-    assert not is_own(IPv4Address(PUBLIC)) and not is_own(IPv6Address("2606:4700::1111"))
-    monkeypatch.setattr("arpo.tools.browse.address.is_own", lambda address: str(address) == OTHER_PUBLIC)
+    assert is_own_address(IPv4Address("127.0.0.1")) and is_own_address(IPv6Address("::ffff:127.0.0.1"))
+    assert not is_own_address(IPv4Address(PUBLIC)) and not is_own_address(IPv6Address("2606:4700::1111"))
+    monkeypatch.setattr("arpo.tools.browse.address.is_own_address", lambda address: str(address) == OTHER_PUBLIC)
     names = Names(public_example=[[PUBLIC, OTHER_PUBLIC]])
     with pytest.raises(ToolError, match="the machine itself"):
         asyncio.run(fetcher(names, private=False).fetch("http://public.example/"))
@@ -909,10 +909,10 @@ def test_control_characters_and_half_characters_are_dropped() -> None:
 
 @given(st.text(alphabet="ab \n", max_size=60))
 def test_tidy_text(text: str) -> None:
-    tidied = tidy(text)
+    tidied = normalize_spaces(text)
     assert tidied.split() == text.split()
     assert "  " not in tidied and " \n" not in tidied and "\n " not in tidied and "\n\n\n" not in tidied
-    assert tidied == tidied.strip() == tidy(tidied)
+    assert tidied == tidied.strip() == normalize_spaces(tidied)
 
 
 @given(st.text(alphabet="ab \n", max_size=60), st.integers(1, 70))
@@ -938,7 +938,7 @@ PARAGRAPHS[30] = "Its height was measured."
 
 def test_a_question_chooses_what_is_kept() -> None:
     text = "\n".join(PARAGRAPHS)
-    kept = choose(text, "What is the HEIGHT of the tower?", 200)
+    kept = select_text(text, "What is the HEIGHT of the tower?", 200)
     assert len(kept) <= 200
     assert kept.split("\n") == [
         *PARAGRAPHS[:2],
@@ -948,14 +948,14 @@ def test_a_question_chooses_what_is_kept() -> None:
         PARAGRAPHS[30],
         "[cut]",
     ]
-    assert choose(text, "", 250) == choose(text, "zebra", 250) == "\n".join(PARAGRAPHS[:5]) + CUT
-    assert choose(text, "height", len(text)) == text
-    assert choose("x" * 10_000, "x", 100) == "x" * 94 + CUT
+    assert select_text(text, "", 250) == select_text(text, "zebra", 250) == "\n".join(PARAGRAPHS[:5]) + CUT
+    assert select_text(text, "height", len(text)) == text
+    assert select_text("x" * 10_000, "x", 100) == "x" * 94 + CUT
 
 
 def test_a_question_finds_its_place_in_one_long_line() -> None:
     text = "filler words " * 10_000 + "the treasure lies here " + "filler words " * 10_000
-    kept = choose(text, "where is the treasure?", 2000)
+    kept = select_text(text, "where is the treasure?", 2000)
     assert "treasure lies here" in kept and len(kept) <= 2000
 
 
@@ -967,7 +967,7 @@ def test_a_question_finds_its_place_in_one_long_line() -> None:
 )
 def test_what_is_kept_fits_stands_in_order_and_holds_the_best(lines: list[str], question: str, room: int) -> None:
     lines = [line for line in lines if line]
-    kept = choose("\n".join(lines), question, room)
+    kept = select_text("\n".join(lines), question, room)
     assert len(kept) <= room
     if not kept.endswith(CUT):
         assert kept == "\n".join(lines)
@@ -990,7 +990,7 @@ def test_reading_in_a_process_gives_the_same(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("PYTHONHASHSEED", "7")
     for page in (Page(True, "", PAGE), Page(False, "latin1", b"Caf\xe9 " * 1000)):
         found = read_page(page.body, page.html, page.charset, "second", 300)
-        assert asyncio.run(read(page, "second", 300)) == (found["title"], found["text"])
+        assert asyncio.run(parse_page(page, "second", 300)) == (found["title"], found["text"])
 
 
 @pytest.mark.parametrize(
@@ -1009,7 +1009,7 @@ def test_a_page_may_have_no_text_that_can_be_read(body: bytes) -> None:
 
 def test_a_page_without_text_is_said_to_be_so() -> None:
     with pytest.raises(ToolError, match="no readable text"):
-        asyncio.run(read(Page(True, "", b"<html><body><script>only()</script></body></html>"), "", 1000))
+        asyncio.run(parse_page(Page(True, "", b"<html><body><script>only()</script></body></html>"), "", 1000))
 
 
 @pytest.mark.parametrize("lost", [0, 1])
@@ -1031,7 +1031,7 @@ def test_a_page_whose_main_part_is_hard_to_find_is_read_as_a_whole(monkeypatch: 
     monkeypatch.setattr(trafilatura, "extract", endless)
     body = b"<title>Many</title>" + b"<div><p>a b</p></div>" * 1_000
     title, text = read_page(body, True, "", "", 1000).values()
-    assert ended == ["_TooLong"] * (lost + 1)
+    assert ended == ["_Timeout"] * (lost + 1)
     assert title == "Many" and text.startswith("a b a b") and text.endswith(CUT)
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
 
@@ -1040,7 +1040,7 @@ def test_a_page_that_takes_too_long_is_killed(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(browse_module, "READ_SECONDS", 0.8)
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     with pytest.raises(ToolError, match="too large or too complex"):
-        asyncio.run(read(Page(True, "", SLOW), "", 1000))
+        asyncio.run(parse_page(Page(True, "", SLOW), "", 1000))
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < reader_module.MAX_CPU_SECONDS - 1
     assert readers() == set()
 
@@ -1049,7 +1049,7 @@ def test_whoever_stops_waiting_stops_the_reading(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("OPENAI_API_KEY", "very secret")
 
     async def go() -> None:
-        task = asyncio.create_task(read(Page(True, "", SLOW), "", 1000))
+        task = asyncio.create_task(parse_page(Page(True, "", SLOW), "", 1000))
         while not readers():
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.3)
@@ -1094,7 +1094,7 @@ def test_a_reader_that_does_not_work_is_not_the_models_fault(monkeypatch: pytest
         broken.write_text(code)
         monkeypatch.setattr(browse_module, "_READER", broken)
         with pytest.raises(error):
-            asyncio.run(read(Page(False, "", b"x" * 1_000_000), "", 1000))
+            asyncio.run(parse_page(Page(False, "", b"x" * 1_000_000), "", 1000))
 
 
 # The tool.
@@ -1168,9 +1168,8 @@ def test_settings_and_packages_are_checked(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_importing_it_is_light() -> None:
-    code = (
-        "import sys, arpo.tools.browse; print(*({'torch', 'transformers', 'httpx2', 'trafilatura'} & {*sys.modules}))"
-    )
+    code = "import sys, arpo.tools.browse.tool\n"
+        "print(*({'torch', 'transformers', 'httpx2', 'trafilatura'} & {*sys.modules}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
 
@@ -1227,7 +1226,7 @@ def test_a_page_is_sent_as_data(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "authorization: bearer k-123" in head.lower()
     sent = json.loads(body)
     assert (sent["model"], sent["max_tokens"], sent["temperature"]) == ("some-model", 77, 0)
-    assert sent["messages"] == messages(hostile, "why?")
+    assert sent["messages"] == build_messages(hostile, "why?")
     system, user = sent["messages"]
     assert hostile not in system["content"] and "data only" in system["content"]
     opening = user["content"].split("\n")[2]

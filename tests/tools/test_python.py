@@ -10,7 +10,7 @@ import pytest
 
 from arpo.tools.base import ToolError, ToolTimeout
 from arpo.tools.executor import Toolset, call_tool
-from arpo.tools.python.tool import build_python, readable
+from arpo.tools.python.tool import build_python, format_result
 from arpo.tools.sandbox.pool import SandboxResult
 from arpo.tools.sandbox.sandbox import Sandbox
 from arpo.types import Fault, ToolCall, ToolResult
@@ -104,7 +104,7 @@ def test_long_output_keeps_its_ends(box: Toolset) -> None:
 
 def test_the_end_of_a_flood_is_said_to_be_cut(sandbox: Sandbox) -> None:
     cut = SandboxResult("x" * 10, "", "ok", 0.1, True)
-    assert readable(cut, 1.0, LIMIT) == "xxxxxxxxxx [output cut]"
+    assert format_result(cut, 1.0, LIMIT) == "xxxxxxxxxx [output cut]"
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_the_end_of_a_flood_is_said_to_be_cut(sandbox: Sandbox) -> None:
 )
 def test_every_bad_end_is_told(status: str, error: type[Exception]) -> None:
     with pytest.raises(error, match=r"Printed before that:\nabc$"):
-        readable(SandboxResult("abc\n", "Oops\n", status, 0.1, False), 1.0, LIMIT)
+        format_result(SandboxResult("abc\n", "Oops\n", status, 0.1, False), 1.0, LIMIT)
 
 
 def test_code_of_absurd_length_is_refused(box: Toolset) -> None:

@@ -1,10 +1,11 @@
 """Which URLs may be opened, and at which addresses.
 
-Promises: a URL is read once, by one parser, and every host, however spelt, becomes a list of addresses before anything
-is connected to. Unless private ones are allowed, each of them must be public: not private, local, shared, multicast,
-reserved, nor such a one inside an IPv6 address, nor one of this machine's own. One bad address refuses the host.
-Does not cover: NAT64 prefixes that a network made up for itself, services that are private although their addresses
-are public, a resolver thread that hangs (it ends when the system's resolver gives up).
+Guarantees: a URL is parsed once, by one parser, and its host, however written, is resolved to addresses before
+anything is connected to. Unless private ones are allowed, every address must be public: not private, local, shared,
+multicast, reserved, nor one of these inside an IPv6 address, nor one of this machine. One bad address refuses the
+host.
+Not covered: NAT64 prefixes of a network's own, private services at public addresses, a resolver thread that hangs
+(until the system's resolver gives up).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _NOT_PUBLIC_4 = tuple(
         "10.0.0.0/8",
         "100.64.0.0/10",
         "127.0.0.0/8",
-        "168.63.129.16/32",  # the inside of a large cloud, at an address that looks public
+        "168.63.129.16/32",  # internal to a large cloud, although it looks public
         "169.254.0.0/16",
         "172.16.0.0/12",
         "192.0.0.0/24",
@@ -52,13 +53,13 @@ _NOT_PUBLIC_4 = tuple(
         "240.0.0.0/4",
     )
 )
-_PUBLIC_6 = IPv6Network("2000::/3")  # the only block from which addresses are given out
+_PUBLIC_6 = IPv6Network("2000::/3")  # the only block that is allocated from
 _NOT_PUBLIC_6 = tuple(IPv6Network(text) for text in ("2001::/23", "2001:db8::/32", "2002::/16", "3fff::/20"))
 _NAT64 = IPv6Network("64:ff9b::/96")
 
 
 def parse_url(text: str, base: httpx2.URL | None = None) -> httpx2.URL:
-    """A URL that may be tried, without fragment and with its host in ASCII; `base` is where a redirect came from."""
+    """Return a URL without fragment and with its host in ASCII; `base` is where a redirect came from."""
     import httpx2
 
     if len(text) > MAX_URL_CHARS:
@@ -81,12 +82,12 @@ def parse_url(text: str, base: httpx2.URL | None = None) -> httpx2.URL:
 
 
 def host_of(url: httpx2.URL) -> str:
-    """The host in ASCII, without the dot that may end a name."""
+    """Return the host in ASCII, without a trailing dot."""
     return url.raw_host.decode("ascii").removesuffix(".")
 
 
 async def find_addresses(url: httpx2.URL, resolve: Resolver, allow_private: bool) -> tuple[Address, ...]:
-    """The addresses of a URL's host, every one of them fit to be connected to."""
+    """Return the addresses of a URL's host, all of them checked."""
     host = host_of(url)
     literal = literal_address(host)
     port = url.port or (443 if url.scheme == "https" else 80)
@@ -95,15 +96,15 @@ async def find_addresses(url: httpx2.URL, resolve: Resolver, allow_private: bool
         if isinstance(address, IPv6Address) and address.scope_id is not None:
             raise ToolError("the host's address holds only on one network; it cannot be opened")
         if not allow_private:
-            if not is_public(address):
+            if not is_public_address(address):
                 raise ToolError("the host's address is not public; only public web sites can be opened")
-            if is_own(address):
+            if is_own_address(address):
                 raise ToolError("the host is the machine itself; only public web sites can be opened")
     return addresses
 
 
 def literal_address(host: str) -> Address | None:
-    """The address that a host spells out (IPv6, or IPv4 in any of its spellings), or None for a name."""
+    """Return the address that a host spells out (IPv6, or IPv4 in any notation), or None for a name."""
     try:
         if ":" in host:
             return IPv6Address(host)
@@ -116,17 +117,17 @@ def literal_address(host: str) -> Address | None:
     return None
 
 
-def is_public(address: Address) -> bool:
-    """Whether an address belongs to the public internet; an IPv4 address inside IPv6 is judged by itself."""
-    address = _inner(address)
+def is_public_address(address: Address) -> bool:
+    """Return whether an address is public; of an IPv4 address inside IPv6, the inner one counts."""
+    address = _embedded_ipv4(address)
     if isinstance(address, IPv4Address):
         return not any(address in network for network in _NOT_PUBLIC_4)
     return address in _PUBLIC_6 and not any(address in network for network in _NOT_PUBLIC_6)
 
 
-def is_own(address: Address) -> bool:
-    """Whether an address is one of this machine's: only those can be bound to. Sends nothing."""
-    address = _inner(address)
+def is_own_address(address: Address) -> bool:
+    """Return whether an address belongs to this machine: only those can be bound to. Sends nothing."""
+    address = _embedded_ipv4(address)
     try:
         with socket.socket(socket.AF_INET6 if address.version == 6 else socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.bind((str(address), 0))
@@ -136,12 +137,12 @@ def is_own(address: Address) -> bool:
 
 
 async def system_resolver(host: str, port: int) -> list[str]:
-    """Addresses from the system's resolver."""
+    """Return addresses from the system's resolver."""
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return [str(sockaddr[0]) for *_, sockaddr in found]
 
 
-def _inner(address: Address) -> Address:
+def _embedded_ipv4(address: Address) -> Address:
     if isinstance(address, IPv6Address):
         if address.ipv4_mapped is not None:
             return address.ipv4_mapped

@@ -1,8 +1,8 @@
-"""Condensing a page with a language model behind any OpenAI-compatible endpoint.
+"""Condensing pages with a language model behind any OpenAI-compatible endpoint.
 
-Promises: the page stands in the request as data, between marks that it cannot contain; what comes back is bounded; any
-failure of the endpoint is `ToolUnavailable`, whose text shows neither the key nor what the endpoint said.
-Does not cover: a page that talks the model into writing something false.
+Guarantees: the page is sent as data, between markers that it cannot contain. The answer is bounded. Any failure is
+`ToolUnavailable`, with neither the key nor the endpoint's own words in its message.
+Not covered: a page that persuades the model to write something false.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _INSTRUCTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Condenser:
-    """Shortens long pages: `run` takes a page's text and a question, maybe empty. `version` is for stored answers."""
+    """Shortens long pages: `run` takes a text and a question, which may be empty. `version` is part of cache keys."""
 
     run: Callable[[str, str], Awaitable[str]]
     version: str
@@ -41,7 +41,7 @@ def openai_condenser(
     max_tokens: int = 1024,
     timeout: float = CONDENSE_SECONDS,
 ) -> Condenser:
-    """A condenser that asks `model` at `base_url` (as in `http://localhost:8000/v1`); no key if `key_env` is None."""
+    """Return a condenser that uses `model` at `base_url` (http://localhost:8000/v1); no key if `key_env` is None."""
     client = ChatClient(
         base_url,
         model,
@@ -54,7 +54,7 @@ def openai_condenser(
 
     async def run(text: str, question: str) -> str:
         try:
-            content = await client.content(messages(text, question), max_tokens=max_tokens, temperature=0)
+            content = await client.content(build_messages(text, question), max_tokens=max_tokens, temperature=0)
         except Rejected as error:  # its message quotes the endpoint
             raise ToolUnavailable(f"{client.name} answers with HTTP status {error.status}") from None
         except (HttpError, ArpoError) as error:
@@ -66,8 +66,8 @@ def openai_condenser(
     return Condenser(run, f"{model} at {base_url}, {max_tokens} tokens")
 
 
-def messages(text: str, question: str) -> list[dict[str, str]]:
-    """What the model is sent. The marks are made of the text's own hash, which the text cannot foresee."""
+def build_messages(text: str, question: str) -> list[dict[str, str]]:
+    """Return the chat messages. The markers hold a hash of the text, which the text cannot contain."""
     mark = hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:16]
     asked = question.strip() or "What are the main points of this page?"
     content = f"Question: {asked}\n\n<page {mark}>\n{text}\n</page {mark}>"

@@ -1,10 +1,9 @@
-"""Fetching one page over HTTP.
+"""Fetches one page over HTTP.
 
-Promises: connects only to an address that `address` let through, for each redirect anew and with no second look-up in
-between, while the Host header and the TLS certificate go by the name. Sends no cookies, no credentials, and goes
-through no proxy that the environment names. Redirects, headers and the unpacked body are bounded.
-Does not cover: time, which `call_tool` limits; pages that need scripts, cookies or a login; redirects that are written
-into a page.
+Guarantees: connects only to addresses that `address` has checked, again for each redirect and without a second
+look-up in between; the Host header and the TLS certificate go by the name. Sends no cookies and no credentials, and
+uses no proxy of the environment. Redirects, headers and the decompressed body are bounded.
+Not covered: time, which `call_tool` limits; pages that need scripts, cookies or a login; redirects inside a page.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _HEADERS = {
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A page's body as it came, whether it is HTML or plain text, and the charset that the server named, if any."""
+    """The body of a page, whether it is HTML (or plain text), and the charset that the server names, if any."""
 
     html: bool
     charset: str
@@ -50,25 +49,25 @@ class Page:
 
 @dataclass(frozen=True, slots=True)
 class Fetcher:
-    """How pages are fetched. `Fetcher(5_000_000, False, system_resolver, httpx2.create_ssl_context())`."""
+    """Fetches pages. `Fetcher(5_000_000, False, system_resolver, httpx2.create_ssl_context())`."""
 
-    max_bytes: int  # of the unpacked body
+    max_bytes: int  # of the decompressed body
     allow_private: bool
     resolve: Resolver
     tls: ssl.SSLContext
 
     async def fetch(self, url: str) -> Page:
-        """The page at a URL, after redirects."""
+        """Return the page at a URL, after redirects."""
         at = parse_url(url.strip())
         for _ in range(MAX_REDIRECTS + 1):
-            answer = await self._ask(at, await find_addresses(at, self.resolve, self.allow_private))
+            answer = await self._request_any(at, await find_addresses(at, self.resolve, self.allow_private))
             if isinstance(answer, Page):
                 return answer
             at = parse_url(answer, base=at)
         raise ToolError(f"the page redirects more than {MAX_REDIRECTS} times")
 
-    async def _ask(self, url: httpx2.URL, addresses: tuple[Address, ...]) -> Page | str:
-        """The page, or where it redirects to, from the first address that answers."""
+    async def _request_any(self, url: httpx2.URL, addresses: tuple[Address, ...]) -> Page | str:
+        """Return the page, or where it redirects to, from the first address that answers."""
         import httpx2
 
         failure: Exception | None = None
@@ -88,9 +87,9 @@ class Fetcher:
         raise ToolUnavailable(f"{host_of(url)} cannot be reached") from failure
 
     async def _request(self, url: httpx2.URL, address: Address) -> Page | str:
-        """One request at one address, on a connection of its own: one made for a name never serves another.
+        """Send one request to one address, on its own connection.
 
-        Done without a client, which would keep cookies, look for credentials and read redirects by itself.
+        Without an httpx2 client, which would keep cookies, look for credentials and follow redirects.
         """
         import httpx2
 
@@ -104,11 +103,11 @@ class Fetcher:
         async with httpx2.AsyncHTTPTransport(verify=self.tls, trust_env=False) as transport:
             response = await transport.handle_async_request(request)
             try:
-                return await self._answer(response)
+                return await self._read_response(response)
             finally:
                 await response.aclose()
 
-    async def _answer(self, response: httpx2.Response) -> Page | str:
+    async def _read_response(self, response: httpx2.Response) -> Page | str:
         status, location = response.status_code, response.headers.get("Location")
         if status in _REDIRECTS and location:
             return location

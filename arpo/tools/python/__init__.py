@@ -1,0 +1,1 @@
+"""The tool `python`: code in the sandbox."""

@@ -1,9 +1,8 @@
-"""The Python interpreter as a tool: code runs in the sandbox, and what comes back is short enough for a model to read.
+"""The tool `python`: runs code in the sandbox and returns output short enough for a model to read.
 
-Promises: the value of a last expression is shown, as in a notebook; an error comes first, with the few lines of the
-model's own code that led to it; of long output the beginning and the end are kept. Every call starts from nothing: no
-variable outlives it.
-Does not cover: packages that are not installed, pictures, files to keep.
+Guarantees: the value of the last expression is shown, as in a notebook. An error comes first, with the few lines of the
+model's own code that led to it. Of long output the beginning and the end are kept. Calls share no state.
+Not covered: packages that are not installed, plots, files to keep.
 """
 
 from __future__ import annotations
@@ -13,61 +12,61 @@ from arpo.tools.sandbox.pool import SandboxResult
 from arpo.tools.sandbox.sandbox import Sandbox, SandboxError
 
 MAX_CODE = 200_000  # characters
-OUTER_SECONDS = 60.0  # that starting the sandbox anew may take, on top of the code's own time
+START_SECONDS = 60.0  # for restarting the sandbox, on top of the code's own time
 
 
 def build_python(sandbox: Sandbox, timeout: float = 10.0, max_tokens: int = 512, blocking: bool = False) -> Tool:
-    """The tool `python` over an open sandbox; output is cut to about `max_tokens`.
+    """Return the tool `python` over an open sandbox; output is cut to about `max_tokens`.
 
-    `blocking` waits for every call on the spot: nothing else goes on meanwhile, and runs repeat exactly.
+    With `blocking`, a call blocks the event loop, so that the order of events is the same in every run.
     """
     limit = max_tokens * CHARS_PER_TOKEN
 
-    def checked(code: str) -> str:
+    def check(code: str) -> str:
         if len(code) > MAX_CODE:
             raise ToolError(f"the code is longer than {MAX_CODE} characters")
         return code
 
-    def python_now(code: str) -> str:
+    def python_sync(code: str) -> str:
         try:
-            return readable(sandbox.run(checked(code), timeout, show_last=True), timeout, limit)
+            return format_result(sandbox.run(check(code), timeout, show_last=True), timeout, limit)
         except SandboxError as error:
             raise ToolUnavailable(str(error)) from error
 
-    async def python_later(code: str) -> str:
+    async def python_async(code: str) -> str:
         try:
-            return readable(await sandbox.arun(checked(code), timeout, show_last=True), timeout, limit)
+            return format_result(await sandbox.arun(check(code), timeout, show_last=True), timeout, limit)
         except SandboxError as error:
             raise ToolUnavailable(str(error)) from error
 
-    function = python_now if blocking else python_later
+    function = python_sync if blocking else python_async
     function.__name__ = "python"
     function.__doc__ = (
         "Run Python code and see what it prints and the value of its last line. "
         "The standard library, numpy and sympy are there; nothing is kept from one call to the next."
     )
-    return tool(timeout=timeout + OUTER_SECONDS, quick=blocking, concurrency=sandbox.workers)(function)
+    return tool(timeout=timeout + START_SECONDS, quick=blocking, concurrency=sandbox.workers)(function)
 
 
-def readable(result: SandboxResult, timeout: float, limit: int) -> str:
-    """What the model is shown; raises what says whose fault it is if the code did not end well."""
-    printed = _shortened(result.stdout.rstrip("\n"), limit) + (" [output cut]" if result.truncated else "")
+def format_result(result: SandboxResult, timeout: float, limit: int) -> str:
+    """Return what the model is shown; raise ToolError or ToolTimeout if the code failed."""
+    printed = _shorten(result.stdout.rstrip("\n"), limit) + (" [output cut]" if result.truncated else "")
     if result.status == "ok":
-        warned = _shortened(result.stderr.rstrip("\n"), limit // 4)
+        warned = _shorten(result.stderr.rstrip("\n"), limit // 4)
         shown = "\n".join(filter(None, (printed, warned)))
         return shown or "(no output: print what you want to see, or end with an expression)"
-    before = f"\nPrinted before that:\n{_shortened(printed, limit // 2)}" if printed else ""
+    before = f"\nPrinted before that:\n{_shorten(printed, limit // 2)}" if printed else ""
     if result.status == "timeout":
         raise ToolTimeout(f"the code ran longer than {timeout:g} seconds and was stopped.{before}")
     if result.status == "memory":
         raise ToolError(f"the code used more memory than it may.{before}")
     if result.status == "killed":
         raise ToolError(f"the code crashed the interpreter, or printed far too much.{before}")
-    raise ToolError(f"{_error_first(_shortened(result.stderr, limit // 2))}{before}")
+    raise ToolError(f"{_error_first(_shorten(result.stderr, limit // 2))}{before}")
 
 
 def _error_first(stderr: str) -> str:
-    """The traceback turned round: what went wrong, then where."""
+    """Reorder a traceback: what went wrong, then where."""
     head, _, frames = stderr.rstrip("\n").partition("Traceback (most recent call last):\n")
     if not frames:
         return stderr.strip() or "the code ended with an exit code other than 0"
@@ -76,7 +75,7 @@ def _error_first(stderr: str) -> str:
     return "\n".join([*lines[first:], *lines[:first], *([head.rstrip("\n")] if head else [])])
 
 
-def _shortened(text: str, limit: int) -> str:
+def _shorten(text: str, limit: int) -> str:
     if len(text) <= limit:
         return text
     head, tail = text[: limit * 3 // 4], text[len(text) - limit // 4 :]
