@@ -1168,8 +1168,8 @@ def test_settings_and_packages_are_checked(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_importing_it_is_light() -> None:
-    code = "import sys, arpo.tools.browse.tool\n"
-        "print(*({'torch', 'transformers', 'httpx2', 'trafilatura'} & {*sys.modules}))"
+    heavy = "{'torch', 'transformers', 'httpx2', 'trafilatura'}"
+    code = f"import sys, arpo.tools.browse.tool; print(*({heavy} & {{*sys.modules}}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
 
