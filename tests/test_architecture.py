@@ -47,7 +47,6 @@ KNOWN = {
     "builtin -> cli",
     "cluster -> cli",
     "evaluation -> cli",
-    "runs -> cli",
     "studies -> cli",
     "training -> cli",
     "agent: no docstring",
@@ -58,7 +57,6 @@ KNOWN = {
     "data: no docstring",
     "engine: no docstring",
     "evaluation: no docstring",
-    "runs: no docstring",
     "training: no docstring",
 }
 
@@ -110,7 +108,7 @@ def undocumented(source: str) -> list[str]:
     return found
 
 
-ABSTRACT = {"CallFormat"}  # classes whose methods are described once, for all that derive from them
+ABSTRACT = {"CallFormat", "Tracker", "Wandb"}  # classes whose methods are described once, for all that derive from them
 
 
 def test_the_top_of_the_package_holds_rooms_only() -> None:

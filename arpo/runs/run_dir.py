@@ -44,6 +44,13 @@ class Lines(NamedTuple):
     file: int
 
 
+class TrackerState(NamedTuple):
+    """A tracker's id for the run, and the last step that was sent to it."""
+
+    id: str
+    step: int
+
+
 class RunDir:
     """One run directory; made by `create_run_dir` and `open_run_dir`. Only a log that holds the lock may write."""
 
@@ -254,24 +261,19 @@ class RunDir:
 
     # --- trackers
 
-    def tracker(self, name: str) -> tuple[str, int] | None:
-        """What a tracker calls this run, and the last step that it was sent; None if it was sent nothing."""
-        path = self._tracker_file(name)
-        known = read_json(path) if path.exists() else None
-        return (known["id"], known["step"]) if known else None
+    def tracker_state(self, name: str) -> TrackerState | None:
+        """The state of a tracker; None if nothing was sent to it."""
+        path = self.directory / f"tracker_{name}.json"
+        return TrackerState(**read_json(path)) if path.exists() else None
 
-    def write_tracker(self, name: str, identity: str, step: int) -> None:
-        """Remember that, through crash and rewind."""
+    def write_tracker_state(self, name: str, state: TrackerState | None) -> None:
+        """Save the state of a tracker, or delete it; it survives crashes and is not rolled back."""
         self._require_lock()
-        write_atomically(self._tracker_file(name), _dump({"id": identity, "step": step}))
-
-    def forget_tracker(self, name: str) -> None:
-        """The next start of this tracker is a new one."""
-        self._require_lock()
-        self._tracker_file(name).unlink(missing_ok=True)
-
-    def _tracker_file(self, name: str) -> Path:
-        return self.directory / f"tracker_{name}.json"
+        path = self.directory / f"tracker_{name}.json"
+        if state is None:
+            path.unlink(missing_ok=True)
+        else:
+            write_atomically(path, _dump(state._asdict()))
 
     def _require_lock(self) -> None:
         if self._lock is None:

@@ -22,6 +22,7 @@ from arpo.config.schema import Config
 from arpo.errors import ArpoError
 from arpo.models.resolve import checkpoint_model_settings
 from arpo.runs import run_dir
+from arpo.runs.reporter import SILENT, Reporter
 from arpo.runs.run_dir import RunDir
 from arpo.runs.trackers import Trackers, require_trackers
 from arpo.trainer.checkpoint import load_checkpoint, save_checkpoint
@@ -97,7 +98,7 @@ class RunStart:
     checkpoint: Path | None
 
     @contextmanager
-    def open(self, trainer: Trainer) -> Iterator[CheckpointManager]:
+    def open(self, trainer: Trainer, reporter: Reporter = SILENT) -> Iterator[CheckpointManager]:
         """Restore the trainer, create or rewind the run directory, and manage its checkpoints until left."""
         config = self.original
         with ExitStack() as stack:
@@ -109,7 +110,7 @@ class RunStart:
             changed = differences(run.config(), config.resolved())
             if any(not line.startswith("run.dir:") for line in changed):
                 run.update_config(step, config.resolved())
-            trackers = stack.enter_context(closing(Trackers(config, run, step)))
+            trackers = stack.enter_context(closing(Trackers(config, run, step, reporter)))
             yield CheckpointManager(
                 trainer, run, trackers, step, config.run.checkpoint_every, config.run.keep_checkpoints
             )

@@ -96,7 +96,7 @@ def open_training(
             tasks = fit_tasks(tasks, prompts, config, reporter)
             sampler = build_sampler(start.config, model)
         trainer = build_trainer(config, start.config, model, tokenizer, group)
-        checkpoints = stack.enter_context(start.open(trainer))
+        checkpoints = stack.enter_context(start.open(trainer, reporter))
         yield Training(start.config, tasks, sampler, trainer, checkpoints, reporter)
 
 

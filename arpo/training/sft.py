@@ -59,7 +59,7 @@ def open_sft(config: Config, resume: bool = False, reporter: Reporter = SILENT) 
         model, tokenizer = load_policy(start.config, reporter)
         encoded = [encode_trace(trace, tokenizer, fmt, config.tools.result_tokens) for trace in traces]
         examples = _fitting(encoded, model.config.max_position_embeddings, config, problems, reporter)
-        checkpoints = stack.enter_context(start.open(Trainer(model, tokenizer, objective(config))))
+        checkpoints = stack.enter_context(start.open(Trainer(model, tokenizer, objective(config)), reporter))
         counts = [example.num_tokens for example in examples]
         batches = plan_steps(counts, config.sft.batch_tokens, config.sft.epochs, config.seed)
         yield SFTRun(examples, batches, checkpoints, reporter)

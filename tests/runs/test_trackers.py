@@ -18,15 +18,15 @@ from trees import two_branches
 
 import arpo.training.loop
 from arpo.builtin.model import build_model
+from arpo.cli.display import ConsoleReporter
 from arpo.config.loading import load_config, shareable
 from arpo.config.schema import Config
 from arpo.errors import ArpoError
 from arpo.models.save import save_pretrained
-from arpo.runs import run_dir as runlog
 from arpo.runs import trackers
-from arpo.runs.run_dir import RunDir
-from arpo.runs.trackers import Start, Trackers, require_trackers, run_name, telling_tree
-from arpo.training.loop import open_run, train
+from arpo.runs.run_dir import RunDir, create_run_dir, open_run_dir
+from arpo.runs.trackers import TrackerRun, Trackers, most_branched_tree, require_trackers, run_name
+from arpo.training.loop import open_training, train
 from arpo.training.sft import open_sft, train_sft
 from arpo.types import Credit, Reward, ScoredTree
 
@@ -36,18 +36,18 @@ class Fake:
     """A tracker that remembers; `breaks_at` is a step at which it raises."""
 
     overwrites: bool = False
-    raster: bool = False
+    image_format: str = "svg"
     breaks_at: int = 0
     package: str = "json"
-    starts: list[Start] = field(default_factory=list)
+    starts: list[TrackerRun] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
     values: list[Mapping[str, float]] = field(default_factory=list)
     pictures: list[tuple[int, str, bytes]] = field(default_factory=list)
     closed: int = 0
 
-    def start(self, start: Start) -> str:
-        self.starts.append(start)
-        return start.id or f"run {len(self.starts)}"
+    def start(self, run: TrackerRun) -> str:
+        self.starts.append(run)
+        return run.id or f"run {len(self.starts)}"
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         if step == self.breaks_at:
@@ -71,8 +71,8 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Fake]:
 
 
 @pytest.fixture
-def log(tmp_path: Path) -> Iterator[RunDir]:
-    with runlog.create_run_dir(tmp_path / "runs" / "mine", {"rollout": {}}) as made:
+def run_dir(tmp_path: Path) -> Iterator[RunDir]:
+    with create_run_dir(tmp_path / "runs" / "mine", {"rollout": {}}) as made:
         yield made
 
 
@@ -80,12 +80,12 @@ def config(*names: str, trees: int = 10) -> Config:
     return load_config(None, [f"run.tracker={json.dumps(names)}", f"run.tracker_trees={trees}"])
 
 
-def go_on(log: RunDir, settings: Config, first: int, last: int) -> None:
+def resume_run(run_dir: RunDir, settings: Config, first: int, last: int) -> None:
     """A process that opens the run after step `first - 1` and does steps up to `last`."""
-    log.roll_back(first - 1)
-    tracked = Trackers(settings, log, first - 1)
+    run_dir.roll_back(first - 1)
+    tracked = Trackers(settings, run_dir, first - 1, ConsoleReporter())
     for step in range(first, last + 1):
-        log.append_metrics(step, {"reward": step / 10})
+        run_dir.append_metrics(step, {"reward": step / 10})
         tracked.record(step, {"reward": step / 10})
     tracked.close()
 
@@ -111,8 +111,8 @@ def test_the_settings_of_a_run_read_back() -> None:
     assert config_from_resolved(json.loads(json.dumps(settings.resolved()))) == settings
 
 
-def test_numbers_are_sent_and_nothing_else(log: RunDir, fakes: dict[str, Fake]) -> None:
-    tracked = Trackers(config("wandb"), log, 0)
+def test_numbers_are_sent_and_nothing_else(run_dir: RunDir, fakes: dict[str, Fake]) -> None:
+    tracked = Trackers(config("wandb"), run_dir, 0, ConsoleReporter())
     tracked.record(
         1, {"step": 1, "reward": 0.5, "calls": 3, "loss": float("nan"), "up": float("inf"), "collapse_warnings": "bad"}
     )
@@ -124,18 +124,18 @@ def test_numbers_are_sent_and_nothing_else(log: RunDir, fakes: dict[str, Fake]) 
     assert fakes["tensorboard"].starts == []
 
 
-def test_a_resumed_run_goes_on_in_the_same_tracker_run(log: RunDir, fakes: dict[str, Fake]) -> None:
-    go_on(log, config("tensorboard", "wandb"), 1, 3)
-    go_on(log, config("tensorboard", "wandb"), 4, 5)
+def test_a_resumed_run_goes_on_in_the_same_tracker_run(run_dir: RunDir, fakes: dict[str, Fake]) -> None:
+    resume_run(run_dir, config("tensorboard", "wandb"), 1, 3)
+    resume_run(run_dir, config("tensorboard", "wandb"), 4, 5)
     for fake in fakes.values():
         assert fake.steps == [1, 2, 3, 4, 5]
         assert [(start.id, start.step) for start in fake.starts] == [(None, 0), ("run 1", 3)]
 
 
-def test_steps_that_were_taken_back_are_sent_once_to_one_tracker_run(log: RunDir, fakes: dict[str, Fake]) -> None:
+def test_steps_that_were_taken_back_are_sent_once_to_one_tracker_run(run_dir: RunDir, fakes: dict[str, Fake]) -> None:
     settings = config("tensorboard", "wandb")
-    go_on(log, settings, 1, 4)
-    go_on(log, settings, 3, 4)  # the last checkpoint was that of step 2
+    resume_run(run_dir, settings, 1, 4)
+    resume_run(run_dir, settings, 3, 4)  # the last checkpoint was that of step 2
     board, wandb = fakes["tensorboard"], fakes["wandb"]
     assert [(start.id, start.step) for start in board.starts] == [(None, 0), ("run 1", 2)]
     assert board.steps == [1, 2, 3, 4, 3, 4]  # it writes over what is there
@@ -145,31 +145,33 @@ def test_steps_that_were_taken_back_are_sent_once_to_one_tracker_run(log: RunDir
     ]
     assert wandb.starts[0].name.endswith("runs-mine")
     assert wandb.steps == [1, 2, 3, 4, 1, 2, 3, 4]  # the second four are those of the new run
-    assert log.tracker("wandb") == ("run 2", 4)
-    go_on(log, settings, 5, 5)
+    assert run_dir.tracker_state("wandb") == ("run 2", 4)
+    resume_run(run_dir, settings, 5, 5)
     assert (wandb.starts[-1].id, wandb.steps[-1], len(wandb.steps)) == ("run 2", 5, 9)
 
 
-def test_a_run_taken_back_before_it_was_opened_is_noticed(log: RunDir, fakes: dict[str, Fake]) -> None:
+def test_a_run_taken_back_before_it_was_opened_is_noticed(run_dir: RunDir, fakes: dict[str, Fake]) -> None:
     """A collapse rewinds the directory in the process that tracked the later steps."""
-    go_on(log, config("wandb"), 1, 4)
-    log.roll_back(2)
-    go_on(log, config("wandb"), 3, 3)
+    resume_run(run_dir, config("wandb"), 1, 4)
+    run_dir.roll_back(2)
+    resume_run(run_dir, config("wandb"), 3, 3)
     assert fakes["wandb"].steps == [1, 2, 3, 4, 1, 2, 3]
 
 
-def test_what_a_tracker_missed_is_sent_on_resuming(log: RunDir, fakes: dict[str, Fake]) -> None:
-    go_on(log, config("wandb"), 1, 2)
-    go_on(log, config(), 3, 4)
-    go_on(log, config("wandb", "tensorboard"), 5, 5)
+def test_what_a_tracker_missed_is_sent_on_resuming(run_dir: RunDir, fakes: dict[str, Fake]) -> None:
+    resume_run(run_dir, config("wandb"), 1, 2)
+    resume_run(run_dir, config(), 3, 4)
+    resume_run(run_dir, config("wandb", "tensorboard"), 5, 5)
     assert fakes["wandb"].steps == fakes["tensorboard"].steps == [1, 2, 3, 4, 5]
     assert [start.id for start in fakes["wandb"].starts] == [None, "run 1"]
 
 
-def test_steps_that_were_taken_back_while_a_tracker_was_off_are_noticed(log: RunDir, fakes: dict[str, Fake]) -> None:
-    go_on(log, config("wandb", "tensorboard"), 1, 4)
-    go_on(log, config(), 3, 5)
-    go_on(log, config("wandb", "tensorboard"), 6, 6)
+def test_steps_that_were_taken_back_while_a_tracker_was_off_are_noticed(
+    run_dir: RunDir, fakes: dict[str, Fake]
+) -> None:
+    resume_run(run_dir, config("wandb", "tensorboard"), 1, 4)
+    resume_run(run_dir, config(), 3, 5)
+    resume_run(run_dir, config("wandb", "tensorboard"), 6, 6)
     assert fakes["wandb"].steps == [1, 2, 3, 4, 1, 2, 3, 4, 5, 6]
     assert [start.id for start in fakes["wandb"].starts] == [None, None]
     assert fakes["tensorboard"].steps == [1, 2, 3, 4, 3, 4, 5, 6]
@@ -177,44 +179,44 @@ def test_steps_that_were_taken_back_while_a_tracker_was_off_are_noticed(log: Run
 
 
 def test_one_that_fails_is_warned_about_once_and_left_alone(
-    log: RunDir, fakes: dict[str, Fake], capsys: pytest.CaptureFixture[str]
+    run_dir: RunDir, fakes: dict[str, Fake], capsys: pytest.CaptureFixture[str]
 ) -> None:
     fakes["wandb"].breaks_at = 2
-    go_on(log, config("wandb", "tensorboard"), 1, 4)
+    resume_run(run_dir, config("wandb", "tensorboard"), 1, 4)
     assert (fakes["wandb"].steps, fakes["wandb"].closed) == ([1], 1)
     assert (fakes["tensorboard"].steps, fakes["tensorboard"].closed) == ([1, 2, 3, 4], 1)
     assert capsys.readouterr().out.splitlines() == [
         r"warning: run.tracker: wandb failed and gets nothing more: OSError: the server \x1b[31m is gone"
     ]
     fakes["wandb"].breaks_at = 0
-    go_on(log, config("wandb"), 5, 5)
+    resume_run(run_dir, config("wandb"), 5, 5)
     assert fakes["wandb"].steps == [1, 3, 4, 5]  # step 2 may have arrived, so it is not sent again
     assert [start.id for start in fakes["wandb"].starts] == [None, "run 1"]
 
 
 def test_one_that_hangs_holds_up_nothing(
-    log: RunDir, fakes: dict[str, Fake], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run_dir: RunDir, fakes: dict[str, Fake], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(trackers, "PATIENCE", 0.05)
+    monkeypatch.setattr(trackers, "CLOSE_SECONDS", 0.05)
     stuck = threading.Event()
     monkeypatch.setattr(fakes["wandb"], "log", lambda step, values: stuck.wait(60))
-    tracked = Trackers(config("wandb"), log, 0)
+    tracked = Trackers(config("wandb"), run_dir, 0, ConsoleReporter())
     for step in range(1, 50):
         tracked.record(step, {"reward": 1.0})
     tracked.close()
     stuck.set()
-    assert "wandb has not taken everything" in capsys.readouterr().out
+    assert "wandb was still sending after" in capsys.readouterr().out
 
 
 def test_one_that_does_not_start_is_told_at_once_and_the_others_are_closed(
-    log: RunDir, fakes: dict[str, Fake], monkeypatch: pytest.MonkeyPatch
+    run_dir: RunDir, fakes: dict[str, Fake], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(start: Start) -> str:
+    def refuse(run: TrackerRun) -> str:
         raise RuntimeError("no API key")
 
     monkeypatch.setattr(fakes["wandb"], "start", refuse)
     with pytest.raises(ArpoError, match=r"run.tracker: wandb did not start: no API key\n.*run.tracker=none.*--resume"):
-        Trackers(config("tensorboard", "wandb"), log, 0)
+        Trackers(config("tensorboard", "wandb"), run_dir, 0)
     assert fakes["tensorboard"].closed == 1
 
 
@@ -226,22 +228,24 @@ def test_a_missing_package_is_told_with_what_to_install(name: str, monkeypatch: 
 
 
 @pytest.mark.slow
-def test_the_tree_with_the_most_branch_points_is_drawn(log: RunDir, fakes: dict[str, Fake]) -> None:
+def test_the_tree_with_the_most_branch_points_is_drawn(run_dir: RunDir, fakes: dict[str, Fake]) -> None:
     from trees import branched
 
     plain, told = two_branches(), branched()
     scores = (Reward(1.0),) * 3, (Credit(0.0, {}),) * 3
     for step in (1, 2, 3, 4):
-        log.write_trees(step, [ScoredTree(tree, *scores) for tree in (plain, told, told)])
-    found = telling_tree(log, 1)
+        run_dir.write_trees(step, [ScoredTree(tree, *scores) for tree in (plain, told, told)])
+    found = most_branched_tree(run_dir, 1)
     assert found is not None and found.tree == told
-    assert telling_tree(log, 9) is None
-    fakes["tensorboard"].raster = True
-    go_on(log, config("wandb", "tensorboard", trees=2), 1, 5)  # of which the last has no trees: they are not rewound
+    assert most_branched_tree(run_dir, 9) is None
+    fakes["tensorboard"].image_format = "png"
+    resume_run(
+        run_dir, config("wandb", "tensorboard", trees=2), 1, 5
+    )  # of which the last has no trees: they are not rewound
     assert [(step, name) for step, name, _ in fakes["wandb"].pictures] == []
-    tracked = Trackers(config("wandb", "tensorboard", trees=2), log, 5)
+    tracked = Trackers(config("wandb", "tensorboard", trees=2), run_dir, 5)
     for step in (6, 7, 8):
-        log.write_trees(step, [ScoredTree(told, *scores)])
+        run_dir.write_trees(step, [ScoredTree(told, *scores)])
         tracked.record(step, {})
     tracked.close()
     assert [(step, name) for step, name, _ in fakes["wandb"].pictures] == [(6, "tree"), (8, "tree")]
@@ -252,13 +256,13 @@ def test_the_tree_with_the_most_branch_points_is_drawn(log: RunDir, fakes: dict[
 
 
 def test_a_picture_that_cannot_be_drawn_stops_nothing(
-    log: RunDir, fakes: dict[str, Fake], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run_dir: RunDir, fakes: dict[str, Fake], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(*_: object) -> None:
         raise ValueError("no ink")
 
-    monkeypatch.setattr(trackers, "telling_tree", broken)
-    go_on(log, config("wandb", trees=1), 1, 2)
+    monkeypatch.setattr(trackers, "most_branched_tree", broken)
+    resume_run(run_dir, config("wandb", trees=1), 1, 2)
     assert fakes["wandb"].steps == [1, 2]
     assert "warning: the tree of step 1 could not be drawn: no ink" in capsys.readouterr().out
 
@@ -292,9 +296,9 @@ def work(tokenizer: Any, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
     ]  # fmt: skip
 
     def work(name: str, *more: str, resume: bool = False) -> list[dict[str, Any]]:
-        with open_run(load_config(None, [*small, f"run.dir={tmp_path / name}", *more]), resume) as run:
+        with open_training(load_config(None, [*small, f"run.dir={tmp_path / name}", *more]), resume) as run:
             asyncio.run(train(run))
-        return runlog.open_run_dir(tmp_path / name).read_metrics()
+        return open_run_dir(tmp_path / name).read_metrics()
 
     return work
 
@@ -322,12 +326,12 @@ def test_training_is_tracked_step_by_step_and_is_not_changed_by_it(
 def test_a_test_that_is_made_up_after_a_stop_is_sent(
     work: Callable[..., list[dict[str, Any]]], fakes: dict[str, Fake], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def stopped(session: Any) -> Any:
+    async def stopped(*_: Any) -> Any:
         raise asyncio.CancelledError
 
     settings = ("train.steps=3", "eval.every=2", "run.tracker=wandb")
     with monkeypatch.context() as patch, pytest.raises(asyncio.CancelledError):
-        patch.setattr(arpo.training.loop, "test", stopped)
+        patch.setattr(arpo.training.loop, "evaluate_policy", stopped)
         work("stopped", *settings)
     records, fake = work("stopped", *settings, resume=True), fakes["wandb"]
     assert fake.steps == [1, 2, 2, 3]
@@ -340,7 +344,7 @@ def test_supervised_fine_tuning_is_tracked(tmp_path: Path, fakes: dict[str, Fake
     write_rows(tmp_path / "traces.jsonl", [sum_row(a, a + 1) for a in range(6)])
     with open_sft(sums_config(tmp_path, "sft.batch_tokens=70", "sft.epochs=1", "run.tracker=wandb")) as run:
         asyncio.run(train_sft(run))
-        records = run.keeper.log.read_metrics()
+        records = run.checkpoints.run.read_metrics()
     assert fakes["wandb"].steps == [row["step"] for row in records] != []
     assert [row["loss"] for row in fakes["wandb"].values] == [row["loss"] for row in records]
     assert fakes["wandb"].pictures == []
@@ -376,8 +380,8 @@ def module(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None:
     monkeypatch.setitem(sys.modules, name, made)
 
 
-def use(tracker: trackers.Tracker, start: Start) -> str:
-    identity = tracker.start(start)
+def use(tracker: trackers.Tracker, run: TrackerRun) -> str:
+    identity = tracker.start(run)
     tracker.log(7, {"reward": 0.5})
     tracker.picture(7, "tree", b"<svg/>")
     tracker.close()
@@ -390,14 +394,14 @@ def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     html = lambda data, **_: f"html {data}"  # noqa: E731
     module(monkeypatch, "wandb", init=calls.of("init", run), Settings=lambda **given: given, Html=html)
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
-    assert use(trackers.Wandb(), Start({"seed": 1}, tmp_path, "mine")) == "abc"
+    assert use(trackers.Wandb(), TrackerRun({"seed": 1}, tmp_path, "mine")) == "abc"
     names, init = [name for name, _, _ in calls], calls[0][2]
     assert names == ["init", "log", "log", "finish"]
     assert (init["project"], init["name"], init["dir"], init["config"]) == ("arpo", "mine", str(tmp_path), {"seed": 1})
     assert (init["id"], init["resume"], init["settings"]) == (None, None, {"console": "off"})
     assert calls[1][1:] == (({"reward": 0.5},), {"step": 7})
     assert calls[2][1:] == (({"tree": "html <svg/>"},), {"step": 7})
-    use(trackers.Wandb(), Start({}, tmp_path, "mine", "abc", 6))
+    use(trackers.Wandb(), TrackerRun({}, tmp_path, "mine", "abc", 6))
     assert (calls[4][2]["id"], calls[4][2]["resume"]) == ("abc", "allow")
 
 
@@ -405,8 +409,8 @@ def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = Calls()
     run = SimpleNamespace(name="mine", log=calls.of("log"), finish=calls.of("finish"))
     module(monkeypatch, "trackio", init=calls.of("init", run), Html=lambda data: f"html {data}")
-    assert use(trackers.Trackio(), Start({"seed": 1}, tmp_path, "mine")) == "mine"
-    use(trackers.Trackio(), Start({}, tmp_path, "other", "mine", 6))
+    assert use(trackers.Trackio(), TrackerRun({"seed": 1}, tmp_path, "mine")) == "mine"
+    use(trackers.Trackio(), TrackerRun({}, tmp_path, "other", "mine", 6))
     assert [(given["name"], given["resume"]) for name, _, given in calls if name == "init"] == [
         ("mine", "never"),
         ("mine", "must"),
@@ -426,7 +430,7 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module(monkeypatch, "mlflow.entities", Param=lambda *given: given, Metric=lambda *given: given)
     monkeypatch.delenv("MLFLOW_EXPERIMENT_NAME", raising=False)
     many = {"rollout": {f"setting{number}": "x" * 9000 for number in range(150)}}
-    assert use(trackers.Mlflow(), Start(many, tmp_path, "mine")) == "abc"
+    assert use(trackers.Mlflow(), TrackerRun(many, tmp_path, "mine")) == "abc"
     assert [name for name, _, _ in calls] == [
         "get_experiment_by_name", "create_experiment", "create_run", "log_batch", "log_batch", "log_batch", "log_text",
         "set_terminated",
@@ -437,23 +441,23 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (metric[0], metric[1], metric[3]) == ("reward", 0.5, 7)
     assert calls[6][1] == ("abc", "<svg/>", "tree/step_000007.svg")
     calls.clear()
-    use(trackers.Mlflow(), Start(many, tmp_path, "mine", "abc", 6))
+    use(trackers.Mlflow(), TrackerRun(many, tmp_path, "mine", "abc", 6))
     assert [name for name, _, _ in calls] == ["update_run", "log_batch", "log_text", "set_terminated"]
 
 
-def test_tensorboard_for_real(log: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensorboard_for_real(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that were taken back are there once, with the later value."""
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from trees import branched
 
-    log.write_trees(2, [ScoredTree(branched(), (Reward(1.0),) * 3, (Credit(0.0, {}),) * 3)])
+    run_dir.write_trees(2, [ScoredTree(branched(), (Reward(1.0),) * 3, (Credit(0.0, {}),) * 3)])
     for first, last, value in ((1, 4, 0.25), (3, 5, 0.75)):
-        tracked = Trackers(config("tensorboard", trees=2), log, first - 1)
+        tracked = Trackers(config("tensorboard", trees=2), run_dir, first - 1)
         for step in range(first, last + 1):
             tracked.record(step, {"reward": value, "tool.search.calls": 3})
         tracked.close()
-    found = EventAccumulator(str(log.directory / "tensorboard"), {"images": 0, "scalars": 0})
+    found = EventAccumulator(str(run_dir.directory / "tensorboard"), {"images": 0, "scalars": 0})
     found.Reload()
     scalars = [(event.step, event.value) for event in found.Scalars("reward")]
     assert scalars == [(1, 0.25), (2, 0.25), (3, 0.75), (4, 0.75), (5, 0.75)]
