@@ -89,12 +89,12 @@ def build_agent(
         )
     engine = build_engine(config.rollout, model, tokenizer, partial(save_for_vllm, model, tokenizer), threaded)
     prompts = build_prompts(config, tools, tokenizer, engine.capabilities.max_context)
-    return Agent(engine, tokenizer, tools, prompts.format, config.tools.result_tokens, prompts.examples)
+    return Agent(engine, tokenizer, tools, prompts.format, config.tools.max_result_tokens, prompts.examples)
 
 
 def build_prompts(config: Config, tools: Mapping[str, Tool], tokenizer: Any, max_context: int) -> PromptEncoder:
     """The encoder of the prompts that these settings describe."""
-    fmt, limit = call_format(config, tools), config.tools.result_tokens
+    fmt, limit = call_format(config, tools), config.tools.max_result_tokens
     examples = encode_examples(read_examples(config.rollout.examples, fmt), tokenizer, fmt, limit)
     return PromptEncoder(tokenizer, fmt, max_context, examples)
 

@@ -36,6 +36,7 @@ RENAMED = {
     "rollout.initial": "rollout.num_initial",
     "rollout.max_calls": "rollout.max_tool_calls",
     "rollout.kv_tokens": "rollout.kv_cache_tokens",
+    "tools.result_tokens": "tools.max_result_tokens",
     "branching.width": "branching.branch_width",
     "train.prompts": "train.batch_size",
     "train.resample": "train.dynamic_sampling_rounds",

@@ -182,7 +182,7 @@ def _player(
     if endpoint is not None:
         fmt = call_format(config, tools)
         examples = read_examples(config.rollout.examples, fmt)
-        remote = EndpointAgent(endpoint, tools, fmt, config.tools.result_tokens, examples)
+        remote = EndpointAgent(endpoint, tools, fmt, config.tools.max_result_tokens, examples)
         return lambda task, seed: endpoint_trajectory(remote, task, how, seed), tools
     asked = tuple(task for tasks in questions.values() for task in tasks)
     agent = build_agent(config, tools, *load_policy(config, ConsoleReporter()))

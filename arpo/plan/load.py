@@ -105,7 +105,7 @@ def guess_load(config: Config) -> Load:
     """From the settings alone: half of what they allow. Every value is a guess, to be replaced by `--from` a run."""
     rollout, calls = config.rollout, config.rollout.max_tool_calls / 2
     p50, p95 = _tool_guess(config)
-    result = min(config.tools.result_tokens / 2, rollout.max_tokens / 4 / calls) if calls else 0.0
+    result = min(config.tools.max_result_tokens / 2, rollout.max_tokens / 4 / calls) if calls else 0.0
     turn = max(1.0, (rollout.max_tokens / 2 - calls * result) / (calls + 1))
     return Load(
         **_from_settings(config),

@@ -57,7 +57,7 @@ def python_tool(settings: Tools, blocking: bool) -> Tool:
     from arpo.tools.python.tool import build_python
 
     sandbox = open_sandbox(settings.python_memory_mb, settings.unsafe_no_isolation)
-    return build_python(sandbox, settings.timeout, settings.result_tokens, blocking)
+    return build_python(sandbox, settings.timeout, settings.max_result_tokens, blocking)
 
 
 @cache
@@ -81,7 +81,7 @@ def _load_tool(name: str) -> Tool:
 
 def _search(config: Config) -> Tool:
     settings, source = config.tools, config.tools.search
-    results, tokens = settings.search_results, settings.result_tokens
+    results, tokens = settings.search_results, settings.max_result_tokens
     if source is None:
         plugin = plugin_of(config.data)
         if plugin is None:
@@ -106,7 +106,7 @@ def _browse(config: Config) -> Tool:
     condenser = None
     if settings.browse_url is not None and settings.browse_model is not None:
         condenser = openai_condenser(settings.browse_url, settings.browse_model)
-    return build_browse(max_tokens=settings.result_tokens, timeout=settings.timeout, condense=condenser)
+    return build_browse(max_tokens=settings.max_result_tokens, timeout=settings.timeout, condense=condenser)
 
 
 def _connect_mcp(server: Mcp, timeout: float) -> McpServer:

@@ -57,7 +57,7 @@ def open_sft(config: Config, resume: bool = False, reporter: Reporter = SILENT) 
         refuse_bad_rows(config.sft.data, "traces", traces, problems, config.data.bad_rows)
         start = stack.enter_context(find_start(config, resume, RESUMABLE_KEYS, RUN_KIND_METRIC))
         model, tokenizer = load_policy(start.config, reporter)
-        encoded = [encode_trace(trace, tokenizer, fmt, config.tools.result_tokens) for trace in traces]
+        encoded = [encode_trace(trace, tokenizer, fmt, config.tools.max_result_tokens) for trace in traces]
         examples = _fitting(encoded, model.config.max_position_embeddings, config, problems, reporter)
         checkpoints = stack.enter_context(start.open(Trainer(model, tokenizer, objective(config)), reporter))
         counts = [example.num_tokens for example in examples]

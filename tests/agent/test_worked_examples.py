@@ -219,7 +219,7 @@ def test_the_setting_reaches_the_agent_and_mistakes_are_found_before_a_model_is_
     write_rows(tmp_path / "shots.jsonl", [sum_row(1, 2)])
     write_rows(tmp_path / "q.jsonl", [{"question": TASK.question, "answer": "7"}])
     more = [f"data.train={tmp_path / 'q.jsonl'}", f"rollout.examples={tmp_path / 'shots.jsonl'}"]
-    config = sums_config(tmp_path, *more, "tools.result_tokens=7")
+    config = sums_config(tmp_path, *more, "tools.max_result_tokens=7")
     with build_tools(config) as tools:
         agent = build_agent(config, tools, build_model(tokenizer, 32, 1, 1024, seed=1), tokenizer)
     read = read_examples(str(tmp_path / "shots.jsonl"), agent.format)
@@ -283,7 +283,7 @@ def test_the_searches_of_the_shipped_examples_find_what_they_say() -> None:
              for result in json.loads(row)["text"].split("<result>")[1:]
              for line in result.partition("</result>")[0].split("\n")}  # fmt: skip
     documents = [Document(line.partition(": ")[0], line) for line in lines]
-    with Toolset([build_search(documents, settings.search_results, settings.result_tokens)]) as tools:
+    with Toolset([build_search(documents, settings.search_results, settings.max_result_tokens)]) as tools:
         asked = calls(shipped("pathquestion_shots.jsonl", tools), "search")
         assert len(asked) == 5
         for query, result in asked:

@@ -307,7 +307,7 @@ def test_settings_table_has_every_setting_once_and_described() -> None:
     assert [key for key in keys if not key.startswith(("tools.mcp.", "data.mix."))] == flat
     assert {f"tools.mcp.{key}" for key in Mcp.model_fields} == {key for key in keys if key.startswith("tools.mcp.")}
     assert all(description and "\n" not in description for *_, description in table)
-    assert ("rollout.num_trajectories", "whole number >= 1", "16", "M: trajectories per question") in table
+    assert ("rollout.num_trajectories", "whole number >= 1", "16", "M: trajectories per task") in table
     assert [row[2] for row in table if row[0] in ("rollout.num_initial", "tools.search")] == ['"none"', "unset"]
 
 

@@ -270,7 +270,7 @@ def test_a_sync_sends_what_was_trained() -> None:
 
 
 def test_without_a_run_half_of_the_limits_is_guessed() -> None:
-    config = load_config(None, ["rollout.max_tool_calls=4", "rollout.max_tokens=1000", "tools.result_tokens=100"])
+    config = load_config(None, ["rollout.max_tool_calls=4", "rollout.max_tokens=1000", "tools.max_result_tokens=100"])
     load = guess_load(config)
     assert (load.calls, load.result_tokens, load.turn_tokens) == (2, 50, 400 / 3)
     assert (load.prompt_tokens, load.branch_rate, load.trained_share, load.spread) == (256, 0.5, 1, 0.5)

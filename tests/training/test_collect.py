@@ -127,7 +127,7 @@ def test_sampled_traces_are_read_back_with_the_tokens_that_were_sampled(
     assert reading.problems == () and len(reading.traces) > 5
     sampled = {grown.tokens(leaf.node) for grown in seen for leaf in grown.leaves}
     for trace in reading.traces:
-        pieces = encode_trace(trace, tokenizer, fmt, config.tools.result_tokens).segments
+        pieces = encode_trace(trace, tokenizer, fmt, config.tools.max_result_tokens).segments
         assert tuple(token for _, ids in pieces for token in ids) in sampled
     by_question = Counter(trace.task.question for trace in reading.traces)
     assert max(by_question.values()) <= 2
