@@ -1,17 +1,16 @@
-"""Messages to tokens, a model's turn to a tool call, a tool's text to tokens.
+"""Call formats and prompts: questions to prompt tokens, turns to tool calls, tool results to tokens.
 
-Promises: `find_call` never raises and reads only what the model wrote; text from outside (a question, a tool's output)
-cannot become a control token of the tokenizer, and a tool's output cannot look like one of our own tags; the wrapper
-around a result is always complete. Nothing sampled is ever tokenised again.
-
-    fmt = make_format("tags", [spec])                            # or "json"
+    fmt = build_format("tags", [spec])                           # or "json"
     ids = encode_prompt(tokenizer, task.question, fmt.instructions)
     more = encode_follow_up(tokenizer, (*ids, *sampled), "And her mother?")
     call = fmt.find_call("<think>..</think><search>Mira Tolven", "</search>")
     ids, text = encode_result(tokenizer, fmt, "Mira Tolven was born in Upper Kelso.", max_tokens=200)
 
-Does not cover: templates that rewrite their content, and look-alike letters that a tokenizer's own normaliser turns
-into ours. Text is encoded piece by piece, so ids at the seams may differ from those of the whole encoded at once.
+Guarantees: `find_call` never raises and parses only what the model wrote. External text (a question, a tool's output)
+cannot become a control token of the tokenizer, and a tool's output cannot contain one of our tags. The wrapper around a
+result is always complete. Sampled tokens are never tokenized again.
+Not covered: chat templates that rewrite their content, and look-alike letters that the tokenizer's own normalizer turns
+into our tags. Text is encoded piece by piece, so the ids at the seams may differ from encoding the whole text at once.
 """
 
 from __future__ import annotations
@@ -30,16 +29,19 @@ from arpo.errors import ArpoError
 from arpo.types import ToolCall, ToolSpec
 
 PROTOCOL_TAGS = ("think", "answer", "result", "tool_call", "tool_response")
-"""Tags with a meaning of their own; every tool's name is one more."""
+"""Reserved tags; every tool's name is one more."""
 
 ANSWER_STOP = "</answer>"
 CUT_NOTE = " [cut]"
-_SLOT_1, _SLOT_2 = "@@slot-1@@", "@@slot-2@@"  # stand for content while a chat template is rendered; never encoded
+_SLOT_1, _SLOT_2 = (
+    "@@slot-1@@",
+    "@@slot-2@@",
+)  # placeholders for content while a chat template is rendered; never encoded
 
 
 @dataclass(frozen=True, slots=True)
 class CallFormat(ABC):
-    """How a model calls these tools and reads what they give back."""
+    """How the model writes tool calls and how results are wrapped."""
 
     specs: tuple[ToolSpec, ...]
     name: ClassVar[str]
@@ -47,29 +49,29 @@ class CallFormat(ABC):
     @property
     @abstractmethod
     def stops(self) -> tuple[str, ...]:
-        """Strings at which a model's turn ends: the end of a call, or of the answer."""
+        """Stop strings of a turn: the end of a call, or of the answer."""
 
     @property
     @abstractmethod
     def instructions(self) -> str:
-        """The system prompt that explains all this to a model."""
+        """The system prompt: task, tools, how to call them, how to answer."""
 
     @abstractmethod
     def find_call(self, text: str, stop: str | None) -> ToolCall | None:
-        """The call that the turn `text` ends with, given the stop string it ended at; None if it ended otherwise."""
+        """The call at the end of a turn that stopped at `stop`; None if that is not the end of a call."""
 
     @abstractmethod
     def write_call(self, call: ToolCall) -> str:
-        """The call as a model would write it, which `find_call` reads; ValueError if that cannot be."""
+        """The call as the model would write it, inverse of `find_call`; ValueError if the format cannot express it."""
 
     @abstractmethod
     def wrapper(self, tokenizer: Any) -> tuple[str, str]:
-        """What stands before and after a tool's text."""
+        """The text before and after a tool's text."""
 
 
 @dataclass(frozen=True, slots=True)
 class TagFormat(CallFormat):
-    """`<search>query</search>`, answered by `<result>...</result>` within the same turn."""
+    """`<search>query</search>`, answered by `<result>...</result>` in the same message."""
 
     name: ClassVar[str] = "tags"
 
@@ -102,7 +104,7 @@ class TagFormat(CallFormat):
 
 @dataclass(frozen=True, slots=True)
 class JsonFormat(CallFormat):
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, answered by a turn of its own."""
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, answered by a message of its own."""
 
     name: ClassVar[str] = "json"
 
@@ -156,14 +158,14 @@ def build_format(name: str, specs: Sequence[ToolSpec]) -> CallFormat:
 def encode_prompt(tokenizer: Any, question: str, system: str) -> tuple[int, ...]:
     """Token ids of the whole prompt, up to where the model starts to write.
 
-    A chat template that names the system role and writes nothing for it wants no instructions: they are left out.
+    If the chat template handles the system role by writing nothing for it, the instructions are left out.
     """
-    system = "" if _wants_no_system(tokenizer) else system
+    system = "" if _ignores_system(tokenizer) else system
     gap = "\n\n" if system else ""
     if getattr(tokenizer, "chat_template", None):
-        apart = [{"role": "system", "content": _SLOT_1}, {"role": "user", "content": _SLOT_2}]
-        folded = [{"role": "user", "content": f"{_SLOT_1}{gap}{_SLOT_2}"}]
-        pieces = (_pieces(tokenizer, apart) if system else None) or _pieces(tokenizer, folded)
+        separate = [{"role": "system", "content": _SLOT_1}, {"role": "user", "content": _SLOT_2}]
+        combined = [{"role": "user", "content": f"{_SLOT_1}{gap}{_SLOT_2}"}]
+        pieces = (_pieces(tokenizer, separate) if system else None) or _pieces(tokenizer, combined)
         if pieces is None:
             raise ArpoError("the tokenizer's chat template cannot render a user message; give it another template")
         before, between, after = pieces
@@ -176,9 +178,9 @@ def encode_prompt(tokenizer: Any, question: str, system: str) -> tuple[int, ...]
 
 
 def encode_follow_up(tokenizer: Any, history: Sequence[int], question: str) -> tuple[int, ...] | None:
-    """Token ids of the user's next message, from the end of the model's turn in `history` to where it writes again.
+    """Token ids of the user's next message after `history`, up to where the model starts to write again.
 
-    None where the chat template does not mark the end of a model's turn: every question then stands alone.
+    None if the chat template does not mark the end of a model's turn, so that no question can follow an answer.
     """
     pieces = _follow_up_pieces(tokenizer, repr(getattr(tokenizer, "chat_template", None)))
     if pieces is None:
@@ -186,7 +188,7 @@ def encode_follow_up(tokenizer: Any, history: Sequence[int], question: str) -> t
     between, after = (_ids(tokenizer, piece) for piece in pieces)
     _, control = _control_tokens(tokenizer, len(tokenizer), True)
     end = next((place for place, token in enumerate(between) if token in control), None)
-    if end is not None and tuple(history[-1:]) == (between[end],):  # the model wrote the end of its turn itself
+    if end is not None and tuple(history[-1:]) == (between[end],):  # the model sampled the end-of-turn token itself
         between = between[end + 1 :]
     return (*between, *_plain_ids(tokenizer, question.strip()), *after)
 
@@ -197,25 +199,27 @@ def encode_next_question(tokenizer: Any, history: Sequence[int], question: str) 
     if more is not None:
         return more
     if getattr(tokenizer, "chat_template", None):
-        raise ArpoError("rollout.examples: the model's chat template does not mark where an answer ends; do without")
+        raise ArpoError(
+            "rollout.examples: the model's chat template does not mark where an answer ends; leave them out"
+        )
     before, after = _ids(tokenizer, "\n\nQuestion: "), _ids(tokenizer, "\nAnswer:")
     return (*before, *_plain_ids(tokenizer, question.strip()), *after)
 
 
 def encode_example_turn(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of what a model writes in a worked example: our tags as it would write them, no special tokens."""
+    """Token ids of a model turn in a worked example: with our tags, without special tokens."""
     return _plain_ids(tokenizer, text, tags=True)
 
 
 def encode_result(tokenizer: Any, fmt: CallFormat, text: str, max_tokens: int) -> tuple[tuple[int, ...], str]:
-    """Token ids and text of a tool result in its wrapper; the tool's part is cut to `max_tokens`, note included."""
+    """Token ids and text of a tool result in its wrapper; the tool's text is cut to `max_tokens`, note included."""
     body = escape_protocol_tags(text, fmt.specs)
     ids = _plain_ids(tokenizer, body)
     if len(ids) > max_tokens:
         note = _ids(tokenizer, CUT_NOTE)
         note = note if len(note) <= max_tokens else []
         kept = ids[: max(0, max_tokens - len(note))]
-        for _ in range(3):  # a character may be spread over up to four tokens: do not end inside one
+        for _ in range(3):  # a character has at most four tokens; do not end inside one
             if kept and _text(tokenizer, kept).endswith("\ufffd"):
                 kept.pop()
         ids, body = kept + note, _text(tokenizer, kept) + (CUT_NOTE if note else "")
@@ -224,7 +228,7 @@ def encode_result(tokenizer: Any, fmt: CallFormat, text: str, max_tokens: int) -
 
 
 def wrap_result(fmt: CallFormat, text: str, max_chars: int) -> str:
-    """A tool result in its wrapper as text, for dialogues without a tokenizer; cut to `max_chars`, note included."""
+    """Text of a tool result in its wrapper, where there is no tokenizer; cut to `max_chars`, note included."""
     body = escape_protocol_tags(text, fmt.specs)
     if len(body) > max_chars:
         body = body[: max(0, max_chars - len(CUT_NOTE))] + CUT_NOTE
@@ -233,13 +237,13 @@ def wrap_result(fmt: CallFormat, text: str, max_chars: int) -> str:
 
 
 def escape_protocol_tags(text: str, specs: Sequence[ToolSpec]) -> str:
-    """The text with the `<` of every tag of ours, however it is spelt, replaced by the harmless `‹`."""  # noqa: RUF002
+    """The text with the `<` of every protocol tag, in any spelling, replaced by `‹`."""  # noqa: RUF002
     names = "|".join(re.escape(name) for name in (*PROTOCOL_TAGS, *(spec.name for spec in specs)))
     return re.sub(rf"<(?=[\s/]*(?:{names})\b)", "\u2039", text, flags=re.IGNORECASE)
 
 
 def _call_body(text: str, tag: str, tags: Sequence[str]) -> tuple[str, str | None]:
-    """What stands in the call that `tag` ends, and what is wrong with it. Tags in a closed <think> are only talk."""
+    """The body of the call that `</tag>` ends, and its error if there is one. Tags in a closed <think> do not count."""
     turn = text.partition(f"</{tag}>")[0].rpartition("</think>")[2]
     if f"<{tag}>" not in turn:
         return "", f"Error: </{tag}> closes a call that was not opened; write <{tag}>...</{tag}>."
@@ -248,7 +252,7 @@ def _call_body(text: str, tag: str, tags: Sequence[str]) -> tuple[str, str | Non
     if any(f"<{other}>" in body for other in tags):
         return "", f"Error: one call was opened inside another; close <{first}> with </{first}> before the next call."
     blank = len(body) - len(body.lstrip())
-    body = body[body.rfind("\n", 0, blank) + 1 :]  # blank lines go, the indentation of the first line of code stays
+    body = body[body.rfind("\n", 0, blank) + 1 :]  # drop blank lines, keep the indentation of the first line of code
     body = body if "\n" in body else body.strip()
     return body, None if body else f"Error: the call is empty; write what you want between <{tag}> and </{tag}>."
 
@@ -259,7 +263,7 @@ def _json_call(body: str, names: Sequence[str]) -> ToolCall:
         value = json.loads(body, strict=False)
         args = value.get("arguments", {}) if isinstance(value, dict) else {}
         args = json.loads(args, strict=False) if isinstance(args, str) else args
-        json.dumps([value, args], ensure_ascii=False, allow_nan=False).encode()  # no NaN and no half characters
+        json.dumps([value, args], ensure_ascii=False, allow_nan=False).encode()  # no NaN, no lone surrogates
     except (ValueError, RecursionError) as error:
         return ToolCall("", {}, f"Error: the call is not valid JSON ({error}); {shape}.")
     name = value.get("name") if isinstance(value, dict) else None
@@ -281,21 +285,22 @@ def _instructions(tools: Iterable[str], how: str) -> str:
     return f"Answer the question. Reason step by step in <think>...</think>.{use}{end}"
 
 
-def _wants_no_system(tokenizer: Any) -> bool:
+def _ignores_system(tokenizer: Any) -> bool:
+    """Whether the chat template accepts a system message and writes nothing for it."""
     user = {"role": "user", "content": _SLOT_2}
-    told = [{"role": "system", "content": _SLOT_1}, user]
+    with_system = [{"role": "system", "content": _SLOT_1}, user]
     try:
-        texts = [tokenizer.apply_chat_template(talk, tokenize=False) for talk in (told, [user])]
+        texts = [tokenizer.apply_chat_template(talk, tokenize=False) for talk in (with_system, [user])]
     except Exception:  # no template, or one that refuses the role
         return False
     return "system" in tokenizer.chat_template and texts[0] == texts[1]
 
 
 def _pieces(tokenizer: Any, messages: list[dict[str, str]]) -> tuple[str, str, str] | None:
-    """What the chat template writes before, between and after the two slots; None if it refuses or loses one."""
+    """The chat template's text before, between and after the two slots; None if it raises or drops one."""
     try:
         text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except Exception:  # whatever a template raises, it cannot render this
+    except Exception:  # templates may raise anything
         return None
     before, _, rest = text.partition(_SLOT_1)
     between, found, after = rest.partition(_SLOT_2)
@@ -304,7 +309,7 @@ def _pieces(tokenizer: Any, messages: list[dict[str, str]]) -> tuple[str, str, s
 
 @lru_cache(maxsize=8)
 def _turn_wrapper(tokenizer: Any, template: str) -> tuple[str, str]:
-    """All that stands around a tool's turn, from the end of the model's to its next; `template` only keys the cache."""
+    """The text from the end of a turn to a tool's text, and from there to the next turn; `template` keys the cache."""
     tagged = f"<tool_response>\n{_SLOT_2}\n</tool_response>"
     if getattr(tokenizer, "chat_template", None):
         talk = [{"role": "user", "content": "..."}, {"role": "assistant", "content": _SLOT_1}]
@@ -318,7 +323,7 @@ def _turn_wrapper(tokenizer: Any, template: str) -> tuple[str, str]:
 
 @lru_cache(maxsize=8)
 def _follow_up_pieces(tokenizer: Any, template: str) -> tuple[str, str] | None:
-    """What stands between a model's turn and the user's next message, and after that; `template` keys the cache."""
+    """The text between a turn and the user's next message, and after that message; `template` keys the cache."""
     talk = [{"role": "user", "content": "..."}, {"role": "assistant", "content": _SLOT_1}]
     pieces = _pieces(tokenizer, [*talk, {"role": "user", "content": _SLOT_2}])
     if pieces is None or not tokenizer.apply_chat_template(talk, tokenize=False).partition(_SLOT_1)[2].strip():
@@ -328,7 +333,7 @@ def _follow_up_pieces(tokenizer: Any, template: str) -> tuple[str, str] | None:
 
 @lru_cache(maxsize=8)
 def _control_tokens(tokenizer: Any, size: int, tags: bool) -> tuple[tuple[str, ...], frozenset[int]]:
-    """Tokens that text must not become: the special ones and, unless `tags`, added ones that look like mark-up."""
+    """Texts and ids of control tokens: special ones and, unless `tags`, added ones that look like markup."""
     special = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
     for index, token in tokenizer.added_tokens_decoder.items():
         if token.special or (not tags and token.content.startswith(("<", "["))):
@@ -337,11 +342,11 @@ def _control_tokens(tokenizer: Any, size: int, tags: bool) -> tuple[tuple[str, .
 
 
 def _plain_ids(tokenizer: Any, text: str, *, tags: bool = False) -> list[int]:
-    """Ids of text from outside. Every control token in it is cut in two before encoding: no state, and no way round."""
+    """Ids of external text. Every control token in it is split in two before encoding, so that none can result."""
     control, banned = _control_tokens(tokenizer, len(tokenizer), tags)
     present = tuple(token for token in control if token in text)
-    inside = [i + 1 for i in range(len(text)) if text.startswith(present, i)] if present else []
-    parts = [text[start:end] for start, end in pairwise((0, *inside, len(text)))]
+    cuts = [i + 1 for i in range(len(text)) if text.startswith(present, i)] if present else []
+    parts = [text[start:end] for start, end in pairwise((0, *cuts, len(text)))]
     encoded: list[list[int]] = tokenizer(parts, add_special_tokens=False, verbose=False)["input_ids"]
     return [i for ids in encoded for i in ids if i not in banned]
 

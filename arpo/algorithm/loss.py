@@ -12,9 +12,9 @@ where r = exp(logprob - old logprob), f is the token's entropy weight (see `arpo
 importance weight min(exp(old - engine logprob), importance_cap) where a cap is set (no gradient through either), and
 k3 = exp(d) - d - 1 with d = reference - logprob.
 
-All trajectories through a shared token have the same r. So two sums per token are enough, P over the positive and Q over
-the negative w A:  P min(r, 1 + high) + Q min(max(r, 1 - low), c).  This is exact also where clipping is active; a single
-minimum with the summed advantage is not.
+All trajectories through a shared token have the same r. So two sums per token are enough, P over the positive and Q
+over the negative w A:  P min(r, 1 + high) + Q min(max(r, 1 - low), c).  This is exact also where clipping is active; a
+single minimum with the summed advantage is not.
 
 Guarantees: losses and metrics of disjoint targets add up to those of all of them (gspo: if no trajectory is split). All
 log-ratios are clamped to +-20 so that no gradient overflows.

@@ -5,8 +5,8 @@
        entropy with that of the trajectory's first tokens and says how many branches open there (Z = `branch_width`).
     3. A branch is a new trajectory that continues from the same tool result, while the probed one goes on.
     4. When all trajectories have ended and fewer than M = `num_trajectories` were started, the rest is filled from the
-       prompt, or, under the posthoc policies, from tool results. With `branching.fill = "informative"` this is done only
-       if the trajectories so far earned unequal rewards.
+       prompt, or, under the posthoc policies, from tool results. With `branching.fill = "informative"` this is only
+       done if the trajectories so far earned unequal rewards.
 
 Guarantees: trajectories do not wait for each other; each one waits only for its own turns and tools. Sampled tokens are
 never tokenized again. No model output raises. The seed decides everything that engine and tools leave open.
@@ -209,7 +209,7 @@ class _TreeBuilder:
             self._start(replace(trajectory, node=source, number=number, seconds=left, already_probed=True))
 
     async def _sample_balanced(self, weight: float) -> None:
-        """AEPO: the entropies of a first trajectory decide how many start at the prompt; then it is branched from too."""
+        """AEPO: a first trajectory's entropies decide how many start at the prompt; then it is branched from too."""
         self.defer_decisions = True
         await self._run_from([0])
         self.defer_decisions = False

@@ -2,8 +2,8 @@
 
     tree, tokens = await endpoint_trajectory(EndpointAgent(endpoint, tools, fmt), task, config.rollout, seed)
 
-The instructions are the system message and the question is the user's. Each turn is an assistant message; a tool result,
-in the wrapper of its format, is the next user message.
+The instructions are the system message and the question is the user's. Each turn is an assistant message; a tool
+result, in the wrapper of its format, is the next user message.
 
 Guarantees: the tree has the texts, calls, results and stop reasons that rewards and viewers read. No reply of the model
 raises. If the endpoint itself fails, an HttpError is raised and there is no tree.

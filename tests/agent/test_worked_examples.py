@@ -36,7 +36,7 @@ from arpo.tools.executor import Toolset, call_tool
 from arpo.tools.python.tool import build_python
 from arpo.tools.search import build_search
 from arpo.training.collect import right_traces
-from arpo.training.sampler import load_tasks_and_tools
+from arpo.training.context import load_tasks_and_tools
 from arpo.types import Document, Kind, Reward, RolloutTree, ScoredTree, Task, ToolCall
 
 TASK = Task("q", "What is 3 plus 4?", ("7",))
@@ -185,10 +185,10 @@ def test_lengths_count_the_examples(tmp_path: Path) -> None:
         load_config(None, [f"data.train={tmp_path / 'q.jsonl'}", "tools.enabled=[]", "reward.bonus=0"])
     )
     for limit, notes in ((length, ["1 of 2 questions"]), (length + 400, [])):
-        fitted = fit_prompts(tasks, player(tokenizer, fmt, examples), limit)
+        fitted = fit_prompts(tasks, player(tokenizer, fmt, examples).prompts, limit)
         assert len(fitted.train) == 2 - len(notes)
         assert [note.partition(" of /")[0] for note in fitted.notes] == notes
-    assert len(fit_prompts(tasks, player(tokenizer, fmt), length).train) == 2
+    assert len(fit_prompts(tasks, player(tokenizer, fmt).prompts, length).train) == 2
 
 
 def test_a_conversation_begins_with_the_examples(tmp_path: Path) -> None:
