@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from traces import sum_row, write_model, write_rows
 
-import arpo
 from arpo.config.loading import load_config
 from arpo.data.plugin import model_plugin, task_plugin
 from arpo.data.task_set import TaskSet, load_task_set
 
-PACKAGE = Path(arpo.__file__).parent
 WORK = """
 import asyncio, sys
 from pathlib import Path
@@ -47,6 +45,7 @@ run.dir = "run"
 """
 
 
+@pytest.mark.slow
 def test_a_run_that_does_not_name_the_world_never_imports_it(tmp_path: Path) -> None:
     """Fine-tuning, exporting an adapter with its base, building tools and opening a training run."""
     write_model(tmp_path / "model")
@@ -58,17 +57,6 @@ def test_a_run_that_does_not_name_the_world_never_imports_it(tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == ""
     assert json.loads((tmp_path / "exported" / "config.json").read_text())["model_type"] == "llama"
-
-
-def test_only_the_command_line_imports_it() -> None:
-    for path in sorted(PACKAGE.rglob("*.py")):
-        if path.relative_to(PACKAGE).parts[0] in ("builtin", "cli"):
-            continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom):
-                names = [f"{node.module}.{alias.name}" for alias in node.names]
-            assert not [name for name in names if name.startswith("arpo.builtin")], path
 
 
 def test_names_of_plugins() -> None:
