@@ -21,7 +21,7 @@ import torch
 from bench_engine import build_model
 
 from arpo.engine.local.engine import LocalEngine
-from arpo.engine.local.kv_cache import token_bytes
+from arpo.engine.local.kv_cache import kv_bytes_per_token
 from arpo.types import SamplingParams
 
 
@@ -61,7 +61,7 @@ async def throughput(engine: LocalEngine, rows: int, prompt: int, new: int, seed
     def timed(batch: Any) -> Any:
         started = time.perf_counter()
         got = run(batch)
-        if batch.decoding and len(batch.tokens) == rows:
+        if batch.is_decode and len(batch.tokens) == rows:
             steps.append(time.perf_counter() - started)
         return got
 
@@ -127,7 +127,9 @@ def main() -> None:
         sys.exit("this benchmark needs a CUDA device")
     model = build(args.model, torch.bfloat16)
     context = args.prompt + args.new + 1
-    engine = LocalEngine(model, NoTokenizer(), rows=args.rows, kv_cache_tokens=args.rows * (context + 64) + 8192)
+    engine = LocalEngine(
+        model, NoTokenizer(), max_num_seqs=args.rows, kv_cache_tokens=args.rows * (context + 64) + 8192
+    )
     runs = []
     for repeat in range(args.repeats + 1):  # the first one records the graphs
         result = asyncio.run(throughput(engine, args.rows, args.prompt, args.new, repeat))
@@ -136,7 +138,7 @@ def main() -> None:
         asyncio.run(engine.sync_weights(repeat + 1))
     best = sorted(runs[1:], key=lambda run: run["tokens_per_s"])[len(runs[1:]) // 2]
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    stored = args.rows * (args.prompt + args.new / 2) * token_bytes(model.config, torch.bfloat16)
+    stored = args.rows * (args.prompt + args.new / 2) * kv_bytes_per_token(model.config, torch.bfloat16)
     told = engine.stats()
     answer = {
         **best,

@@ -123,7 +123,7 @@ def make_ours(model: Any, rows: int) -> Callable[[list[Step]], Timing]:
     """The local engine: every path is a task of its own and waits for nobody. Log-probs and entropies included."""
     tokenizer = build_tokenizer(["-"])
     tokenizer.eos_token = None
-    engine = LocalEngine(model, tokenizer, rows=rows, threaded=False)  # as agents do whose tools answer at once
+    engine = LocalEngine(model, tokenizer, max_num_seqs=rows, threaded=False)  # as agents do whose tools answer at once
     seeds = count()
 
     async def worker_loop(step: Step) -> int:

@@ -146,7 +146,7 @@ async def generate_turn(
         async with asyncio.timeout(None if deadline is None else deadline - time.monotonic()):
             return await engine.generate(prefix, params, on_token=receive)
     except TimeoutError:
-        finish = "worker_lost" if engine.down else "time"
+        finish = "worker_lost" if engine.unreachable else "time"
         return Completion(tuple(tokens), tuple(logprobs), tuple(entropies), finish, policy_version=engine.version)
     finally:
         ended = True

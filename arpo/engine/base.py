@@ -1,8 +1,8 @@
-"""The Engine protocol: the one seam between rollouts and whatever runs the model.
+"""The Engine protocol: what rollouts need from whatever runs the model.
 
-A rollout always passes the full prefix; re-using what was computed before is the engine's business. Log-probs and
-entropies are those of softmax(logits / temperature) before any top-p cut; `capabilities.exact_entropy` says whether the
-entropy covers the full vocabulary.
+A rollout always passes the full prefix; reusing earlier computation is up to the engine. Log-probs and entropies are
+those of softmax(logits / temperature), before top-k or top-p. `capabilities.exact_entropy` says whether entropies cover
+the full vocabulary or are estimates.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Protocol
 from arpo.types import Completion, SamplingParams
 
 OnToken = Callable[[int, float, float], None]
-"""Called with (token, log-prob, entropy) as each token is sampled: the probe after a tool result, or a live display."""
+"""Called with (token, log-prob, entropy) as each token is sampled."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What an engine promises: the longest prefix + completion, the vocabulary, and whether entropies are exact."""
+    """Limits of an engine: longest prefix + completion, size of the vocabulary, and whether entropies are exact."""
 
     max_context: int
     vocab_size: int
@@ -31,29 +31,38 @@ class Engine(Protocol):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What this engine promises."""
+        """The engine's limits."""
         ...
 
     @property
     def version(self) -> int:
-        """Of the weights in use."""
+        """Policy version of the weights in use."""
         ...
 
     @property
-    def down(self) -> bool:
-        """Whether it cannot sample now, through nobody's fault who asks: a path whose time ends so is not to blame."""
+    def unreachable(self) -> bool:
+        """True while the backend is unreachable; timeouts then do not count against the model."""
         ...
 
     async def generate(
         self, prefix: Sequence[int], params: SamplingParams, *, on_token: OnToken | None = None
     ) -> Completion:
-        """Sample one turn after `prefix`. Cancelling the call frees all it held."""
+        """Sample one turn after `prefix`. Cancelling the call frees everything it holds."""
         ...
 
     def stats(self) -> dict[str, float]:
-        """What the engine has to tell of its work since the last call, for the metrics."""
+        """Return the engine's counters since the last call, for the metrics."""
         ...
 
     async def sync_weights(self, version: int) -> None:
-        """Tell the engine that the weights changed: nothing computed with older ones may be used again."""
+        """Use the current weights from now on; nothing computed with older ones is reused."""
         ...
+
+
+def check_request(capabilities: Capabilities, prefix: Sequence[int], params: SamplingParams) -> None:
+    """Raise ValueError if the request exceeds the context or the vocabulary."""
+    context, vocab = capabilities.max_context, capabilities.vocab_size
+    if not prefix or params.max_tokens < 1 or len(prefix) >= context:
+        raise ValueError(f"cannot sample {params.max_tokens} tokens after {len(prefix)} within a context of {context}")
+    if not 0 <= min(prefix) <= max(prefix) < vocab:
+        raise ValueError(f"the prefix holds token {max(prefix)}, but the model's vocabulary ends before {vocab}")

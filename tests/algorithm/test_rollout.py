@@ -362,7 +362,7 @@ def test_a_path_whose_time_ends_while_nothing_can_sample_is_not_the_models_fault
     tokenizer: Any, down: bool, end: StopReason
 ) -> None:
     who = agent(tokenizer, turns(SEARCH, ANSWER), delay=0.15)
-    who.engine.down = down  # type: ignore[misc]
+    who.engine.unreachable = down  # type: ignore[misc]
     tree = grow(who, Rollout(num_trajectories=1, num_initial=1, max_seconds=0.2))
     assert [leaf.stop_reason for leaf in tree.leaves] == [end]
     assert [trajectory.infra_fault for trajectory in tree.trajectories] == [down]

@@ -366,7 +366,7 @@ class Stuck:
         on_token(7, 0.0, 0.0)
         await asyncio.Event().wait()
 
-    down = False
+    unreachable = False
 
     async def sync_weights(self, version: int) -> None: ...
 

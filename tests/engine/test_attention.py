@@ -15,7 +15,7 @@ from models import FAMILIES, VOCAB, Letters, make_model
 
 from arpo.engine.local.attention import BlockPlan
 from arpo.engine.local.engine import LocalEngine
-from arpo.engine.local.kv_cache import BLOCK, KVPool
+from arpo.engine.local.kv_cache import BLOCK_SIZE, KVCache
 from arpo.models.network import install_attention
 
 HEADS, GROUP, WIDTH, BLOCKS = 2, 3, 4, 60
@@ -28,13 +28,13 @@ def slow_attend(
     places = [(row, start + i) for row, (start, n) in enumerate(zip(starts, counts, strict=True)) for i in range(n)]
     keys, values = data
     for t, (row, position) in enumerate(places):
-        keys[table[row, position // BLOCK], :, position % BLOCK] = k[t]
-        values[table[row, position // BLOCK], :, position % BLOCK] = v[t]
+        keys[table[row, position // BLOCK_SIZE], :, position % BLOCK_SIZE] = k[t]
+        values[table[row, position // BLOCK_SIZE], :, position % BLOCK_SIZE] = v[t]
     out = []
     for t, (row, position) in enumerate(places):
         seen = range(0 if window is None else max(0, position - window + 1), position + 1)
-        k_LHD = torch.stack([keys[table[row, i // BLOCK], :, i % BLOCK] for i in seen]).double()
-        v_LHD = torch.stack([values[table[row, i // BLOCK], :, i % BLOCK] for i in seen]).double()
+        k_LHD = torch.stack([keys[table[row, i // BLOCK_SIZE], :, i % BLOCK_SIZE] for i in seen]).double()
+        v_LHD = torch.stack([values[table[row, i // BLOCK_SIZE], :, i % BLOCK_SIZE] for i in seen]).double()
         weights = (torch.einsum("hgd,lhd->hgl", q[t].double(), k_LHD) * scaling).softmax(-1)
         out.append(torch.einsum("hgl,lhd->hgd", weights, v_LHD))
     return torch.stack(out)
@@ -53,20 +53,22 @@ def random_rows(rng: random.Random) -> tuple[Any, Any, Any]:
     for row in range(rows):
         shared, own = rng.randint(0, len(trunk)), rng.randint(1, 3)
         table[row, : shared + own] = [*trunk[:shared], *(free.pop() for _ in range(own))]
-        end = (shared + own) * BLOCK
-        starts.append(rng.choice([end - 1, end - BLOCK, shared * BLOCK, rng.randrange(shared * BLOCK, end)]))
+        end = (shared + own) * BLOCK_SIZE
+        starts.append(
+            rng.choice([end - 1, end - BLOCK_SIZE, shared * BLOCK_SIZE, rng.randrange(shared * BLOCK_SIZE, end)])
+        )
         counts.append(rng.choice([1, 1, end - starts[-1], rng.randint(1, end - starts[-1])]))
     return table, np.array(starts), np.array(counts)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(seed=st.integers(0, 10**6), window=st.sampled_from([None, 1, 5, BLOCK, BLOCK + 1, 70]))
+@given(seed=st.integers(0, 10**6), window=st.sampled_from([None, 1, 5, BLOCK_SIZE, BLOCK_SIZE + 1, 70]))
 @example(seed=0, window=None)
 def test_attention_equals_a_loop_over_positions(seed: int, window: int | None) -> None:
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     table, starts, counts = random_rows(rng)
     tokens = int(counts.sum())
-    data = torch.randn(2, 2, BLOCKS + 1, HEADS, BLOCK, WIDTH, generator=generator)
+    data = torch.randn(2, 2, BLOCKS + 1, HEADS, BLOCK_SIZE, WIDTH, generator=generator)
     q = torch.randn(tokens, HEADS, GROUP, WIDTH, generator=generator) * rng.choice([1.0, 20.0])
     k, v = torch.randn(2, tokens, HEADS, WIDTH, generator=generator)
     expected = data.clone()
@@ -82,7 +84,7 @@ def test_attention_equals_a_loop_over_positions(seed: int, window: int | None) -
 def test_a_plan_serves_layers_with_and_without_a_window() -> None:
     rng, generator = random.Random(5), torch.Generator().manual_seed(5)
     table, starts, counts = random_rows(rng)
-    data = torch.randn(3, 2, BLOCKS + 1, HEADS, BLOCK, WIDTH, generator=generator)
+    data = torch.randn(3, 2, BLOCKS + 1, HEADS, BLOCK_SIZE, WIDTH, generator=generator)
     plan = BlockPlan(data, table, starts, counts)
     for layer, window in enumerate([7, None, 7]):
         q = torch.randn(int(counts.sum()), HEADS, GROUP, WIDTH, generator=generator)
@@ -93,8 +95,8 @@ def test_a_plan_serves_layers_with_and_without_a_window() -> None:
 
 def test_scores_of_any_size_stay_finite() -> None:
     """A maximum is taken out of each block's scores and out of the row's: nothing overflows, nothing becomes 0 / 0."""
-    table, starts, counts = np.array([[3, 1, 2]], dtype=np.int32), np.array([2 * BLOCK]), np.array([3])
-    data = torch.zeros(1, 2, 5, 1, BLOCK, 2)
+    table, starts, counts = np.array([[3, 1, 2]], dtype=np.int32), np.array([2 * BLOCK_SIZE]), np.array([3])
+    data = torch.zeros(1, 2, 5, 1, BLOCK_SIZE, 2)
     data[0, 0, 3], data[0, 0, 1], data[0, 1] = -5e3, 5e3, 1.0
     data[0, 1, 3] = 7.0
     q, zero = torch.ones(3, 1, 1, 2), torch.zeros(3, 1, 2)
@@ -110,7 +112,7 @@ def test_scores_of_any_size_stay_finite() -> None:
 def test_low_precision_pools_are_computed_in_single_precision() -> None:
     rng, generator = random.Random(2), torch.Generator().manual_seed(2)
     table, starts, counts = random_rows(rng)
-    data = torch.randn(1, 2, BLOCKS + 1, HEADS, BLOCK, WIDTH, generator=generator).bfloat16()
+    data = torch.randn(1, 2, BLOCKS + 1, HEADS, BLOCK_SIZE, WIDTH, generator=generator).bfloat16()
     q = torch.randn(int(counts.sum()), HEADS, GROUP, WIDTH, generator=generator).bfloat16()
     k, v = torch.randn(2, len(q), HEADS, WIDTH, generator=generator).bfloat16()
     wanted = slow_attend(data[0].clone(), table, starts, counts, q, k, v, 0.5, None)
@@ -122,13 +124,13 @@ def test_low_precision_pools_are_computed_in_single_precision() -> None:
 @pytest.mark.parametrize("chain", [False, True])
 def test_copies_are_done_one_after_the_other(chain: bool) -> None:
     config = make_model("llama-gqa").config
-    pool = KVPool(config, 6, torch.float32, torch.device("cpu"))
+    pool = KVCache(config, 6, torch.float32, torch.device("cpu"))
     pool.data.normal_(generator=torch.Generator().manual_seed(0))
     pairs = [(0, 3), (3, 4), (1, 3)] if chain else [(0, 3), (0, 4), (1, 5)]
     expected = pool.data.clone()
     for source, target in pairs:
         expected[:, :, target] = expected[:, :, source].clone()
-    pool.copy(pairs)
+    pool.copy_blocks(pairs)
     assert torch.equal(pool.data, expected)
 
 
@@ -137,7 +139,7 @@ def test_copies_are_done_one_after_the_other(chain: bool) -> None:
 def test_a_model_that_an_engine_uses_computes_as_before(family: str, attention: str) -> None:
     """Forward with padding on either side, gradients, and `generate`: to the last bit."""
     plain, used = make_model(family, attention), make_model(family, attention)
-    LocalEngine(used, Letters(), rows=2, kv_cache_tokens=128)
+    LocalEngine(used, Letters(), max_num_seqs=2, kv_cache_tokens=128)
     tokens = torch.randint(4, VOCAB, (3, 30), generator=torch.Generator().manual_seed(0))
     for mask in (torch.ones(3, 30), torch.arange(30) < torch.tensor([[30], [12], [21]])):
         for side in (mask.long(), mask.long().flip(1)):
@@ -160,7 +162,7 @@ def test_installing_twice_changes_nothing_and_is_not_saved_with_the_model() -> N
     install_attention(model)
     name = model.config._attn_implementation
     install_attention(model)
-    LocalEngine(model, Letters(), rows=1, kv_cache_tokens=64)
+    LocalEngine(model, Letters(), max_num_seqs=1, kv_cache_tokens=64)
     assert model.config._attn_implementation == name == "arpo-sdpa"
     assert "arpo" not in model.config.to_json_string()
     assert copy.deepcopy(model)(torch.tensor([[5, 6]])).logits.isfinite().all()

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from arpo.engine.local.blocks import Block, BlockTree, common
+from arpo.engine.local.blocks import Block, BlockTree, common_prefix_length
 
 SIZE = 3
 TEXT = st.lists(st.integers(0, 1), min_size=1, max_size=14)
@@ -30,8 +30,8 @@ def walk(tree: BlockTree) -> dict[int, tuple[int, list[int]]]:
         for first, children in block.children.items():
             assert children
             for child in children:
-                assert child.number not in found and child.parent is block and child.tokens[0] == first
-                found[child.number] = block.number, [*before, *child.tokens]
+                assert child.index not in found and child.parent is block and child.tokens[0] == first
+                found[child.index] = block.index, [*before, *child.tokens]
                 visit(child, [*before, *child.tokens])
 
     visit(tree.root, [])
@@ -55,46 +55,46 @@ class Blocks(RuleBasedStateMachine):
         self.time = count(1)
 
     def hold(self, path: list[Block]) -> None:
-        self.tree.hold(path)
-        self.users.update(block.number for block in path)
+        self.tree.acquire(path)
+        self.users.update(block.index for block in path)
 
     def release(self, path: list[Block]) -> None:
         self.tree.release(path)
         now = next(self.time)
         for block in path:
-            self.users[block.number] -= 1
-            self.left[block.number] = now
+            self.users[block.index] -= 1
+            self.left[block.index] = now
 
     def grow(self, parent: Block) -> Block | None:
         """Grow in both; the model says which number it must be."""
         free = [n for n in range(self.blocks) if n not in self.texts and not self.users[n]]
         leaves = [n for n in self.texts if not self.users[n] and n not in self.parents.values()]
         expected = min(free) if free else min(leaves, key=lambda n: self.left[n], default=None)
-        block = self.tree.grow(parent)
-        assert (block and block.number) == expected
+        block = self.tree.allocate(parent)
+        assert (block and block.index) == expected
         if block is None:
             return None
-        self.texts.pop(block.number, None)
-        self.parents.pop(block.number, None)
-        self.users[block.number] += 1
+        self.texts.pop(block.index, None)
+        self.parents.pop(block.index, None)
+        self.users[block.index] += 1
         return block
 
     def fill(self, block: Block, tokens: list[int]) -> None:
         assert block.parent is not None
         self.tree.fill(block, tokens)
-        before = self.texts.get(block.number, self.texts.get(block.parent.number, []))
-        self.texts[block.number] = [*before, *tokens]
-        self.parents[block.number] = block.parent.number
+        before = self.texts.get(block.index, self.texts.get(block.parent.index, []))
+        self.texts[block.index] = [*before, *tokens]
+        self.parents[block.index] = block.parent.index
 
     @rule(known=st.none() | st.integers(0, 8), tokens=TEXT, copy=st.booleans())
     def start(self, known: int | None, tokens: list[int], copy: bool) -> None:
         tokens = [*self.texts.get(known, []), *tokens] if known is not None else tokens
-        path, tail = self.tree.match(tokens)
+        path, tail = self.tree.match_prefix(tokens)
         self.check_match(tokens, path, tail)
         self.hold(path)
         if tail is not None:
             block, shared = tail
-            writable = not block.users and shared == len(block.tokens)
+            writable = not block.ref_count and shared == len(block.tokens)
             self.hold([block])
             if writable and not copy:
                 path = [*path, block]
@@ -114,7 +114,7 @@ class Blocks(RuleBasedStateMachine):
         self.write(self.sequences[-1], tokens)
 
     def check_match(self, tokens: list[int], path: list[Block], tail: tuple[Block, int] | None) -> None:
-        numbers = [block.number for block in path]
+        numbers = [block.index for block in path]
         for i, number in enumerate(numbers):
             assert self.texts[number] == tokens[: (i + 1) * SIZE]
             assert self.parents[number] == (numbers[i - 1] if i else -1)
@@ -124,11 +124,11 @@ class Blocks(RuleBasedStateMachine):
             return
         block, shared = tail
         parent = numbers[-1] if numbers else -1
-        assert 0 < shared < SIZE and self.parents[block.number] == parent
-        assert slow_common(self.texts[block.number], tokens) == known
+        assert 0 < shared < SIZE and self.parents[block.index] == parent
+        assert slow_common(self.texts[block.index], tokens) == known
         ready = [n for n, text in self.texts.items() if text == tokens[:known] and not self.users[n] and known % SIZE]
         if any(self.parents[n] == parent for n in ready):
-            assert block.number in ready
+            assert block.index in ready
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data(), tokens=TEXT)
@@ -142,7 +142,7 @@ class Blocks(RuleBasedStateMachine):
             if not room:
                 block = self.grow(path[-1] if path else self.tree.root)
                 if block is None:
-                    assert self.tree.available == 0
+                    assert self.tree.num_available == 0
                     return
                 path.append(block)
                 room = SIZE
@@ -171,9 +171,9 @@ class Blocks(RuleBasedStateMachine):
         assert {number: text for number, (_, text) in found.items()} == self.texts
         assert {number: parent for number, (parent, _) in found.items()} == self.parents
         held = [number for number, users in self.users.items() if users]
-        assert self.tree.available == self.blocks - len(held)
+        assert self.tree.num_available == self.blocks - len(held)
         for path in self.sequences:
-            assert all(block.users == self.users[block.number] for block in path)
+            assert all(block.ref_count == self.users[block.index] for block in path)
 
 
 TestBlocks = Blocks.TestCase
@@ -183,10 +183,10 @@ TestBlocks.settings = settings(max_examples=150, stateful_step_count=25, deadlin
 def written(tree: BlockTree, tokens: list[int]) -> list[Block]:
     """A sequence written block by block, sharing nothing."""
     path: list[Block] = []
-    for start in range(0, len(tokens), tree.size):
-        block = tree.grow(path[-1] if path else tree.root)
+    for start in range(0, len(tokens), tree.block_size):
+        block = tree.allocate(path[-1] if path else tree.root)
         assert block is not None
-        tree.fill(block, tokens[start : start + tree.size])
+        tree.fill(block, tokens[start : start + tree.block_size])
         path.append(block)
     return path
 
@@ -196,17 +196,17 @@ def test_of_two_blocks_with_the_same_tokens_the_one_that_goes_on_is_found() -> N
     tree = BlockTree(6, 2)
     written(tree, [1, 2, 3, 4])
     second = written(tree, [1, 2, 5, 6])
-    assert tree.match([1, 2, 5, 6, 7]) == (second, None)
+    assert tree.match_prefix([1, 2, 5, 6, 7]) == (second, None)
 
 
 def test_a_block_in_use_is_copied_and_an_idle_one_is_written_on() -> None:
     tree = BlockTree(4, 4)
     busy, idle = written(tree, [1, 2, 3]), written(tree, [1, 2])
     tree.release(idle)
-    assert tree.match([1, 2, 9]) == ([], (idle[0], 2))
-    assert tree.match([1, 2, 3]) == ([], (busy[0], 3))
-    tree.hold(idle)
-    assert tree.match([1, 2, 9])[1] == (busy[0], 2)
+    assert tree.match_prefix([1, 2, 9]) == ([], (idle[0], 2))
+    assert tree.match_prefix([1, 2, 3]) == ([], (busy[0], 3))
+    tree.acquire(idle)
+    assert tree.match_prefix([1, 2, 9])[1] == (busy[0], 2)
 
 
 def test_of_two_idle_blocks_the_one_with_nothing_else_in_it_is_written_on() -> None:
@@ -214,7 +214,7 @@ def test_of_two_idle_blocks_the_one_with_nothing_else_in_it_is_written_on() -> N
     more, just = written(tree, [1, 2, 3]), written(tree, [1, 2])
     tree.release(more)
     tree.release(just)
-    assert tree.match([1, 2, 9]) == ([], (just[0], 2))
+    assert tree.match_prefix([1, 2, 9]) == ([], (just[0], 2))
 
 
 def test_the_block_left_alone_for_longest_goes_first_and_inner_ones_last() -> None:
@@ -222,9 +222,9 @@ def test_the_block_left_alone_for_longest_goes_first_and_inner_ones_last() -> No
     first, second = written(tree, [1, 2]), written(tree, [3, 4])
     tree.release(second)
     tree.release(first)
-    order = [tree.grow(tree.root) for _ in range(5)]
-    numbers = [block and block.number for block in order]
-    assert numbers == [second[1].number, second[0].number, first[1].number, first[0].number, None]
+    order = [tree.allocate(tree.root) for _ in range(5)]
+    numbers = [block and block.index for block in order]
+    assert numbers == [second[1].index, second[0].index, first[1].index, first[0].index, None]
 
 
 def test_what_is_used_again_is_kept_longer() -> None:
@@ -232,24 +232,24 @@ def test_what_is_used_again_is_kept_longer() -> None:
     first, second = written(tree, [1]), written(tree, [2])
     tree.release(first)
     tree.release(second)
-    tree.hold(first)
+    tree.acquire(first)
     tree.release(first)
-    assert tree.grow(tree.root) is not None
-    assert tree.match([1]) == (first, None)
-    assert tree.match([2]) == ([], None)
+    assert tree.allocate(tree.root) is not None
+    assert tree.match_prefix([1]) == (first, None)
+    assert tree.match_prefix([2]) == ([], None)
 
 
 def test_after_clear_everything_is_free() -> None:
     tree = BlockTree(5, 2)
     tree.release(written(tree, [1, 2, 3, 4, 5]))
     tree.clear()
-    assert tree.available == 5
-    assert tree.match([1, 2]) == ([], None)
-    assert [block and block.number for block in (tree.grow(tree.root) for _ in range(6))] == [0, 1, 2, 3, 4, None]
+    assert tree.num_available == 5
+    assert tree.match_prefix([1, 2]) == ([], None)
+    assert [block and block.index for block in (tree.allocate(tree.root) for _ in range(6))] == [0, 1, 2, 3, 4, None]
 
 
 def test_the_common_prefix() -> None:
     rng = random.Random(0)
     for _ in range(300):
         a, b = ([rng.randrange(2) for _ in range(rng.randrange(12))] for _ in range(2))
-        assert common(a, b) == slow_common(a, b)
+        assert common_prefix_length(a, b) == slow_common(a, b)

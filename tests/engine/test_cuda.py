@@ -11,7 +11,7 @@ import torch
 from models import FAMILIES, VOCAB, Letters, make_model, plain_numbers
 
 from arpo.engine.local.engine import LocalEngine
-from arpo.engine.local.kv_cache import BLOCK
+from arpo.engine.local.kv_cache import BLOCK_SIZE
 from arpo.types import Completion, SamplingParams
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -34,7 +34,7 @@ def check(model: Any, prefix: list[int], done: Completion, temperature: float, t
 def test_numbers_equal_a_plain_forward_pass(family: str, kv_cache_tokens: int) -> None:
     """Conversations that pause, fork and go on, with room for all and with far too little; prompts in chunks."""
     model = build(family)
-    engine = LocalEngine(model, Letters(), rows=24, kv_cache_tokens=kv_cache_tokens, prefill_tokens=64)
+    engine = LocalEngine(model, Letters(), max_num_seqs=24, kv_cache_tokens=kv_cache_tokens, prefill_tokens=64)
     rng = random.Random(3)
 
     async def conversation(prefix: list[int], depth: int) -> None:
@@ -50,7 +50,7 @@ def test_numbers_equal_a_plain_forward_pass(family: str, kv_cache_tokens: int) -
         await asyncio.gather(*(conversation(prefix, 2) for prefix in starts))
 
     asyncio.run(many())
-    assert engine._scheduler.tree.available == engine.kv_cache_tokens // BLOCK
+    assert engine._scheduler.tree.num_available == engine.kv_cache_tokens // BLOCK_SIZE
 
 
 class Endless(Letters):
@@ -62,7 +62,7 @@ class Endless(Letters):
 def test_requests_that_are_put_back_go_on_where_they_were() -> None:
     model = build("llama-gqa")
     model.generation_config.eos_token_id = None
-    engine = LocalEngine(model, Endless(), rows=24, kv_cache_tokens=1_600)
+    engine = LocalEngine(model, Endless(), max_num_seqs=24, kv_cache_tokens=1_600)
     rng = random.Random(4)
     asked = [([rng.randrange(VOCAB) for _ in range(30)], SamplingParams(120, 1.0, seed=i)) for i in range(12)]
 
@@ -78,7 +78,7 @@ def test_requests_that_are_put_back_go_on_where_they_were() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_stays_close(family: str) -> None:
     model = build(family, torch.bfloat16)
-    engine = LocalEngine(model, Letters(), rows=24, kv_cache_tokens=100_000)
+    engine = LocalEngine(model, Letters(), max_num_seqs=24, kv_cache_tokens=100_000)
     rng = random.Random(3)
     prefix = [rng.randrange(VOCAB) for _ in range(500)]
 
@@ -93,7 +93,7 @@ def test_bfloat16_stays_close(family: str) -> None:
 
 def test_a_long_context_is_shared_out_among_programs_and_stays_exact() -> None:
     model = build("llama")
-    engine = LocalEngine(model, Letters(), rows=4, kv_cache_tokens=20_000)
+    engine = LocalEngine(model, Letters(), max_num_seqs=4, kv_cache_tokens=20_000)
     rng = random.Random(1)
     prefix = [rng.randrange(VOCAB) for _ in range(1900)]
     done = asyncio.run(engine.generate(prefix, SamplingParams(60, 1.0, seed=1)))
@@ -102,7 +102,7 @@ def test_a_long_context_is_shared_out_among_programs_and_stays_exact() -> None:
 
 def test_cuts_report_both_numbers() -> None:
     model = build("llama")
-    engine = LocalEngine(model, Letters(), rows=4, kv_cache_tokens=20_000)
+    engine = LocalEngine(model, Letters(), max_num_seqs=4, kv_cache_tokens=20_000)
 
     async def both() -> list[Completion]:
         plain = SamplingParams(20, 1.0, seed=1)
@@ -119,7 +119,7 @@ def test_cuts_report_both_numbers() -> None:
 
 def test_graphs_are_recorded_once_and_follow_the_weights() -> None:
     model = build("llama")
-    engine = LocalEngine(model, Letters(), rows=8, kv_cache_tokens=20_000)
+    engine = LocalEngine(model, Letters(), max_num_seqs=8, kv_cache_tokens=20_000)
 
     async def ask(count: int) -> list[Completion]:
         asked = (engine.generate([5, i], SamplingParams(10, 1.0, seed=i)) for i in range(count))
@@ -152,7 +152,7 @@ def test_graphs_are_recorded_once_and_follow_the_weights() -> None:
 def test_training_beside_the_engine_uses_the_original_modules() -> None:
     """While the engine samples in its thread, a training pass here has gradients and the usual loss."""
     model = build("llama")
-    engine = LocalEngine(model, Letters(), rows=8, kv_cache_tokens=20_000, threaded=True)
+    engine = LocalEngine(model, Letters(), max_num_seqs=8, kv_cache_tokens=20_000, threaded=True)
     tokens = torch.randint(0, VOCAB, (2, 20), device="cuda")
     expected = model(tokens, labels=tokens).loss.item()
 
@@ -173,7 +173,7 @@ def test_training_beside_the_engine_uses_the_original_modules() -> None:
 
 def test_many_rows_need_no_splitting_of_keys() -> None:
     model = build("llama")
-    engine = LocalEngine(model, Letters(), rows=80, kv_cache_tokens=100_000)
+    engine = LocalEngine(model, Letters(), max_num_seqs=80, kv_cache_tokens=100_000)
     rng = random.Random(2)
     asked = [
         ([rng.randrange(VOCAB) for _ in range(rng.randint(1, 90))], SamplingParams(40, 1.0, seed=i)) for i in range(80)

@@ -18,7 +18,8 @@ from models import CONTEXT, EOS, FAMILIES, VOCAB, WINDOW, Letters, logits_of, ma
 
 from arpo.builtin.model import build_model
 from arpo.engine.local.engine import LocalEngine
-from arpo.engine.local.kv_cache import BLOCK
+from arpo.engine.local.kv_cache import BLOCK_SIZE
+from arpo.engine.local.runner import StepOutput
 from arpo.engine.local.scheduler import Batch
 from arpo.engine.stops import StopFinder
 from arpo.errors import ArpoError
@@ -37,7 +38,7 @@ def run(engine: LocalEngine, *requests: tuple[list[int], SamplingParams]) -> lis
 
 def small(family: str = "llama-gqa", **options: Any) -> LocalEngine:
     return LocalEngine(
-        make_model(family), Letters(), **{"rows": 8, "kv_cache_tokens": 1024, "threaded": False, **options}
+        make_model(family), Letters(), **{"max_num_seqs": 8, "kv_cache_tokens": 1024, "threaded": False, **options}
     )
 
 
@@ -66,8 +67,10 @@ def force(engine: LocalEngine, said: list[list[int]]) -> None:
     compute = engine._runner.run
 
     def forced(batch: Batch) -> Any:
-        asking = [batch.requests[i] for i in batch.asking]
-        return [said[r.params.seed][len(r.tokens) - r.prefix] for r in asking], *compute(batch)[1:]
+        asking = [batch.requests[i] for i in batch.sampling_rows]
+        return StepOutput(
+            [said[r.params.seed][len(r.tokens) - r.num_prefix_tokens] for r in asking], *compute(batch)[1:]
+        )
 
     engine._runner.run = forced  # type: ignore[method-assign]
 
@@ -83,15 +86,15 @@ def assert_exact(model: Any, prefix: list[int], params: SamplingParams, done: Co
 def assert_idle(engine: LocalEngine) -> None:
     scheduler = engine._scheduler
     assert not scheduler.running and not scheduler.waiting
-    assert scheduler.tree.available * BLOCK == engine.kv_cache_tokens
+    assert scheduler.tree.num_available * BLOCK_SIZE == engine.kv_cache_tokens
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_equal_generate(family: str) -> None:
     """Ragged prompts in one batch, read in small pieces, some of them longer than a block and than a window."""
-    model, engine = plain_model(family), small(family, rows=3, prefill_tokens=17)
-    given = [*prompts(3, seed=3), *((prompt * 40)[: 2 * BLOCK + 9] for prompt in prompts(2, seed=4))]
-    assert any(len(prompt) > 2 * BLOCK > WINDOW for prompt in given)
+    model, engine = plain_model(family), small(family, max_num_seqs=3, prefill_tokens=17)
+    given = [*prompts(3, seed=3), *((prompt * 40)[: 2 * BLOCK_SIZE + 9] for prompt in prompts(2, seed=4))]
+    assert any(len(prompt) > 2 * BLOCK_SIZE > WINDOW for prompt in given)
     for prefix, done in zip(given, run(engine, *((p, GREEDY) for p in given)), strict=True):
         tokens = torch.tensor([prefix])
         expected = model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=12, do_sample=False)
@@ -124,14 +127,16 @@ def test_forks_pauses_cancellations_and_evictions_change_nothing(
 ) -> None:
     """Conversations that pause, go on, branch at any point and break off, through a pool far too small for them."""
     model = plain_model(family)
-    engine = small(family, rows=rows, kv_cache_tokens=blocks * BLOCK, prefill_tokens=prefill, threaded=threaded)
+    engine = small(
+        family, max_num_seqs=rows, kv_cache_tokens=blocks * BLOCK_SIZE, prefill_tokens=prefill, threaded=threaded
+    )
 
     async def turn(number: int, before: list[asyncio.Task[list[int]]]) -> list[int]:
         back, share, new, length, temperature, cancel = turns[number]
         known = await before[-back] if 0 < back <= len(before) else []
         rng = random.Random(number)
         prefix = [*known[: len(known) * share // 100], *(rng.randrange(4, VOCAB) for _ in range(new)), 5]
-        prefix = prefix[: blocks * BLOCK - length]
+        prefix = prefix[: blocks * BLOCK_SIZE - length]
         stop = (">",) if number % 2 else ()
         params = SamplingParams(length, temperature, stop=stop, seed=number)
         heard: list[tuple[int, float, float]] = []
@@ -163,8 +168,8 @@ def test_forks_pauses_cancellations_and_evictions_change_nothing(
         for number in range(len(turns)):
             tasks.append(asyncio.create_task(turn(number, list(tasks))))
         await asyncio.gather(*tasks)
-        if engine._driver is not None:  # the step of a cancelled one may be under way
-            await engine._driver
+        if engine._loop_task is not None:  # the step of a cancelled one may be under way
+            await engine._loop_task
 
     asyncio.run(story())
     assert_idle(engine)
@@ -172,7 +177,7 @@ def test_forks_pauses_cancellations_and_evictions_change_nothing(
 
 def test_preempted_requests_yield_what_they_would_have_yielded() -> None:
     asked = [(p, SamplingParams(60, 1.0, seed=i)) for i, p in enumerate(prompts(6, seed=8, longest=30))]
-    roomy, tight = small(), small(kv_cache_tokens=5 * BLOCK)
+    roomy, tight = small(), small(kv_cache_tokens=5 * BLOCK_SIZE)
     expected = run(roomy, *asked)
     got = run(tight, *asked)
     assert roomy._scheduler.preemptions == 0 < tight._scheduler.preemptions
@@ -183,9 +188,9 @@ def test_preempted_requests_yield_what_they_would_have_yielded() -> None:
 
 def test_a_thousand_requests_through_a_pool_for_fifty() -> None:
     """Each takes one block; all finish, and those looked at have the right numbers."""
-    engine = small(rows=128, kv_cache_tokens=50 * BLOCK)
+    engine = small(max_num_seqs=128, kv_cache_tokens=50 * BLOCK_SIZE)
     assert (
-        engine.kv_cache_tokens == 50 * BLOCK == engine._pool.data.shape[2] * BLOCK - BLOCK
+        engine.kv_cache_tokens == 50 * BLOCK_SIZE == engine._cache.data.shape[2] * BLOCK_SIZE - BLOCK_SIZE
     )  # one more, for what is padding
     asked = [(p, SamplingParams(3, seed=i)) for i, p in enumerate(prompts(1000, longest=25))]
     done = run(engine, *asked)
@@ -205,14 +210,14 @@ def test_the_pool_is_as_large_as_asked_for() -> None:
 def test_by_default_every_row_can_be_as_long_as_the_context(rows: int, context: int) -> None:
     model = make_model("llama")
     model.config.max_position_embeddings = context
-    engine = LocalEngine(model, Letters(), rows=rows, threaded=False)
+    engine = LocalEngine(model, Letters(), max_num_seqs=rows, threaded=False)
     done = run(engine, *(([5] * (context - 3), SamplingParams(50, seed=i)) for i in range(rows)))
     assert all(len(completion.tokens) == 3 or completion.finish == "eos" for completion in done)
     assert engine._scheduler.preemptions == 0
 
 
 def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
-    engine = small(kv_cache_tokens=3 * BLOCK)
+    engine = small(kv_cache_tokens=3 * BLOCK_SIZE)
     with pytest.raises(ArpoError, match=r"60 tokens and up to 37 new ones can never fit into the engine's 96"):
         run(engine, ([5] * 60, SamplingParams(37)))
     [done] = run(engine, ([5] * 60, SamplingParams(36, seed=1)))
@@ -220,13 +225,13 @@ def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
 
 
 def test_forks_compute_a_few_tokens_and_store_shared_blocks_once() -> None:
-    engine = small(rows=16)
+    engine = small(max_num_seqs=16)
     batches, prefix = watch(engine), (prompts(1, seed=5)[0] * 9)[:200]
     done = run(engine, *((prefix, SamplingParams(4, seed=i)) for i in range(5)))
     tokens = [int(batch.counts.sum()) for batch in batches]
     assert tokens[0] == len(prefix)  # one request reads it
     assert sum(tokens[1:]) <= 4 + 4 * 4  # the others compute its last token, and then what they sample
-    assert max(len({*batch.table.flat}) for batch in batches) <= len(prefix) // BLOCK + 5
+    assert max(len({*batch.block_table.flat}) for batch in batches) <= len(prefix) // BLOCK_SIZE + 5
     batches.clear()
     result = [7, 8, 9]
     run(engine, ([*prefix, *done[0].tokens, *result], SamplingParams(1)), ([*prefix, *result], SamplingParams(1)))
@@ -235,7 +240,7 @@ def test_forks_compute_a_few_tokens_and_store_shared_blocks_once() -> None:
 
 def test_paths_that_began_alike_go_on_without_computing_again() -> None:
     """Three paths sample the same tokens for more than a block, each into blocks of its own, and then differ."""
-    engine, said = small(rows=4), [[7] * 40 + [8 + i] * 40 for i in range(3)]
+    engine, said = small(max_num_seqs=4), [[7] * 40 + [8 + i] * 40 for i in range(3)]
     force(engine, said)
     run(engine, *(([5, 6], SamplingParams(80, seed=i)) for i in range(3)))
     batches = watch(engine)
@@ -264,7 +269,7 @@ def test_a_long_prompt_does_not_hold_up_the_others() -> None:
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_sampled_tokens_follow_the_softmax(temperature: float) -> None:
     """Chi-square over 3,000 requests with seeds of their own; rare tokens are put together."""
-    engine, prefix, draws = small(rows=128, kv_cache_tokens=300 * BLOCK), [5, 6, 7, 8], 3000
+    engine, prefix, draws = small(max_num_seqs=128, kv_cache_tokens=300 * BLOCK_SIZE), [5, 6, 7, 8], 3000
     done = run(engine, *((prefix, SamplingParams(1, temperature, seed=i)) for i in range(draws)))
     counts = Counter(completion.tokens[0] for completion in done)
     probs = (logits_of(plain_model("llama-gqa"), prefix)[-1] / temperature).softmax(-1).tolist()
@@ -301,7 +306,7 @@ def test_cuts_are_reported_beside_the_full_numbers() -> None:
 def test_seeds_decide_whatever_else_is_batched() -> None:
     given = prompts(8, seed=2)
     asked = [(p, SamplingParams(20, 1.0, seed=i)) for i, p in enumerate(given)]
-    alone = [run(small(rows=1), request)[0].tokens for request in asked]
+    alone = [run(small(max_num_seqs=1), request)[0].tokens for request in asked]
     together = [c.tokens for c in run(small(), *asked, (given[0], SamplingParams(9, top_k=3)))]
     assert alone == together[:-1]
     assert run(small(), (given[0], SamplingParams(20, 1.0, seed=99)))[0].tokens != alone[0]
@@ -309,7 +314,9 @@ def test_seeds_decide_whatever_else_is_batched() -> None:
 
 def test_the_same_requests_give_the_same_bits_with_and_without_a_thread() -> None:
     asked = [(p, SamplingParams(20, 1.0, seed=i)) for i, p in enumerate(prompts(20, seed=2))]
-    first, again, threaded = (run(small(rows=6, threaded=threaded), *asked) for threaded in (False, False, True))
+    first, again, threaded = (
+        run(small(max_num_seqs=6, threaded=threaded), *asked) for threaded in (False, False, True)
+    )
     assert first == again == threaded
 
 
@@ -365,7 +372,7 @@ def test_the_engine_tells_what_it_read_and_what_it_found() -> None:
         0,
     )
     assert engine.stats()["prefill_tokens"] == 0  # since the last call
-    tight = small(kv_cache_tokens=3 * BLOCK)
+    tight = small(kv_cache_tokens=3 * BLOCK_SIZE)
     run(tight, *(([5 + i] * 20, SamplingParams(70, seed=i)) for i in range(3)))
     assert tight.stats()["preemptions"] > 0
 
@@ -374,7 +381,7 @@ def test_the_callback_hears_every_token(tiny_model: Any, tokenizer: Any) -> None
     heard: list[tuple[int, float, float]] = []
 
     async def listen() -> Completion:
-        engine = LocalEngine(tiny_model, tokenizer, rows=2)
+        engine = LocalEngine(tiny_model, tokenizer, max_num_seqs=2)
         return await engine.generate([5, 6], SamplingParams(9, seed=4), on_token=lambda *t: heard.append(t))
 
     done = asyncio.run(listen())
@@ -387,7 +394,7 @@ def test_eos_is_kept_as_sampled(tokenizer: Any) -> None:
     with torch.no_grad():  # make eos nearly certain: its embedding points where the last hidden state points
         hidden = model.model(torch.tensor([[5]])).last_hidden_state[0, -1]
         model.lm_head.weight[tokenizer.eos_token_id] = hidden * 100
-    [done] = run(LocalEngine(model, tokenizer, rows=2), ([5], SamplingParams(9, 0.0)))
+    [done] = run(LocalEngine(model, tokenizer, max_num_seqs=2), ([5], SamplingParams(9, 0.0)))
     assert (done.tokens, done.finish) == ((tokenizer.eos_token_id,), "eos")
 
 
@@ -401,7 +408,7 @@ def test_the_context_is_never_exceeded() -> None:
 
 
 def test_cancelled_requests_free_all_they_hold_at_once() -> None:
-    engine = small(rows=2, prefill_tokens=16)
+    engine = small(max_num_seqs=2, prefill_tokens=16)
 
     async def cancel_some() -> Completion:
         doomed = [asyncio.create_task(engine.generate([5, i] * 40, SamplingParams(200))) for i in range(4)]
@@ -419,7 +426,7 @@ def test_cancelled_requests_free_all_they_hold_at_once() -> None:
 
 def test_cancelled_during_a_step_they_are_gone_after_it() -> None:
     """Those that compute, one whose prompt waits for its turn, and one in the queue."""
-    engine, steps = small(rows=3, threaded=True, prefill_tokens=32), threading.Semaphore(1)
+    engine, steps = small(max_num_seqs=3, threaded=True, prefill_tokens=32), threading.Semaphore(1)
     batches = watch(engine, steps)
 
     async def cancel_in_the_middle() -> Completion:
@@ -510,7 +517,7 @@ def test_timers_and_tools_go_on_while_the_model_computes() -> None:
 
 def test_new_weights_invalidate_old_prefixes() -> None:
     model, prefix = make_model("qwen2"), [5, 6, 7, 8, 9] * 9
-    engine = LocalEngine(model, Letters(), rows=2, kv_cache_tokens=256)
+    engine = LocalEngine(model, Letters(), max_num_seqs=2, kv_cache_tokens=256)
 
     async def change() -> Completion:
         before = await engine.generate(prefix, SamplingParams(4, seed=1))
@@ -542,7 +549,7 @@ def test_weights_may_not_change_under_a_request() -> None:
 
 @pytest.mark.parametrize("threaded", [True, False])
 def test_a_failing_model_fails_every_request_instead_of_hanging(threaded: bool) -> None:
-    engine = small(rows=2, threaded=threaded)
+    engine = small(max_num_seqs=2, threaded=threaded)
     compute, steps = engine._runner.run, []
 
     def broken(batch: Batch) -> Any:
@@ -582,7 +589,7 @@ def test_whatever_ends_the_driver_reaches_the_callers() -> None:
 )
 def test_weights_that_are_not_numbers_are_told_and_can_be_mended(broken: str) -> None:
     model = make_model("llama-gqa")
-    engine = LocalEngine(model, Letters(), rows=2, kv_cache_tokens=128)
+    engine = LocalEngine(model, Letters(), max_num_seqs=2, kv_cache_tokens=128)
     weight = dict(model.named_parameters())[broken]
     right = weight.detach().clone()
     with torch.no_grad():
@@ -639,7 +646,7 @@ def test_a_model_with_an_adapter_is_run_unmerged() -> None:
         torch.manual_seed(0)
         config = peft.LoraConfig(r=2, target_modules=layers, init_lora_weights=False)
         model = peft.get_peft_model(make_model("llama-gqa"), config).eval()
-    engine = LocalEngine(model, Letters(), rows=2, kv_cache_tokens=256, threaded=False)
+    engine = LocalEngine(model, Letters(), max_num_seqs=2, kv_cache_tokens=256, threaded=False)
     [done] = run(engine, ([5, 6, 7] * 15, GREEDY))
     assert_exact(model, [5, 6, 7] * 15, GREEDY, done)
     expected = plain_numbers(plain_model("llama-gqa"), [5, 6, 7] * 15, done.tokens, 1.0)[0]

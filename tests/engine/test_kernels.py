@@ -26,8 +26,8 @@ from arpo.engine.local import cuda, kernels
 from arpo.engine.local import engine as local
 from arpo.engine.local.attention import BlockPlan
 from arpo.engine.local.fused import fused
-from arpo.engine.local.kernels import Tiles, attend, rows_per_tile, store
-from arpo.engine.local.kv_cache import BLOCK
+from arpo.engine.local.kernels import Tiles, paged_attention, rows_per_tile, store_kv
+from arpo.engine.local.kv_cache import BLOCK_SIZE
 from arpo.engine.local.sampling import sample
 from arpo.trainer import kernels as training
 from arpo.trainer import logprobs
@@ -39,7 +39,7 @@ def test_attention_equals_the_cpu_path(seed: int) -> None:
     rng, decoding = random.Random(seed), seed % 2 == 0
     heads, group, width, blocks = 2, rng.choice([1, 3, 7]), rng.choice([16, 24]), 40
     torch.manual_seed(seed)
-    data = torch.randn(1, 2, blocks + 1, heads, BLOCK, width)
+    data = torch.randn(1, 2, blocks + 1, heads, BLOCK_SIZE, width)
     free = rng.sample(range(blocks), blocks)
     shared = [free.pop() for _ in range(rng.randint(0, 3))]
     rows = rng.randint(1, 5)
@@ -47,8 +47,8 @@ def test_attention_equals_the_cpu_path(seed: int) -> None:
     for row in range(rows):
         common, own = rng.randint(0, len(shared)), rng.randint(1, 4)
         table[row, : common + own] = shared[:common] + [free.pop() for _ in range(own)]
-        starts.append(common * BLOCK + rng.randrange(own * BLOCK))
-        counts.append(1 if decoding else rng.randint(1, (common + own) * BLOCK - starts[-1]))
+        starts.append(common * BLOCK_SIZE + rng.randrange(own * BLOCK_SIZE))
+        counts.append(1 if decoding else rng.randint(1, (common + own) * BLOCK_SIZE - starts[-1]))
     tokens = sum(counts)
     q, k, v = (
         torch.randn(tokens, heads, group, width),
@@ -59,13 +59,13 @@ def test_attention_equals_the_cpu_path(seed: int) -> None:
     other = data.clone()
     plan = BlockPlan(data, table, np.array(starts), np.array(counts))
     expected = plan.attend(0, q, k, v, 0.3, window)
-    store(k, v, other[0, 0], other[0, 1], plan._block_T, plan._offset_T)
+    store_kv(k, v, other[0, 0], other[0, 1], plan._block_T, plan._offset_T)
     assert torch.equal(other, data)
     first = np.cumsum(counts) - counts
     per_tile = rows_per_tile(group, decoding, torch.float32) // group
     tiles = Tiles(*torch.from_numpy(cuda._tiles(np.array(starts), np.array(counts), first, per_tile)))
     for splits in (1, 4) if decoding else (1,):
-        got = attend(
+        got = paged_attention(
             q, other[0, 0], other[0, 1], torch.from_numpy(table), tiles, 0.3, window, decoding=decoding, splits=splits
         )
         assert (got - expected).abs().max() < 2e-5
@@ -118,9 +118,9 @@ def test_the_gpu_step_has_the_numbers_of_a_plain_pass(family: str, monkeypatch: 
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(local, "build_runner", _NoGraphs)
-    monkeypatch.setitem(local.PATIENCE, "cpu", 8)
+    monkeypatch.setitem(local.MAX_PREFILL_DELAY, "cpu", 8)
     model = make_model(family)
-    engine = local.LocalEngine(model, Letters(), rows=5, kv_cache_tokens=400, prefill_tokens=64)
+    engine = local.LocalEngine(model, Letters(), max_num_seqs=5, kv_cache_tokens=400, prefill_tokens=64)
     rng = random.Random(1)
 
     async def conversation(prefix: list[int], depth: int) -> None:

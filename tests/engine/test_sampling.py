@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arpo.engine.local.sampling import CHUNK, cut, draw, sample
+from arpo.engine.local.sampling import CHUNK, cut_distribution, sample, sample_categorical
 
 ALMOST_ONE = math.nextafter(1.0, 0.0)
 FAST = settings(max_examples=120, deadline=None, derandomize=True)
@@ -63,14 +63,14 @@ WEIGHTS = st.lists(st.sampled_from([0.0, 0.0, 0.25, 0.5, 1.0, 3.0]), min_size=1,
 def test_draw_equals_a_plain_running_sum(weights: list[float], uniform: float, before: int, after: int) -> None:
     """All sums of these weights are exact, so there is one right answer, also where the target is one of the sums."""
     weights = [0.0] * before + weights + [0.0] * after
-    assert draw(torch.tensor([weights]), doubles(uniform)).item() == slow_draw(weights, uniform)
+    assert sample_categorical(torch.tensor([weights]), doubles(uniform)).item() == slow_draw(weights, uniform)
 
 
 def test_draw_takes_every_row_by_itself() -> None:
     rng = random.Random(3)
     rows = [[rng.choice([0.0, 0.5, 1.0, 2.0]) for _ in range(700)] for _ in range(60)]
     uniform = [rng.random() for _ in rows]
-    assert draw(torch.tensor(rows), doubles(*uniform)).tolist() == list(map(slow_draw, rows, uniform))
+    assert sample_categorical(torch.tensor(rows), doubles(*uniform)).tolist() == list(map(slow_draw, rows, uniform))
 
 
 def test_a_token_without_weight_is_never_drawn_whatever_is_rounded() -> None:
@@ -86,7 +86,7 @@ def test_a_token_without_weight_is_never_drawn_whatever_is_rounded() -> None:
         rows.append(row)
         uniform.append(min(rng.choice([share, math.nextafter(share, 0), math.nextafter(share, 1)]), ALMOST_ONE))
     weights = torch.tensor(rows)
-    drawn = draw(weights, doubles(*uniform))
+    drawn = sample_categorical(weights, doubles(*uniform))
     assert weights.gather(1, drawn.unsqueeze(1)).min() > 0
 
 
@@ -97,9 +97,9 @@ def test_a_target_past_the_end_of_a_chunk_is_its_last_token_with_weight() -> Non
     for start in (0, CHUNK):
         weights[:, start : start + 150] = 10 ** (torch.rand(2000, 150, generator=generator) * -9)
     share = weights[:, :CHUNK].double().sum(1) / weights.double().sum(1)
-    drawn = draw(weights, torch.nextafter(share, torch.zeros_like(share)))
+    drawn = sample_categorical(weights, torch.nextafter(share, torch.zeros_like(share)))
     assert set(drawn.tolist()) <= {148, 149, CHUNK}
-    drawn = draw(weights, torch.full_like(share, ALMOST_ONE))
+    drawn = sample_categorical(weights, torch.full_like(share, ALMOST_ONE))
     assert set(drawn.tolist()) <= {CHUNK + 148, CHUNK + 149}
 
 
@@ -107,7 +107,7 @@ def test_draws_are_exact_far_beyond_single_precision() -> None:
     weights = torch.ones(1, 1000)
     for inside in (1e-7, 1 - 1e-7):
         uniform = doubles(*((token + inside) / 1000 for token in range(1000)))
-        assert draw(weights.expand(1000, 1000), uniform).tolist() == list(range(1000))
+        assert sample_categorical(weights.expand(1000, 1000), uniform).tolist() == list(range(1000))
 
 
 @FAST
@@ -130,7 +130,7 @@ def test_the_numbers_before_and_after_a_cut(
     assert (got.logprob_B.item(), got.entropy_B.item()) == pytest.approx((logprob, entropy), abs=2e-5, rel=1e-5)
     assert got.cut_logprob_B is not None and got.cut_entropy_B is not None
     single = [float(w) for w in torch.tensor(weights, dtype=torch.float32).tolist()]
-    kept = cut(torch.tensor([single]), doubles(top_p), doubles(top_k))[0].tolist()
+    kept = cut_distribution(torch.tensor([single]), doubles(top_p), doubles(top_k))[0].tolist()
     if temperature == 0:
         assert logits[token] == top
     assert kept[token] > 0
@@ -149,20 +149,22 @@ def test_the_numbers_before_and_after_a_cut(
 )
 def test_cut_equals_taking_the_heaviest_one_by_one(weights: list[float], top_p: float, top_k: int) -> None:
     """Exact weights, so that shares which just reach top-p count as reaching it."""
-    assert cut(torch.tensor([weights]), doubles(top_p), doubles(top_k))[0].tolist() == slow_cut(weights, top_p, top_k)
+    assert cut_distribution(torch.tensor([weights]), doubles(top_p), doubles(top_k))[0].tolist() == slow_cut(
+        weights, top_p, top_k
+    )
 
 
 @pytest.mark.parametrize(("top_p", "kept"), [(0.4, 1), (0.5, 1), (0.6, 2), (0.75, 2), (0.8, 3), (0.96, 4)])
 def test_top_p_keeps_the_smallest_set_that_reaches_it(top_p: float, kept: int) -> None:
     probs = torch.tensor([[0.5, 0.25, 0.125, 0.125]])
-    assert int((cut(probs, torch.tensor([top_p]), torch.tensor([0])) > 0).sum()) == kept
+    assert int((cut_distribution(probs, torch.tensor([top_p]), torch.tensor([0])) > 0).sum()) == kept
 
 
 def test_top_k_comes_before_top_p() -> None:
     """Of 0.4 0.3 0.2 0.1 the two likeliest are 4/7 and 3/7: top-p of 0.5 then keeps the first alone."""
     probs = torch.tensor([[0.1, 0.4, 0.2, 0.3]])
-    assert cut(probs, doubles(0.5), doubles(2))[0].tolist() == pytest.approx([0, 0.4, 0, 0])
-    assert cut(probs, doubles(0.5), doubles(0))[0].tolist() == pytest.approx([0, 0.4, 0, 0.3])
+    assert cut_distribution(probs, doubles(0.5), doubles(2))[0].tolist() == pytest.approx([0, 0.4, 0, 0])
+    assert cut_distribution(probs, doubles(0.5), doubles(0))[0].tolist() == pytest.approx([0, 0.4, 0, 0.3])
 
 
 def test_rows_with_and_without_cuts_go_together() -> None:

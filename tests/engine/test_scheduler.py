@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arpo.engine.local.kv_cache import BLOCK
+from arpo.engine.local.kv_cache import BLOCK_SIZE
 from arpo.engine.local.scheduler import WORTH_WAITING, Batch, Request, Scheduler
 from arpo.types import SamplingParams
 
@@ -30,8 +30,8 @@ def text(length: int, seed: int = 0) -> list[int]:
 class World:
     """A scheduler, and a pool in which each cell remembers the whole text up to its token."""
 
-    def __init__(self, blocks: int, rows: int, prefill: int = 64, patience: int = 0) -> None:
-        self.scheduler = Scheduler(blocks, rows, CONTEXT, prefill, patience)
+    def __init__(self, blocks: int, rows: int, prefill: int = 64, prefill_delay: int = 0) -> None:
+        self.scheduler = Scheduler(blocks, rows, CONTEXT, prefill, prefill_delay)
         self.blocks, self.prefill = blocks, prefill
         self.pool: dict[tuple[int, int], int] = {}
         self.uniform: dict[int, list[float]] = {}
@@ -40,12 +40,12 @@ class World:
     def step(self) -> Batch | None:
         """Plan, check all that the batch would read and write, and pretend to compute it."""
         scheduler = self.scheduler
-        before = [(r, len(r.tokens) - r.computed) for r in scheduler.running]
+        before = [(r, len(r.tokens) - r.num_computed) for r in scheduler.running]
         queue = list(scheduler.waiting)
-        batch = scheduler.plan()
+        batch = scheduler.schedule()
         self.check_books()
         queue = [r for r, _ in before if r.row < 0] + queue  # those sent back come first, all others stay in order
-        assert list(scheduler.waiting) == [r for r in queue if r.row < 0 and not r.done.done()]
+        assert list(scheduler.waiting) == [r for r in queue if r.row < 0 and not r.future.done()]
         if before:
             assert scheduler.running[0] is before[0][0]  # the oldest is never sent away
         if batch is None:
@@ -53,44 +53,46 @@ class World:
         chosen = {id(r) for r in batch.requests}
         assert len(chosen) == len(batch.requests)
         assert chosen >= {id(r) for r, missing in before if missing == 1 and r.row >= 0}  # each gets its next token
-        for source, target in batch.copies:
-            for offset in range(BLOCK):
+        for source, target in batch.block_copies:
+            for offset in range(BLOCK_SIZE):
                 self.pool[target, offset] = self.pool.get((source, offset), 0)
         self.compute(batch)
-        scheduler.computed(batch)
+        scheduler.mark_computed(batch)
         self.check_books()
-        for column, index in enumerate(batch.asking.tolist()):
+        for column, index in enumerate(batch.sampling_rows.tolist()):
             asking = batch.requests[index]
-            self.uniform.setdefault(id(asking), []).append(batch.sampling[1, column])
+            self.uniform.setdefault(id(asking), []).append(batch.sampling_params[1, column])
             asking.tokens.append(hash((len(asking.tokens), asking.params.seed % 3)) % 5)
-            if len(asking.tokens) == asking.limit:
-                asking.done.set_result(None)  # type: ignore[arg-type]
+            if len(asking.tokens) == asking.max_length:
+                asking.future.set_result(None)  # type: ignore[arg-type]
                 scheduler.finish(asking)
         self.check_books()
         return batch
 
     def compute(self, batch: Batch) -> None:
         cells = {id(r): self.cells(r.tokens) for r in batch.requests}
-        paths = {id(r): [b.number for b in r.path] for r in self.scheduler.running}
+        paths = {id(r): [b.index for b in r.blocks] for r in self.scheduler.running}
         counts, starts, written, self.reading = batch.counts.tolist(), batch.starts.tolist(), set(), 0
         assert len(batch.tokens) == sum(counts)
-        assert batch.decoding == (counts == [1] * len(counts) and len(batch.asking) == len(counts))
+        assert batch.is_decode == (counts == [1] * len(counts) and len(batch.sampling_rows) == len(counts))
         at = 0
         for row, (r, start, count) in enumerate(zip(batch.requests, starts, counts, strict=True)):
-            assert start == r.computed and count > 0
+            assert start == r.num_computed and count > 0
             assert batch.tokens[at : at + count].tolist() == r.tokens[start : start + count]
             at += count
             self.reading += count if len(r.tokens) - start > 1 else 0
-            assert (row in batch.asking) == (start + count == len(r.tokens))
+            assert (row in batch.sampling_rows) == (start + count == len(r.tokens))
             for position in range(start, start + count):
-                cell = int(batch.table[row, position // BLOCK]), position % BLOCK
+                cell = int(batch.block_table[row, position // BLOCK_SIZE]), position % BLOCK_SIZE
                 assert cell not in written
                 written.add(cell)
                 self.pool[cell] = cells[id(r)][position]
                 assert all(cell[0] not in path for other, path in paths.items() if other != id(r))
         assert self.reading <= self.prefill
         for row, (r, start, count) in enumerate(zip(batch.requests, starts, counts, strict=True)):
-            read = [self.pool[int(batch.table[row, i // BLOCK]), i % BLOCK] for i in range(start + count)]
+            read = [
+                self.pool[int(batch.block_table[row, i // BLOCK_SIZE]), i % BLOCK_SIZE] for i in range(start + count)
+            ]
             assert read == cells[id(r)][: start + count]
 
     def cells(self, tokens: list[int]) -> list[int]:
@@ -102,10 +104,10 @@ class World:
     def check_books(self) -> None:
         """Held are exactly the blocks of those who run; each has a row of its own."""
         running = self.scheduler.running
-        held = {block.number for r in running for block in r.path}
-        assert self.scheduler.tree.available == self.blocks - len(held)
+        held = {block.index for r in running for block in r.blocks}
+        assert self.scheduler.tree.num_available == self.blocks - len(held)
         assert len({r.row for r in running}) == len(running) and all(r.row >= 0 for r in running)
-        assert all(r.row < 0 and not r.path for r in self.scheduler.waiting)
+        assert all(r.row < 0 and not r.blocks for r in self.scheduler.waiting)
 
     def finish_all(self, limit: int = 3000) -> list[Batch]:
         batches = []
@@ -115,7 +117,7 @@ class World:
             batch = self.step()
             batches += [batch] if batch else []
         assert not self.scheduler.running and not self.scheduler.waiting
-        assert self.scheduler.tree.available == self.blocks
+        assert self.scheduler.tree.num_available == self.blocks
         return batches
 
 
@@ -137,32 +139,32 @@ class World:
     blocks=st.integers(8, 16),
     rows=st.integers(1, 6),
     prefill=st.integers(1, 100),
-    patience=st.sampled_from([0, 3]),
+    prefill_delay=st.sampled_from([0, 3]),
 )
 def test_everything_finishes_and_reads_what_it_should(
-    arrivals: list[Any], blocks: int, rows: int, prefill: int, patience: int
+    arrivals: list[Any], blocks: int, rows: int, prefill: int, prefill_delay: int
 ) -> None:
-    world = World(blocks, rows, prefill, patience)
+    world = World(blocks, rows, prefill, prefill_delay)
     requests: list[Request] = []
     doomed: list[tuple[int, Request]] = []
     for number, (pause, parent, share, own, new, cancel) in enumerate(arrivals):
         for _ in range(pause):
             world.step()
             for left, r in doomed:
-                if left == 0 and not r.done.done():
-                    r.done.cancel()
+                if left == 0 and not r.future.done():
+                    r.future.cancel()
                     world.scheduler.finish(r)
                     world.check_books()
             doomed = [(left - 1, r) for left, r in doomed if left > 0]
         prefix = requests[parent % number].tokens[:share] if number else []
-        tokens = ([*prefix, *text(own, seed=number)])[: blocks * BLOCK - new]
+        tokens = ([*prefix, *text(own, seed=number)])[: blocks * BLOCK_SIZE - new]
         requests.append(request(tokens, new, seed=number))
         world.scheduler.waiting.append(requests[-1])
         if cancel is not None:
             doomed.append((cancel, requests[-1]))
     world.finish_all()
     for r in requests:
-        assert r.done.cancelled() or len(r.tokens) == r.limit
+        assert r.future.cancelled() or len(r.tokens) == r.max_length
         same = random.Random(r.params.seed)
         assert all(x == same.random() for x in world.uniform.get(id(r), []))  # preempted or not, one number per token
 
@@ -174,7 +176,7 @@ def test_preempted_requests_go_on_where_they_were() -> None:
         world.scheduler.waiting.append(request(text(30, seed=i), 90, seed=i))
     batches = world.finish_all()
     assert world.scheduler.preemptions > 0
-    assert sum(len(batch.asking) for batch in batches) == 6 * 90
+    assert sum(len(batch.sampling_rows) for batch in batches) == 6 * 90
 
 
 def test_finished_rows_are_used_again() -> None:
@@ -203,8 +205,8 @@ def test_who_shares_a_prompt_in_progress_waits_and_then_shares() -> None:
     assert batches[2].starts.tolist() == [80, 0]
     assert batches[3].starts.tolist()[2:] == [101, 101, 101]  # the three others: nothing but their last token
     assert batches[3].counts.tolist() == [1, 1, 1, 1, 1]
-    assert len(batches[3].copies) == 3
-    assert len({source for source, _ in batches[3].copies}) == 1
+    assert len(batches[3].block_copies) == 3
+    assert len({source for source, _ in batches[3].block_copies}) == 1
 
 
 @pytest.mark.parametrize(("shared", "waits"), [(WORTH_WAITING, False), (WORTH_WAITING + 1, True)])
@@ -225,26 +227,26 @@ def test_an_idle_block_is_written_on_and_one_in_use_is_copied() -> None:
     world.scheduler.waiting.append(going_on)
     batch = world.step()
     assert batch is not None
-    assert (batch.copies, batch.starts.tolist(), batch.counts.tolist()) == ([], [14], [3])
+    assert (batch.block_copies, batch.starts.tolist(), batch.counts.tolist()) == ([], [14], [3])
     world.scheduler.waiting.append(beside)
     batch = world.step()
     assert batch is not None
-    assert [source for source, _ in batch.copies] == [going_on.path[0].number]
+    assert [source for source, _ in batch.block_copies] == [going_on.blocks[0].index]
     assert batch.starts.tolist()[1] == 15
     world.finish_all()
 
 
 def test_a_fork_of_a_long_prefix_takes_one_block_more() -> None:
     world = World(blocks=40, rows=8, prefill=400)
-    prompt = text(10 * BLOCK + 5)
+    prompt = text(10 * BLOCK_SIZE + 5)
     world.scheduler.waiting.append(request(prompt, 20))
     world.step()
-    before = world.scheduler.tree.available
+    before = world.scheduler.tree.num_available
     world.scheduler.waiting.extend(request(prompt, 10, seed=i) for i in range(1, 5))
     batch = world.step()
     assert batch is not None
     assert batch.counts.tolist() == [1] * 5
-    assert world.scheduler.tree.available == before - 4
+    assert world.scheduler.tree.num_available == before - 4
     world.finish_all()
 
 
@@ -258,7 +260,7 @@ def test_copies_may_hang_on_one_another() -> None:
         world.scheduler.waiting.append(request([*text(18, seed=i), 500], 2, seed=i))
     batch = world.step()
     assert batch is not None
-    assert batch.copies == [(1, 2), (0, 1)]
+    assert batch.block_copies == [(1, 2), (0, 1)]
     world.finish_all()
 
 
@@ -270,17 +272,17 @@ def test_a_long_prompt_does_not_hold_up_the_others() -> None:
     long = request(text(300, seed=7), 2)
     world.scheduler.waiting.append(long)
     steps = 0
-    while long.computed < 300:
+    while long.num_computed < 300:
         batch = world.step()
         assert batch is not None and len(batch.requests) == 4
-        assert batch.counts.tolist()[:3] == [1, 1, 1] and set(batch.asking.tolist()) >= {0, 1, 2}
+        assert batch.counts.tolist()[:3] == [1, 1, 1] and set(batch.sampling_rows.tolist()) >= {0, 1, 2}
         steps += 1
     assert steps == -(-300 // 32)
     world.finish_all()
 
 
 def test_prompts_are_held_back_for_so_many_steps_only() -> None:
-    world = World(blocks=60, rows=20, patience=4)
+    world = World(blocks=60, rows=20, prefill_delay=4)
     for i in range(10):
         world.scheduler.waiting.append(request(text(4, seed=i), 40, seed=i))
     while len(world.scheduler.running) < 10 or world.reading:
@@ -293,7 +295,7 @@ def test_prompts_are_held_back_for_so_many_steps_only() -> None:
     fork = request(late.tokens, 2)  # all of it is known: no reason to wait
     world.scheduler.waiting.append(fork)
     batch = world.step()
-    assert batch is not None and fork in batch.requests and batch.decoding
+    assert batch is not None and fork in batch.requests and batch.is_decode
     world.finish_all()
 
 
@@ -303,10 +305,10 @@ def test_cancelled_requests_give_everything_back_at_once() -> None:
     world.scheduler.waiting.extend(asked)
     world.step()
     for r in asked[::-1]:
-        r.done.cancel()
+        r.future.cancel()
         world.scheduler.finish(r)
         world.check_books()
-    assert world.scheduler.tree.available == 20
+    assert world.scheduler.tree.num_available == 20
     assert world.step() is None
     world.scheduler.finish(asked[0])  # a second time: nothing to do
     again = [request(text(9, seed=i), 2, seed=i) for i in range(2)]
@@ -317,7 +319,7 @@ def test_cancelled_requests_give_everything_back_at_once() -> None:
 def test_cancelled_while_waiting_is_never_started() -> None:
     world = World(blocks=20, rows=2)
     dead, alive = request(text(9), 2), request(text(9, seed=1), 2)
-    dead.done.cancel()
+    dead.future.cancel()
     world.scheduler.waiting.extend([dead, alive])
     assert all(batch.requests == [alive] for batch in world.finish_all())
 
@@ -328,20 +330,20 @@ def test_the_settings_of_those_who_ask_go_with_the_batch() -> None:
     world.scheduler.waiting.append(request(text(90, seed=1), 2, temperature=0.1, top_p=0.2))  # does not ask yet
     batch = world.step()
     assert batch is not None
-    assert batch.asking.tolist() == [0]
-    assert batch.sampling[:, 0].tolist() == [0.7, random.Random(4).random(), 0.9, 3.0]
-    assert batch.cuts
+    assert batch.sampling_rows.tolist() == [0]
+    assert batch.sampling_params[:, 0].tolist() == [0.7, random.Random(4).random(), 0.9, 3.0]
+    assert batch.has_cuts
     world.finish_all()
     for params, cuts in [({}, False), ({"top_p": 0.5}, True), ({"top_k": 1}, True)]:
         world.scheduler.waiting.append(request(text(5), 1, **params))
         batch = world.step()
-        assert batch is not None and batch.cuts == cuts
+        assert batch is not None and batch.has_cuts == cuts
 
 
 def test_after_clear_nothing_is_shared() -> None:
     world = World(blocks=20, rows=3)
     world.scheduler.waiting.append(request(text(60), 2))
     world.finish_all()
-    world.scheduler.clear()
+    world.scheduler.reset_prefix_cache()
     world.scheduler.waiting.append(request(text(60), 2))
     assert world.finish_all()[0].counts.tolist() == [60]

@@ -26,8 +26,8 @@ from arpo.builtin.model import build_model
 from arpo.config.loading import load_config
 from arpo.config.schema import Rollout
 from arpo.engine.build import build_engine
-from arpo.engine.vllm.completion import BadToken, Sampled, Terms
-from arpo.engine.vllm.engine import _no_ranks
+from arpo.engine.vllm.completion import CompletionBuilder, InvalidToken, SampledToken
+from arpo.engine.vllm.engine import _without_torchrun_variables
 from arpo.engine.vllm.entropy_bounds import entropy_bounds
 from arpo.errors import ArpoError
 from arpo.models.lora import add_adapter
@@ -93,12 +93,12 @@ def test_more_or_fewer_tokens_than_there_are(known: list[float]) -> None:
 # A turn as it arrives.
 
 
-def terms(top: int = 4) -> Terms:
-    return Terms(make_model("llama"), Letters(), top)
+def builder(top: int = 4) -> CompletionBuilder:
+    return CompletionBuilder(make_model("llama"), Letters(), top)
 
 
-def sampled(token: int) -> Sampled:
-    return Sampled(token, math.log(0.5), (math.log(0.5), math.log(0.1)))
+def sampled(token: int) -> SampledToken:
+    return SampledToken(token, math.log(0.5), (math.log(0.5), math.log(0.1)))
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def sampled(token: int) -> Sampled:
 def test_where_a_turn_ends(text: str, stop: tuple[str, ...], limit: int, kept: str, finish: str, found: Any) -> None:
     alphabet = Letters.alphabet
     seen: list[int] = []
-    turn = terms().turn(PREFIX, SamplingParams(limit, stop=stop), lambda token, *_: seen.append(token))
+    turn = builder().start(PREFIX, SamplingParams(limit, stop=stop), lambda token, *_: seen.append(token))
     for letter in text:
         turn.add(sampled(alphabet.index(letter)))
     done = turn.completion(7)
@@ -125,12 +125,15 @@ def test_where_a_turn_ends(text: str, stop: tuple[str, ...], limit: int, kept: s
 
 
 def test_a_sampled_token_that_is_not_among_the_likeliest_sets_no_bound() -> None:
-    turn = terms().turn(PREFIX, PARAMS, None)
-    turn.add(Sampled(5, math.log(0.001), (math.log(0.001), math.log(0.4), math.log(0.3))))
+    turn = builder().start(PREFIX, PARAMS, None)
+    turn.add(SampledToken(5, math.log(0.001), (math.log(0.001), math.log(0.4), math.log(0.3))))
     likeliest = entropy_bounds([math.log(0.4), math.log(0.3)], VOCAB)
     assert turn.entropies == [likeliest.estimate]
-    assert turn.terms.tally.tell() == {"entropy_error": likeliest.error, "entropy_error_max": likeliest.error}
-    assert turn.terms.tally.tell() == {"entropy_error": 0.0, "entropy_error_max": 0.0}
+    assert turn.builder.entropy_errors.stats() == {
+        "entropy_error": likeliest.error,
+        "entropy_error_max": likeliest.error,
+    }
+    assert turn.builder.entropy_errors.stats() == {"entropy_error": 0.0, "entropy_error_max": 0.0}
 
 
 HALF = math.log(0.5)
@@ -139,25 +142,25 @@ HALF = math.log(0.5)
 @pytest.mark.parametrize(
     "bad",
     [
-        Sampled(VOCAB, HALF, (HALF,)),
-        Sampled(-1, HALF, (HALF,)),
-        Sampled(True, HALF, (HALF,)),
-        Sampled("5", HALF, (HALF,)),  # type: ignore[arg-type]
-        Sampled(5, math.nan, (HALF,)),
-        Sampled(5, 0.5, (HALF,)),
-        Sampled(5, -9999.0, (HALF,)),
-        Sampled(5, -math.inf, (HALF,)),
-        Sampled(5, HALF, ()),
-        Sampled(5, HALF, (HALF, math.nan)),
-        Sampled(5, HALF, (HALF, HALF, HALF)),
-        Sampled(5, HALF, (-3.0,)),
-        Sampled(5, HALF, (HALF,) + (-20.0,) * VOCAB),
+        SampledToken(VOCAB, HALF, (HALF,)),
+        SampledToken(-1, HALF, (HALF,)),
+        SampledToken(True, HALF, (HALF,)),
+        SampledToken("5", HALF, (HALF,)),  # type: ignore[arg-type]
+        SampledToken(5, math.nan, (HALF,)),
+        SampledToken(5, 0.5, (HALF,)),
+        SampledToken(5, -9999.0, (HALF,)),
+        SampledToken(5, -math.inf, (HALF,)),
+        SampledToken(5, HALF, ()),
+        SampledToken(5, HALF, (HALF, math.nan)),
+        SampledToken(5, HALF, (HALF, HALF, HALF)),
+        SampledToken(5, HALF, (-3.0,)),
+        SampledToken(5, HALF, (HALF,) + (-20.0,) * VOCAB),
     ],
 )
-def test_what_cannot_be_a_token_is_not_taken(bad: Sampled) -> None:
+def test_what_cannot_be_a_token_is_not_taken(bad: SampledToken) -> None:
     seen: list[int] = []
-    turn = terms().turn(PREFIX, PARAMS, lambda token, *_: seen.append(token))
-    with pytest.raises(BadToken):
+    turn = builder().start(PREFIX, PARAMS, lambda token, *_: seen.append(token))
+    with pytest.raises(InvalidToken):
         turn.add(bad)
     assert turn.tokens == turn.logprobs == turn.entropies == seen == []
 
@@ -165,11 +168,11 @@ def test_what_cannot_be_a_token_is_not_taken(bad: Sampled) -> None:
 @pytest.mark.parametrize("prefix", [[], [VOCAB], [-1], [5] * CONTEXT])
 def test_what_cannot_be_sampled_is_refused(prefix: list[int]) -> None:
     with pytest.raises(ValueError, match=r"cannot sample|vocabulary"):
-        terms().turn(prefix, PARAMS, None)
+        builder().start(prefix, PARAMS, None)
 
 
 def test_the_context_limits_a_turn() -> None:
-    assert terms().turn([5] * (CONTEXT - 2), PARAMS, None).limit == 2
+    assert builder().start([5] * (CONTEXT - 2), PARAMS, None).max_tokens == 2
 
 
 # Settings.
@@ -209,7 +212,7 @@ def test_vllm_does_not_see_that_there_are_ranks(monkeypatch: pytest.MonkeyPatch)
     for name, value in ranks.items():
         monkeypatch.setenv(name, value)
     before = dict(os.environ)
-    with _no_ranks():
+    with _without_torchrun_variables():
         assert not ranks.keys() & os.environ.keys() and "PATH" in os.environ
     assert dict(os.environ) == before
 
@@ -239,7 +242,7 @@ class Bed:
         self.stack = ExitStack()
         self.servers: list[FakeVllm] = [self.stack.enter_context(fake_vllm()) for _ in range(count)]
         urls = [server.url for server in self.servers]
-        limits = {"patience": 20.0, "pause": 0.02, "silence": 20.0, "top_logprobs": 4, **options}
+        limits = {"patience": 20.0, "pause": 0.02, "idle_timeout": 20.0, "top_logprobs": 4, **options}
         self.engine = ServerEngine([url + "/" for url in urls], make_model("llama"), Letters(), self.write, **limits)
 
     def write(self, directory: Path) -> None:
@@ -335,7 +338,7 @@ def test_new_weights_reach_a_server_before_it_samples_again(two: Bed) -> None:
     assert [server.count("/reset_prefix_cache") for server in two.servers] == [2, 2]
     after = {turn["cache_salt"] for server in two.servers for turn in server.turns()} - before
     assert len(before) == len(after) == 1
-    assert len(list(Path(two.engine._home.name).iterdir())) == 1  # older weights do not pile up
+    assert len(list(Path(two.engine._temp_dir.name).iterdir())) == 1  # older weights do not pile up
 
 
 def test_weights_may_not_change_under_a_turn(one: Bed) -> None:
@@ -478,19 +481,19 @@ def test_servers_that_are_not_there_are_told_at_once() -> None:
     bed = Bed(2, patience=1000.0, pause=1000.0)
     with bed.stack:
         pass
-    with pytest.raises(ArpoError, match=r"nobody answers: .*cannot be reached.*; .*cannot be reached.*start it as"):
+    with pytest.raises(ArpoError, match=r"no server answers: .*cannot be reached.*; .*cannot be reached.*start it as"):
         bed.ask(PREFIX)
-    assert bed.engine.down
+    assert bed.engine.unreachable
 
 
 def test_servers_that_are_lost_later_are_waited_for() -> None:
     bed = Bed(1, patience=0.3)
     with bed.stack:
         bed.ask(PREFIX)
-        assert not bed.engine.down
+        assert not bed.engine.unreachable
     with pytest.raises(ArpoError, match=r"nothing was sampled for 0\.3 seconds: .*cannot be reached"):
         bed.ask(PREFIX)
-    assert bed.engine.down
+    assert bed.engine.unreachable
 
 
 def test_an_outage_ends_a_run_before_its_paths() -> None:
@@ -506,12 +509,12 @@ def test_a_path_whose_time_ends_in_an_outage_is_not_to_blame(one: Bed) -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.2):
                 await one.engine.generate(PREFIX, PARAMS)
-        assert one.engine.down
+        assert one.engine.unreachable
 
     asyncio.run(cut())
     one.servers[0].status = {}
     one.ask(PREFIX)
-    assert not one.engine.down
+    assert not one.engine.unreachable
 
 
 def test_a_load_that_takes_longer_than_a_path_may_is_done_once(one: Bed) -> None:
@@ -522,7 +525,7 @@ def test_a_load_that_takes_longer_than_a_path_may_is_done_once(one: Bed) -> None
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.1):
                     await one.engine.generate(PREFIX, PARAMS)
-        assert one.engine.down
+        assert one.engine.unreachable
         one.servers[0].loading.set()
         return await one.engine.generate(PREFIX, PARAMS)
 
@@ -556,7 +559,7 @@ def test_servers_load_new_weights_before_anyone_asks(two: Bed) -> None:
 
 
 def test_a_server_that_only_says_that_it_is_there_counts_as_lost() -> None:
-    bed = Bed(2, silence=0.3)
+    bed = Bed(2, idle_timeout=0.3)
     with bed.stack:
         bed.servers[0].hold = threading.Event()  # it goes on sending, but no token
         bed.servers[1].hold = threading.Event()
@@ -590,7 +593,7 @@ def test_escapes_of_a_server_do_not_reach_the_terminal() -> None:
 
 
 def test_a_silent_server_counts_as_lost() -> None:
-    bed, ended = Bed(2, silence=2.0), threading.Event()
+    bed, ended = Bed(2, idle_timeout=2.0), threading.Event()
     bed.stack.callback(ended.set)
     with bed.stack:
 

@@ -36,8 +36,8 @@ def main() -> None:
     """Compile them all, for models of several shapes."""
     for dtype, pointer in POINTER.items():
         exact = dtype == "fp32"
-        sizes = {"H": 3, "BLOCK": 32}
-        build(kernels._store, [pointer] * 4 + ["*i64"] * 2 + ["i32"] * 6, {**sizes, "D": 64, "WIDTH": 256})
+        sizes = {"H": 3, "BLOCK_SIZE": 32}
+        build(kernels._store_kv, [pointer] * 4 + ["*i64"] * 2 + ["i32"] * 6, {**sizes, "D": 64, "WIDTH": 256})
         for group, width in ((2, 6), (3, 64), (7, 64), (3, 96), (4, 128), (4, 256)):
             for rows, splits, window in ((16, 1, False), (16, 8, True), (16 if exact else 64, 1, True)):
                 shape = {
@@ -50,8 +50,8 @@ def main() -> None:
                 }
                 how = {"SPLITS": splits, "WINDOW": window, "PRECISION": "ieee" if exact else "tf32"}
                 pointers = [pointer] * 2 + ["*fp32"] * 3 + [pointer] * 2 + ["*i32"] + ["*i64"] * 4
-                build(kernels._attend, [*pointers, "fp32", *["i32"] * 6], {**shape, **how})
-        build(kernels._join, [pointer] + ["*fp32"] * 3, {"F": 9, "D": 64, "WIDTH": 64, "SPLITS": 8})
+                build(kernels._paged_attention, [*pointers, "fp32", *["i32"] * 6], {**shape, **how})
+        build(kernels._combine_splits, [pointer] + ["*fp32"] * 3, {"F": 9, "D": 64, "WIDTH": 64, "SPLITS": 8})
         types = [pointer, "*fp64", "*fp64", "*i64", "*fp32", "*fp32", "i32", "i32"]
         build(kernels._sample, types, {"CHUNK": kernels.VOCAB_CHUNK}, num_warps=8)
         types = [pointer, "*i64", "*fp32", "*fp32", "*fp32", "fp32", "i32"]

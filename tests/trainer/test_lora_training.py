@@ -45,7 +45,7 @@ def with_adapter(family: str, dtype: torch.dtype = torch.float32, seed: int = 0)
 
 
 def sampled(model: Any) -> Completion:
-    engine = LocalEngine(model, Letters(), rows=2, kv_cache_tokens=256, threaded=False)
+    engine = LocalEngine(model, Letters(), max_num_seqs=2, kv_cache_tokens=256, threaded=False)
     return asyncio.run(engine.generate(PROMPT, SamplingParams(max_tokens=15)))
 
 
@@ -109,7 +109,7 @@ def test_only_the_adapter_is_trained_and_the_engine_samples_from_both(family: st
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
 def test_an_engine_that_was_there_before_follows_the_training(device: str) -> None:
     model = with_adapter("qwen3").to(device)
-    engine = LocalEngine(model, Letters(), rows=2, kv_cache_tokens=256, threaded=False)
+    engine = LocalEngine(model, Letters(), max_num_seqs=2, kv_cache_tokens=256, threaded=False)
 
     async def twice() -> tuple[Completion, Completion]:
         first = await engine.generate(PROMPT, SamplingParams(max_tokens=15))

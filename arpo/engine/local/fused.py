@@ -1,7 +1,9 @@
-"""Two small things that Hugging Face models do in twenty kernels, each done in one: RMS norm and rotary embedding.
+"""RMS norm and rotary embedding as single Triton kernels, in place of the twenty that Hugging Face models launch.
 
-`fused(model)` puts them in place for the engine's own steps, rounding to the model's number format where the originals
-do. In other threads, and outside inference mode, the originals are used all along.
+`fused(model)` patches them in for the engine's own steps; they round to the model's dtype where the originals do. Other
+threads, and code outside inference mode, keep using the originals.
+
+Shape suffixes: T tokens, H heads, D head dimension.
 """
 
 from __future__ import annotations
@@ -17,34 +19,34 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_ONE_AT_A_TIME = threading.RLock()  # engines of one family patch the same file
+_LOCK = threading.RLock()  # engines of one family patch the same module
 
 
 @contextmanager
 def fused(model: Any) -> Iterator[None]:
-    """Within, the model's norms and rotary embeddings are single kernels."""
-    with _ONE_AT_A_TIME:
-        yield from _patched(model, threading.get_ident())
+    """Within the context, the model's norms and rotary embeddings are single kernels in this thread."""
+    with _LOCK:
+        yield from _patch(model, threading.get_ident())
 
 
-def _patched(model: Any, thread: int) -> Iterator[None]:
+def _patch(model: Any, thread: int) -> Iterator[None]:
     norms = [m for m in model.modules() if type(m).__name__.endswith("RMSNorm") and m.weight.dtype == model.dtype]
-    files = {sys.modules[type(m).__module__] for m in model.modules()}
-    rotary = {file: file.apply_rotary_pos_emb for file in files if hasattr(file, "apply_rotary_pos_emb")}
+    modules = {sys.modules[type(m).__module__] for m in model.modules()}
+    rotary = {module: module.apply_rotary_pos_emb for module in modules if hasattr(module, "apply_rotary_pos_emb")}
     try:
         for norm in norms:
-            norm.forward = _norm(norm, thread)
-        for file, original in rotary.items():
-            file.apply_rotary_pos_emb = _rotary(original, thread)  # type: ignore[attr-defined]
+            norm.forward = _fused_norm(norm, thread)
+        for module, original in rotary.items():
+            module.apply_rotary_pos_emb = _fused_rotary(original, thread)  # type: ignore[attr-defined]
         yield
     finally:
         for norm in norms:
             vars(norm).pop("forward", None)
-        for file, original in rotary.items():
-            file.apply_rotary_pos_emb = original  # type: ignore[attr-defined]
+        for module, original in rotary.items():
+            module.apply_rotary_pos_emb = original  # type: ignore[attr-defined]
 
 
-def _norm(module: Any, thread: int) -> Callable[[Tensor], Tensor]:
+def _fused_norm(module: Any, thread: int) -> Callable[[Tensor], Tensor]:
     original = type(module).forward
     gemma = type(module).__name__.startswith("Gemma")
     eps = module.eps if gemma else module.variance_epsilon
@@ -57,7 +59,7 @@ def _norm(module: Any, thread: int) -> Callable[[Tensor], Tensor]:
     return forward
 
 
-def _rotary(original: Callable[..., tuple[Tensor, Tensor]], thread: int) -> Callable[..., tuple[Tensor, Tensor]]:
+def _fused_rotary(original: Callable[..., tuple[Tensor, Tensor]], thread: int) -> Callable[..., tuple[Tensor, Tensor]]:
     def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if (
             threading.get_ident() != thread
@@ -73,7 +75,7 @@ def _rotary(original: Callable[..., tuple[Tensor, Tensor]], thread: int) -> Call
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Tensor:
-    """x / rms(x) * weight over the last dimension; Gemma's weights count from 1."""
+    """Return x / rms(x) * weight over the last dimension; with `plus_one` (Gemma) the factor is 1 + weight."""
     x = x.contiguous()
     out, width = torch.empty_like(x), x.shape[-1]
     size = triton.next_power_of_2(width)
@@ -82,7 +84,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Tensor:
 
 
 def rotate(x_1HTD: Tensor, cos_1TD: Tensor, sin_1TD: Tensor) -> Tensor:
-    """Rotary embedding of [1, heads, T, D], as [1, heads, T, D] with the heads of a token lying together."""
+    """Return the rotary embedding of [1, H, T, D]; in memory, the heads of a token are contiguous."""
     _, heads, tokens, width = x_1HTD.shape
     out_1THD = x_1HTD.new_empty(1, tokens, heads, width)
     _rotate[(tokens,)](
@@ -117,10 +119,10 @@ def _rms_norm(x, weight, out, eps, N: tl.constexpr, SIZE: tl.constexpr, PLUS_ONE
 def _rotate(x, cos, sin, out, x_h, x_t, x_d, H: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr):
     t = tl.program_id(0).to(tl.int64)
     h, d = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
-    there = (h < H) & (d < D // 2)
+    valid = (h < H) & (d < D // 2)
     place = x + t * x_t + h * x_h + d * x_d
-    first = tl.load(place, mask=there, other=0.0).to(tl.float32)
-    second = tl.load(place + (D // 2) * x_d, mask=there, other=0.0).to(tl.float32)
+    first = tl.load(place, mask=valid, other=0.0).to(tl.float32)
+    second = tl.load(place + (D // 2) * x_d, mask=valid, other=0.0).to(tl.float32)
     kind = out.dtype.element_ty
     for half in tl.static_range(2):
         at = t * D + half * (D // 2) + d
@@ -131,4 +133,4 @@ def _rotate(x, cos, sin, out, x_h, x_t, x_d, H: tl.constexpr, D: tl.constexpr, H
         else:
             straight, turned = second * c, first * s
         result = straight.to(kind).to(tl.float32) + turned.to(kind).to(tl.float32)
-        tl.store(out + (t * H + h) * D + half * (D // 2) + d, result.to(kind), mask=there)
+        tl.store(out + (t * H + h) * D + half * (D // 2) + d, result.to(kind), mask=valid)

@@ -1,7 +1,10 @@
-"""Triton kernels: storing keys and values, attention over blocks, sampling. Imported only where there is a CUDA device.
+"""Triton kernels: storing keys and values, paged attention, sampling. Imported only where there is a CUDA device.
 
-Attention reads each block once per group of query heads that share it (nothing is expanded), walks only as many blocks
-as a row has, and serves prompts and decoding alike: a `tile` is a run of new tokens of one row.
+Attention reads each block once per group of query heads that share it (nothing is expanded), visits only as many blocks
+as a row has, and serves prefill and decoding alike: a tile is a run of new tokens of one row.
+
+Shape suffixes: T tokens, X tiles, H key/value heads, G query heads per key/value head, D head dimension, B rows, V
+vocabulary. In kernels: m rows of a tile (token and query head), n keys, d head dimension.
 """
 
 from __future__ import annotations
@@ -13,15 +16,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from arpo.engine.local.kv_cache import BLOCK
-from arpo.engine.local.sampling import Drawn
+from arpo.engine.local.kv_cache import BLOCK_SIZE
+from arpo.engine.local.sampling import SamplerOutput
 from arpo.models.kernels import MASKED, online_softmax
 
 VOCAB_CHUNK = 4096
 
 
 class Tiles(NamedTuple):
-    """Runs of new tokens: their row in the table, their first token, how many, and the position of the first."""
+    """Runs of new tokens: row in the block table, first token, number of tokens, position of the first."""
 
     row_X: Tensor
     first_X: Tensor
@@ -30,19 +33,19 @@ class Tiles(NamedTuple):
 
 
 def rows_per_tile(group: int, decoding: bool, dtype: torch.dtype) -> int:
-    """Matrix rows of a tile: query heads of one group times tokens, for the tensor cores' sake at least 16.
+    """Return the matrix rows of a tile, query heads of one group times tokens: at least 16, for the tensor cores.
 
-    Exact float32 products are unrolled one by one: large tiles of them take minutes to compile.
+    Exact float32 products are unrolled: large tiles of them take minutes to compile.
     """
     small = decoding or dtype == torch.float32
     return max(16 if small else 64, int(triton.next_power_of_2(group)))
 
 
-def store(k_THD: Tensor, v_THD: Tensor, keys: Tensor, values: Tensor, block_T: Tensor, offset_T: Tensor) -> None:
-    """Put new keys and values where they belong."""
+def store_kv(k_THD: Tensor, v_THD: Tensor, keys: Tensor, values: Tensor, block_T: Tensor, offset_T: Tensor) -> None:
+    """Write new keys and values into their blocks."""
     T, H, D = k_THD.shape
     width = triton.next_power_of_2(H * D)
-    _store[(T,)](
+    _store_kv[(T,)](
         k_THD,
         v_THD,
         keys,
@@ -53,16 +56,16 @@ def store(k_THD: Tensor, v_THD: Tensor, keys: Tensor, values: Tensor, block_T: T
         *v_THD.stride(),
         H=H,
         D=D,
-        BLOCK=BLOCK,
+        BLOCK_SIZE=BLOCK_SIZE,
         WIDTH=width,
     )
 
 
-def attend(
+def paged_attention(
     q_THGD: Tensor,
     keys: Tensor,
     values: Tensor,
-    table: Tensor,
+    block_table: Tensor,
     tiles: Tiles,
     scaling: float,
     window: int | None,
@@ -70,14 +73,14 @@ def attend(
     decoding: bool,
     splits: int = 1,
 ) -> Tensor:
-    """What each query sees of its row's blocks; with `splits`, a row's keys are shared out among as many programs."""
+    """Return the attention output of each query over its row's blocks; the keys of a row are split among `splits`."""
     T, H, G, D = q_THGD.shape
     out_THGD = torch.empty((T, H, G, D), dtype=q_THGD.dtype, device=q_THGD.device)
-    many, width = splits > 1, max(16, triton.next_power_of_2(D))  # a product wants at least 16
-    parts = q_THGD.new_empty((T, H, G, splits, D), dtype=torch.float32) if many else out_THGD
-    tops = q_THGD.new_empty((T, H, G, splits), dtype=torch.float32) if many else out_THGD
-    sums = torch.empty_like(tops) if many else out_THGD
-    _attend[(len(tiles.row_X), H, splits)](
+    is_split, width = splits > 1, max(16, triton.next_power_of_2(D))  # tl.dot needs at least 16
+    parts = q_THGD.new_empty((T, H, G, splits, D), dtype=torch.float32) if is_split else out_THGD
+    tops = q_THGD.new_empty((T, H, G, splits), dtype=torch.float32) if is_split else out_THGD
+    sums = torch.empty_like(tops) if is_split else out_THGD
+    _paged_attention[(len(tiles.row_X), H, splits)](
         q_THGD,
         out_THGD,
         parts,
@@ -85,30 +88,30 @@ def attend(
         sums,
         keys,
         values,
-        table,
+        block_table,
         *tiles,
         scaling,
         window or 0,
         *q_THGD.stride(),
-        table.stride(0),
+        block_table.stride(0),
         H=H,
         G=G,
         D=D,
         WIDTH=width,
-        BLOCK=BLOCK,
+        BLOCK_SIZE=BLOCK_SIZE,
         M=rows_per_tile(G, decoding, q_THGD.dtype),
         N=32 if q_THGD.dtype == torch.float32 else 64,
         SPLITS=splits,
         WINDOW=window is not None,
         PRECISION="ieee" if q_THGD.dtype == torch.float32 else "tf32",
     )
-    if many:
-        _join[(T, H * G)](out_THGD, parts, tops, sums, F=H * G, D=D, WIDTH=width, SPLITS=splits)
+    if is_split:
+        _combine_splits[(T, H * G)](out_THGD, parts, tops, sums, F=H * G, D=D, WIDTH=width, SPLITS=splits)
     return out_THGD
 
 
-def sample(logits_BV: Tensor, temperature_B: Tensor, uniform_B: Tensor) -> Drawn:
-    """As `sampling.sample` without cuts, in two passes over the logits and no copy of them."""
+def sample(logits_BV: Tensor, temperature_B: Tensor, uniform_B: Tensor) -> SamplerOutput:
+    """Sample as `sampling.sample` does without cuts, in two passes over the logits and without copying them."""
     rows, vocab = logits_BV.shape
     token_B = torch.empty(rows, dtype=torch.int64, device=logits_BV.device)
     logprob_B = torch.empty(rows, dtype=torch.float32, device=logits_BV.device)
@@ -125,27 +128,27 @@ def sample(logits_BV: Tensor, temperature_B: Tensor, uniform_B: Tensor) -> Drawn
         CHUNK=VOCAB_CHUNK,
         num_warps=8,
     )
-    return Drawn(token_B, logprob_B, entropy_B)
+    return SamplerOutput(token_B, logprob_B, entropy_B)
 
 
 @triton.jit
-def _store(
+def _store_kv(
     k, v, keys, values, block_T, offset_T, k_t, k_h, k_d, v_t, v_h, v_d,
-    H: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, WIDTH)
     h, d = i // D, i % D
-    target = ((tl.load(block_T + t) * H + h) * BLOCK + tl.load(offset_T + t)) * D + d
+    target = ((tl.load(block_T + t) * H + h) * BLOCK_SIZE + tl.load(offset_T + t)) * D + d
     tl.store(keys + target, tl.load(k + t * k_t + h * k_h + d * k_d, mask=i < H * D), mask=i < H * D)
     tl.store(values + target, tl.load(v + t * v_t + h * v_h + d * v_d, mask=i < H * D), mask=i < H * D)
 
 
-@triton.jit(do_not_specialize=["table_row"])
-def _attend(
-    q, out, parts, tops, sums, keys, values, table, row_X, first_X, count_X, position_X, scaling, window,
-    q_t, q_h, q_g, q_d, table_row,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+@triton.jit(do_not_specialize=["table_stride"])
+def _paged_attention(
+    q, out, parts, tops, sums, keys, values, block_table, row_X, first_X, count_X, position_X, scaling, window,
+    q_t, q_h, q_g, q_d, table_stride,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -155,52 +158,52 @@ def _attend(
     position = tl.load(position_X + tile).to(tl.int32)
     m, d = tl.arange(0, M), tl.arange(0, WIDTH)
     token, group = m // G, m % G
-    asks = (token < count)[:, None] & (d < D)[None, :]
+    valid = (token < count)[:, None] & (d < D)[None, :]
     query = tl.load(
-        q + (first + token)[:, None] * q_t + head * q_h + group[:, None] * q_g + d[None, :] * q_d, mask=asks, other=0.0
+        q + (first + token)[:, None] * q_t + head * q_h + group[:, None] * q_g + d[None, :] * q_d, mask=valid, other=0.0
     )
-    at = position + token  # of each query
+    query_position = position + token
     end = position + count.to(tl.int32)
     begin = 0
     if WINDOW:
         begin = tl.maximum(position - window + 1, 0) // N * N
-    share = tl.cdiv(tl.cdiv(end - begin, SPLITS), N) * N
-    low = begin + split * share
-    high = tl.minimum(low + share, end)
+    split_size = tl.cdiv(tl.cdiv(end - begin, SPLITS), N) * N
+    low = begin + split * split_size
+    high = tl.minimum(low + split_size, end)
     top = tl.full([M], MASKED, tl.float32)
     total = tl.zeros([M], tl.float32)
-    seen = tl.zeros([M, WIDTH], tl.float32)
+    acc = tl.zeros([M, WIDTH], tl.float32)
     for start in range(low, high, N):
         n = start + tl.arange(0, N)
-        block = tl.load(table + row * table_row + n // BLOCK, mask=n < high, other=0).to(tl.int64)
-        place = ((block * H + head) * BLOCK + n % BLOCK) * D
-        there = (n < high)[:, None] & (d < D)[None, :]
-        key = tl.load(keys + place[:, None] + d[None, :], mask=there, other=0.0)
-        value = tl.load(values + place[:, None] + d[None, :], mask=there, other=0.0)
+        block = tl.load(block_table + row * table_stride + n // BLOCK_SIZE, mask=n < high, other=0).to(tl.int64)
+        place = ((block * H + head) * BLOCK_SIZE + n % BLOCK_SIZE) * D
+        in_range = (n < high)[:, None] & (d < D)[None, :]
+        key = tl.load(keys + place[:, None] + d[None, :], mask=in_range, other=0.0)
+        value = tl.load(values + place[:, None] + d[None, :], mask=in_range, other=0.0)
         score = tl.dot(query, tl.trans(key), input_precision=PRECISION) * (scaling * 1.4426950408889634)
-        visible = (n[None, :] <= at[:, None]) & (n < high)[None, :]
+        visible = (n[None, :] <= query_position[:, None]) & (n < high)[None, :]
         if WINDOW:
-            visible = visible & (n[None, :] > at[:, None] - window)
+            visible = visible & (n[None, :] > query_position[:, None] - window)
         score = tl.where(visible, score, MASKED)
         new_top = tl.maximum(top, tl.max(score, 1))
         weight = tl.where(visible, tl.exp2(score - new_top[:, None]), 0.0)
         fade = tl.exp2(top - new_top)
         total = total * fade + tl.sum(weight, 1)
-        seen = seen * fade[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
+        acc = acc * fade[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
         top = new_top
     place_m = ((first + token) * H + head) * G + group
     if SPLITS == 1:
-        result = (seen / total[:, None]).to(out.dtype.element_ty)
-        tl.store(out + place_m[:, None] * D + d[None, :], result, mask=asks)
+        result = (acc / total[:, None]).to(out.dtype.element_ty)
+        tl.store(out + place_m[:, None] * D + d[None, :], result, mask=valid)
     else:
         place_m = place_m * SPLITS + split
-        tl.store(parts + place_m[:, None] * D + d[None, :], seen, mask=asks)
+        tl.store(parts + place_m[:, None] * D + d[None, :], acc, mask=valid)
         tl.store(tops + place_m, top, mask=token < count)
         tl.store(sums + place_m, total, mask=token < count)
 
 
 @triton.jit
-def _join(
+def _combine_splits(
     out, parts, tops, sums, F: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr
 ):  # fmt: skip
     place = tl.program_id(0).to(tl.int64) * F + tl.program_id(1)
@@ -225,11 +228,11 @@ def _sample(
     top = tl.full([], MASKED, tl.float32)
     total = tl.full([], 0.0, tl.float32)
     mean = tl.full([], 0.0, tl.float32)  # of (score - top), weighted, not yet divided by the total
-    likeliest = tl.full([], 0, tl.int32)
+    argmax = tl.full([], 0, tl.int32)
     for start in range(0, vocab, CHUNK):
         score = tl.load(logits + start + i, mask=start + i < vocab, other=float("-inf")).to(tl.float32) / scale
         best = tl.max(score, 0)
-        likeliest = tl.where(best > top, start + tl.argmax(score, 0), likeliest)
+        argmax = tl.where(best > top, start + tl.argmax(score, 0), argmax)
         top, total, mean = online_softmax(top, total, mean, score)
     target = tl.load(uniform_B + row).to(tl.float32) * total
     passed = tl.full([], 0.0, tl.float32)
@@ -248,8 +251,8 @@ def _sample(
     weight = tl.exp(score - top)
     past = (before + tl.cumsum(weight, 0) > target) & (weight > 0.0)
     at = tl.min(tl.where(past, i, CHUNK), 0)
-    drawn = tl.where((found == 1) & (at < CHUNK), chosen + at, likeliest)  # rounding may put the target past the end
-    token = tl.minimum(tl.where(temperature == 0.0, likeliest, drawn), vocab - 1)  # of NaNs, none is the likeliest
+    drawn = tl.where((found == 1) & (at < CHUNK), chosen + at, argmax)  # rounding may put the target past the end
+    token = tl.minimum(tl.where(temperature == 0.0, argmax, drawn), vocab - 1)  # with NaNs there is no argmax
     tl.store(token_B + row, token.to(tl.int64))
     tl.store(logprob_B + row, tl.load(logits + token).to(tl.float32) / scale - top - tl.log(total))
     tl.store(entropy_B + row, tl.log(total) - mean / total)

@@ -1,87 +1,90 @@
-"""One step of the model: a batch of tokens in, one new token with its numbers for every row that asks.
+"""Runs one step of the model: a batch of tokens in, one new token for every sampling row out.
 
-`Runner` is the plain way, on a CPU. `build_runner` picks the way of the model's device.
+`CpuRunner` runs steps on a CPU; `build_runner` picks the runner for the model's device.
+
+Shape suffixes: T tokens, E hidden size, A sampling rows.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from arpo.engine.local.attention import BlockPlan
-from arpo.engine.local.kv_cache import KVPool
-from arpo.engine.local.sampling import Drawn, sample
+from arpo.engine.local.kv_cache import KVCache
+from arpo.engine.local.sampling import sample
 from arpo.engine.local.scheduler import Batch
 from arpo.errors import ArpoError
 from arpo.models.network import Network, install_attention
 
-Columns = tuple[list[int], list[float], list[float], list[float] | None, list[float] | None]
-"""Tokens, log-probs, entropies, and the last two once more after cuts."""
+
+class StepOutput(NamedTuple):
+    """One entry per sampling row; `cut_` lists only if the batch uses top-p or top-k."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    entropies: list[float]
+    cut_logprobs: list[float] | None = None
+    cut_entropies: list[float] | None = None
 
 
-NOTHING: Columns = [], [], [], None, None
+NO_OUTPUT = StepOutput([], [], [])
 
 
-class StepRunner(Protocol):
-    """What computes steps."""
+class Runner(Protocol):
+    """Computes steps on one device."""
 
-    def run(self, batch: Batch) -> Columns:
-        """Compute the batch; one entry in each column per asking row."""
+    def run(self, batch: Batch) -> StepOutput:
+        """Compute the batch and sample."""
         ...
 
-    def weights_changed(self) -> None:
-        """The model's weights were updated."""
+    def sync_weights(self) -> None:
+        """Adapt to the model's new weights."""
         ...
 
-    def recorded(self) -> tuple[int, float]:
-        """CUDA graphs recorded since the last call, and the seconds it took."""
+    def graph_stats(self) -> tuple[int, float]:
+        """Return the CUDA graphs captured since the last call, and the seconds it took."""
         ...
 
 
-def build_runner(model: Any, pool: KVPool, rows: int) -> StepRunner:
-    """The way of the model's device."""
-    if pool.data.is_cuda:
+def build_runner(model: Any, cache: KVCache, max_num_seqs: int) -> Runner:
+    """Return the runner for the model's device."""
+    if cache.data.is_cuda:
         try:
             from arpo.engine.local.cuda import CudaRunner
         except ModuleNotFoundError as error:
             raise ArpoError("the engine on a GPU needs Triton: pip install triton") from error
 
-        return CudaRunner(model, pool, rows)
-    return Runner(model, pool)
+        return CudaRunner(model, cache, max_num_seqs)
+    return CpuRunner(model, cache)
 
 
-class Runner:
-    """Steps on a CPU."""
+class CpuRunner:
+    """Runs steps on a CPU."""
 
-    def __init__(self, model: Any, pool: KVPool) -> None:
+    def __init__(self, model: Any, cache: KVCache) -> None:
         install_attention(model)
-        self._network, self._pool = Network(model), pool
+        self._network, self._cache = Network(model), cache
 
     @torch.inference_mode()
-    def run(self, batch: Batch) -> Columns:
-        """Compute the batch; one entry in each column per asking row."""
-        if batch.copies:
-            self._pool.copy(batch.copies)
-        plan = BlockPlan(self._pool.data, batch.table, batch.starts, batch.counts)
+    def run(self, batch: Batch) -> StepOutput:
+        """Compute the batch and sample."""
+        if batch.block_copies:
+            self._cache.copy_blocks(batch.block_copies)
+        plan = BlockPlan(self._cache.data, batch.block_table, batch.starts, batch.counts)
         hidden_TE = self._network.hidden(torch.from_numpy(batch.tokens), plan.position_T, plan)
-        if not len(batch.asking):
-            return NOTHING
-        ends_A = torch.from_numpy(batch.counts.cumsum()[batch.asking] - 1)
-        temperature_A, uniform_A, top_p_A, top_k_A = torch.from_numpy(batch.sampling)
-        cuts = (top_p_A, top_k_A) if batch.cuts else ()
-        return columns(sample(self._network.logits(hidden_TE[ends_A]), temperature_A, uniform_A, *cuts))
+        if not len(batch.sampling_rows):
+            return NO_OUTPUT
+        last_A = torch.from_numpy(batch.counts.cumsum()[batch.sampling_rows] - 1)
+        temperature_A, uniform_A, top_p_A, top_k_A = torch.from_numpy(batch.sampling_params)
+        cuts = (top_p_A, top_k_A) if batch.has_cuts else ()
+        sampled = sample(self._network.logits(hidden_TE[last_A]), temperature_A, uniform_A, *cuts)
+        return StepOutput(*(column.tolist() for column in sampled if column is not None))
 
-    def weights_changed(self) -> None:
-        """Nothing here depends on the weights."""
+    def sync_weights(self) -> None:
+        """Do nothing: nothing here depends on the weights."""
 
-    def recorded(self) -> tuple[int, float]:
-        """Nothing is recorded here."""
+    def graph_stats(self) -> tuple[int, float]:
+        """Return zeros: there are no graphs on a CPU."""
         return 0, 0.0
-
-
-def columns(drawn: Drawn) -> Columns:
-    """Off the device, as plain lists."""
-    token, logprob, entropy, *cut = (x.tolist() for x in drawn if x is not None)
-    cut_logprob, cut_entropy = cut or (None, None)
-    return token, logprob, entropy, cut_logprob, cut_entropy

@@ -1,0 +1,1 @@
+"""Engines over vLLM: in a process that arpo starts (`engine`), or on servers that run already (`servers`)."""

@@ -1,11 +1,11 @@
-"""Sampling by vLLM in a process of its own that this one starts and ends: the Engine protocol over `AsyncLLM`.
+"""Sampling by vLLM in a process that this one starts and ends: the Engine protocol over `AsyncLLM`.
 
-Promises: token ids go in and come out, nothing is tokenised again; a turn ends where the local engine would end it;
-log-probs are those of softmax(logits / temperature) before any cut, for requests at the temperature that the engine was
-made for; nothing computed with older weights is used again, since each update empties the prefix cache and salts its
-keys anew. Entropies are estimates from the likeliest tokens: `stats` tells how far off they may be.
-Does not cover: log-probs of requests at another temperature (tests), which are those of temperature 1, or, in an engine
-made for another temperature than 1, those after the cuts; weights that go over without a directory.
+Guarantees: token ids go in and come out, nothing is tokenized again; a turn ends where the local engine would end it;
+log-probs are those of softmax(logits / temperature) before any cut, for requests at the engine's `temperature`; nothing
+computed with older weights is reused, since each update empties the prefix cache and changes its salt. Entropies are
+estimates from the most likely tokens; `stats` says how far off they may be.
+Not covered: log-probs of requests at another temperature (evaluation), which are those of temperature 1, or, in an
+engine for another temperature than 1, those after the cuts; transferring weights without a directory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from itertools import count
 from pathlib import Path
@@ -24,187 +24,181 @@ from typing import Any
 
 from arpo.engine.base import OnToken
 from arpo.engine.local.engine import default_kv_cache_tokens
-from arpo.engine.local.kv_cache import token_bytes
-from arpo.engine.vllm.completion import Sampled, Terms, logprobs_mode
+from arpo.engine.local.kv_cache import kv_bytes_per_token
+from arpo.engine.vllm.completion import CompletionBuilder, SampledToken, logprobs_mode
 from arpo.errors import ArpoError
 from arpo.types import Completion, SamplingParams
 
-Write = Callable[[Path], None]
-"""Writes the weights as they are now, as a Hugging Face directory."""
-
-BLOCK = {"cpu": 32, "cuda": 16}
-"""Tokens whose keys and values are shared or not: the fewest that vLLM's kernels like."""
+BLOCK_SIZE = {"cpu": 32, "cuda": 16}
+"""Tokens per block of vLLM's prefix cache: the smallest that its kernels support well."""
 ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
-END_SECONDS = 60.0
-RESETS = 500
+TORCHRUN_VARIABLES = (
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+    *("GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_"),
+)
+SHUTDOWN_SECONDS = 60.0
+RESET_ATTEMPTS = 500
 RESET_PAUSE_SECONDS = 0.02
 
 
 class VllmEngine:
-    """Engine over vLLM for the model that `write` writes; `model` itself is only asked what it is.
+    """Engine over vLLM; `save_weights` writes the weights that it loads, `model` only gives its config and dtype.
 
-    `temperature` is that of the requests whose log-probs count; the other options are as for the local engine.
+    `temperature` is that of the requests whose log-probs are trained on; other options are as for the local engine.
     """
 
-    down = False
+    unreachable = False
 
     def __init__(
         self,
         model: Any,
         tokenizer: Any,
-        write: Write,
+        save_weights: Callable[[Path], None],
         *,
-        rows: int = 128,
+        max_num_seqs: int = 128,
         kv_cache_tokens: int | None = None,
         top_logprobs: int = 64,
         temperature: float = 1.0,
     ) -> None:
         require_vllm()
-        self._terms = Terms(model, tokenizer, top_logprobs)
-        self.capabilities = self._terms.capabilities
-        self._write = write
-        self._home = tempfile.TemporaryDirectory(prefix="arpo-vllm-")
-        self._numbers, self._updates = count(), 0
-        self._under_way = self._read = self._reused = 0
+        self._builder = CompletionBuilder(model, tokenizer, top_logprobs)
+        self.capabilities = self._builder.capabilities
+        self._save_weights = save_weights
+        self._temp_dir = tempfile.TemporaryDirectory(prefix="arpo-vllm-")
+        self._request_ids, self._updates = count(), 0
+        self._in_flight = self._prefill_tokens = self._cached_tokens = 0
         self._streams: set[asyncio.Task[None]] = set()
         self.version = 0
-        arguments = self._arguments(model, rows, kv_cache_tokens) | {"logprobs_mode": logprobs_mode(temperature)}
-        with tempfile.TemporaryDirectory(dir=self._home.name) as first:
-            write(Path(first))
+        arguments = self._arguments(model, max_num_seqs, kv_cache_tokens)
+        arguments["logprobs_mode"] = logprobs_mode(temperature)
+        with tempfile.TemporaryDirectory(dir=self._temp_dir.name) as directory:
+            save_weights(Path(directory))
             self._loop = asyncio.new_event_loop()
             thread = threading.Thread(target=self._loop.run_forever, name="arpo-vllm", daemon=True)
             thread.start()
-            with _no_ranks():
-                started = asyncio.run_coroutine_threadsafe(_start(first, arguments), self._loop)
+            with _without_torchrun_variables():
+                started = asyncio.run_coroutine_threadsafe(_start_vllm(directory, arguments), self._loop)
                 try:
-                    self._started = [started.result()]
+                    self._llm = [started.result()]  # in a list, so that shutting down can drop the last reference
                 except Exception as error:
                     self._loop.call_soon_threadsafe(self._loop.stop)
                     raise ArpoError(f"rollout.engine: vLLM did not start ({error}); its own output says why") from error
-        self._finalizer = weakref.finalize(self, _shut_down, self._started, self._loop, thread, self._home)
+        self._finalizer = weakref.finalize(self, _shut_down, self._llm, self._loop, thread, self._temp_dir)
 
     def close(self) -> None:
-        """End vLLM's process. Happens by itself when the engine is no longer used, or at exit."""
+        """End vLLM's process. Also done when the engine is garbage-collected, and at exit."""
         self._finalizer()
 
     async def generate(
         self, prefix: Sequence[int], params: SamplingParams, *, on_token: OnToken | None = None
     ) -> Completion:
         """Sample one turn after `prefix`."""
-        turn = self._terms.turn(prefix, params, on_token)
-        arrived: asyncio.Queue[Any] = asyncio.Queue()
-        here = asyncio.get_running_loop()
+        partial = self._builder.start(prefix, params, on_token)
+        queue: asyncio.Queue[Any] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
 
         def put(item: Any) -> None:
-            here.call_soon_threadsafe(arrived.put_nowait, item)
+            loop.call_soon_threadsafe(queue.put_nowait, item)
 
-        self._under_way += 1
-        stream = asyncio.run_coroutine_threadsafe(self._stream(turn.prefix, params, turn.limit, put), self._loop)
+        self._in_flight += 1
+        stream = asyncio.run_coroutine_threadsafe(
+            self._stream(partial.prefix, params, partial.max_tokens, put), self._loop
+        )
         try:
             cached = None
-            while turn.finish is None:
-                item = await arrived.get()
+            while partial.finish is None:
+                item = await queue.get()
                 if isinstance(item, Exception):
                     raise RuntimeError(f"vLLM failed: {type(item).__name__}: {item}") from item
                 if item is None:
                     raise RuntimeError("vLLM ended a turn before its end")
-                sampled, known = item
+                tokens, num_cached = item
                 if cached is None:
-                    cached = known
-                    self._reused += cached
-                    self._read += len(turn.prefix) - cached
-                for one in sampled:
-                    if not math.isfinite(one.logprob):
+                    cached = num_cached
+                    self._cached_tokens += cached
+                    self._prefill_tokens += len(partial.prefix) - cached
+                for token in tokens:
+                    if not math.isfinite(token.logprob):
                         raise ArpoError(
                             "the model's output is not a number: its weights are broken, or the number format overflows"
                         )
-                    turn.add(one)
-            return turn.completion(self.version)
+                    partial.add(token)
+            return partial.completion(self.version)
         finally:
-            self._under_way -= 1
-            stream.cancel()  # if it is still under way, vLLM lets go of all it holds for it
+            self._in_flight -= 1
+            stream.cancel()  # if it is not done yet, vLLM aborts the request
 
     async def sync_weights(self, version: int) -> None:
-        """Have vLLM load the weights as they are now, and forget all that was computed with older ones."""
-        if self._under_way:
+        """Make vLLM load the current weights and drop everything computed with older ones."""
+        if self._in_flight:
             raise RuntimeError("weights may not change while requests are being sampled")
-        with tempfile.TemporaryDirectory(dir=self._home.name) as directory:
-            await asyncio.to_thread(self._write, Path(directory))
-            await self._there(self._reload(directory))
+        with tempfile.TemporaryDirectory(dir=self._temp_dir.name) as directory:
+            await asyncio.to_thread(self._save_weights, Path(directory))
+            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._reload(directory), self._loop))
         self._updates += 1
         self.version = version
 
     def stats(self) -> dict[str, float]:
-        """Since the last call: tokens of prefixes read and re-used; mean and largest possible error of entropies."""
-        told = {"prefill_tokens": self._read, "cached_tokens": self._reused, **self._terms.tally.tell()}
-        self._read = self._reused = 0
-        return told
-
-    @property
-    def _llm(self) -> Any:
-        return self._started[0]
-
-    async def _there(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do this on vLLM's event loop."""
-        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+        """Return counters since the last call: prefix tokens computed and cached, mean and largest entropy error."""
+        counts = {"prefill_tokens": self._prefill_tokens, "cached_tokens": self._cached_tokens}
+        self._prefill_tokens = self._cached_tokens = 0
+        return {**counts, **self._builder.entropy_errors.stats()}
 
     async def _reload(self, directory: str) -> None:
         if self._streams:  # cancelled ones
             await asyncio.wait(self._streams)
-        await self._llm.collective_rpc("reload_weights", kwargs={"weights_path": directory})
-        for _ in range(RESETS):  # refused while a cancelled request is being let go of
-            if await self._llm.reset_prefix_cache():
+        await self._llm[0].collective_rpc("reload_weights", kwargs={"weights_path": directory})
+        for _ in range(RESET_ATTEMPTS):  # refused while a cancelled request is being aborted
+            if await self._llm[0].reset_prefix_cache():
                 return
             await asyncio.sleep(RESET_PAUSE_SECONDS)
         raise RuntimeError("vLLM does not empty its prefix cache")
 
     async def _stream(
-        self, prefix: tuple[int, ...], params: SamplingParams, limit: int, put: Callable[[Any], None]
+        self, prefix: tuple[int, ...], params: SamplingParams, max_tokens: int, put: Callable[[Any], None]
     ) -> None:
-        """Hand over what vLLM samples; None at the end."""
+        """Pass on (tokens, number of cached prefix tokens) as vLLM samples; None at the end."""
         task = asyncio.current_task()
         assert task is not None
         self._streams.add(task)
         try:
-            wanted = _vllm_params(params, limit, self._terms)
+            vllm_params = _vllm_params(params, max_tokens, self._builder)
             prompt = {"prompt_token_ids": list(prefix), "cache_salt": f"arpo-{self._updates}"}
-            async with aclosing(self._llm.generate(prompt, wanted, f"arpo-{next(self._numbers)}")) as outputs:
+            request_id = f"arpo-{next(self._request_ids)}"
+            async with aclosing(self._llm[0].generate(prompt, vllm_params, request_id)) as outputs:
                 async for output in outputs:
-                    put((_tokens(output.outputs[0]), output.num_cached_tokens or 0))
+                    put((_sampled_tokens(output.outputs[0]), output.num_cached_tokens or 0))
             put(None)
         except Exception as error:
             put(error)
         finally:
             self._streams.discard(task)
 
-    def _arguments(self, model: Any, rows: int, kv_cache_tokens: int | None) -> dict[str, Any]:
+    def _arguments(self, model: Any, max_num_seqs: int, kv_cache_tokens: int | None) -> dict[str, Any]:
         context, parameter = self.capabilities.max_context, next(model.parameters())
         device = parameter.device.type
-        if device not in BLOCK:
+        if device not in BLOCK_SIZE:
             raise ArpoError(f"rollout.engine: vLLM runs on CPU and CUDA here, not on {device}; use local")
-        blocks = -(-context // BLOCK[device]) + 1
-        if kv_cache_tokens is not None and kv_cache_tokens < blocks * BLOCK[device]:
-            raise ArpoError(
-                f"rollout.kv_cache_tokens: vLLM needs room for a whole context, {blocks * BLOCK[device]:,} tokens here"
-            )
-        tokens = max(kv_cache_tokens or default_kv_cache_tokens(model, rows), blocks * BLOCK[device])
+        min_tokens = (-(-context // BLOCK_SIZE[device]) + 1) * BLOCK_SIZE[device]
+        if kv_cache_tokens is not None and kv_cache_tokens < min_tokens:
+            raise ArpoError(f"rollout.kv_cache_tokens: vLLM needs room for a whole context, {min_tokens:,} tokens here")
+        tokens = max(kv_cache_tokens or default_kv_cache_tokens(model, max_num_seqs), min_tokens)
         return {
             "dtype": str(parameter.dtype).removeprefix("torch."),
             "max_model_len": context,
-            "max_num_seqs": rows,
-            "max_logprobs": self._terms.top,
-            "block_size": BLOCK[device],
-            "kv_cache_memory_bytes": tokens * token_bytes(model.config, parameter.dtype),
+            "max_num_seqs": max_num_seqs,
+            "max_logprobs": self._builder.top_logprobs,
+            "block_size": BLOCK_SIZE[device],
+            "kv_cache_memory_bytes": tokens * kv_bytes_per_token(model.config, parameter.dtype),
             "enforce_eager": device == "cpu",
-            # What is free must be more than this share, though the room for keys and values is given above.
+            # vLLM wants at least this share to be free, even though the size of the KV cache is given above.
             **({"gpu_memory_utilization": 0.01} if device == "cuda" else {}),
         }
 
 
 def require_vllm() -> None:
-    """Raise if vLLM is not there."""
-    for name, value in ENVIRONMENT.items():  # read by vLLM when it is first imported, and by what it starts
+    """Raise if vLLM cannot be imported."""
+    for name, value in ENVIRONMENT.items():  # read by vLLM when it is first imported, and by its processes
         os.environ.setdefault(name, value)
     try:
         from vllm import AsyncEngineArgs  # noqa: F401
@@ -216,17 +210,17 @@ def require_vllm() -> None:
 
 
 @contextmanager
-def _no_ranks() -> Iterator[None]:
-    """Hide from what is started here that this process is one of several (`torchrun`): vLLM would look for them."""
-    hidden = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith(RANKS)}
+def _without_torchrun_variables() -> Iterator[None]:
+    """Hide the variables of `torchrun`: vLLM would take this process's ranks for its own."""
+    hidden = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith(TORCHRUN_VARIABLES)}
     try:
         yield
     finally:
         os.environ.update(hidden)
 
 
-async def _start(directory: str, arguments: dict[str, Any]) -> Any:
-    """vLLM, running; it belongs to the event loop that this is awaited on."""
+async def _start_vllm(directory: str, arguments: dict[str, Any]) -> Any:
+    """Start vLLM and return it; it belongs to the event loop on which this runs."""
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -243,20 +237,20 @@ async def _start(directory: str, arguments: dict[str, Any]) -> Any:
 
 
 def _shut_down(
-    started: list[Any],
+    llm: list[Any],
     loop: asyncio.AbstractEventLoop,
     thread: threading.Thread,
-    home: tempfile.TemporaryDirectory[str],
+    temp_dir: tempfile.TemporaryDirectory[str],
 ) -> None:
-    asyncio.run_coroutine_threadsafe(_end(started[0]), loop).result(END_SECONDS)
+    asyncio.run_coroutine_threadsafe(_stop_vllm(llm[0]), loop).result(SHUTDOWN_SECONDS)
     loop.call_soon_threadsafe(loop.stop)
-    thread.join(END_SECONDS)
-    started.clear()  # it must be gone before the modules are that it needs for that
-    home.cleanup()
+    thread.join(SHUTDOWN_SECONDS)
+    llm.clear()  # its destructor needs modules that are gone at interpreter exit
+    temp_dir.cleanup()
 
 
-async def _end(llm: Any) -> None:
-    """End vLLM's process and all that runs for it on this event loop."""
+async def _stop_vllm(llm: Any) -> None:
+    """End vLLM's process and its tasks on this event loop."""
     others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
     for task in others:
         task.cancel()
@@ -264,29 +258,29 @@ async def _end(llm: Any) -> None:
     llm.shutdown()
 
 
-def _vllm_params(params: SamplingParams, limit: int, terms: Terms) -> Any:
+def _vllm_params(params: SamplingParams, max_tokens: int, builder: CompletionBuilder) -> Any:
     from vllm import SamplingParams as VllmParams
     from vllm.sampling_params import RequestOutputKind
 
     return VllmParams(
-        max_tokens=limit,
+        max_tokens=max_tokens,
         temperature=params.temperature,
         top_p=params.top_p,
         top_k=params.top_k,
         seed=params.seed % 2**63,
         ignore_eos=True,
-        stop_token_ids=sorted(terms.eos),
+        stop_token_ids=sorted(builder.eos),
         detokenize=False,
-        logprobs=terms.top,
+        logprobs=builder.top_logprobs,
         flat_logprobs=True,
         output_kind=RequestOutputKind.DELTA,
     )
 
 
-def _tokens(output: Any) -> list[Sampled]:
-    """The new tokens. At each place the sampled one stands first, then the likeliest, with it once more or without."""
-    flat, found = output.logprobs, []
+def _sampled_tokens(output: Any) -> list[SampledToken]:
+    """Return the new tokens. For each, vLLM lists the sampled token first, then the most likely ones."""
+    flat, tokens = output.logprobs, []
     for token, start, end in zip(output.token_ids, flat.start_indices, flat.end_indices, strict=True):
-        known = dict(zip(flat.token_ids[start:end], flat.logprobs[start:end], strict=True))
-        found.append(Sampled(token, known[token], tuple(known.values())))
-    return found
+        logprobs = dict(zip(flat.token_ids[start:end], flat.logprobs[start:end], strict=True))
+        tokens.append(SampledToken(token, logprobs[token], tuple(logprobs.values())))
+    return tokens

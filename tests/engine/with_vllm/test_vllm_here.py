@@ -20,7 +20,7 @@ from vllm_models import change, make_model
 
 from arpo.config.loading import load_config
 from arpo.engine.local.engine import LocalEngine
-from arpo.engine.vllm.engine import BLOCK, VllmEngine
+from arpo.engine.vllm.engine import BLOCK_SIZE, VllmEngine
 from arpo.models.save import save_for_vllm
 from arpo.runs.run_dir import open_run_dir as read_run
 from arpo.training.loop import open_run, train
@@ -37,8 +37,8 @@ class Pair:
         self.model, self.tokenizer = make_model(tokenizer)
         write = partial(save_for_vllm, self.model, self.tokenizer)
         room = self.model.config.max_position_embeddings + 8192
-        self.vllm = VllmEngine(self.model, self.tokenizer, write, rows=16, kv_cache_tokens=room)
-        self.local = LocalEngine(self.model, self.tokenizer, rows=16, kv_cache_tokens=room, threaded=False)
+        self.vllm = VllmEngine(self.model, self.tokenizer, write, max_num_seqs=16, kv_cache_tokens=room)
+        self.local = LocalEngine(self.model, self.tokenizer, max_num_seqs=16, kv_cache_tokens=room, threaded=False)
 
     def prefixes(self, count: int, longest: int = 200, seed: int = 0) -> list[list[int]]:
         rng, vocab = random.Random(seed), min(300, self.model.config.vocab_size)
@@ -139,7 +139,7 @@ def test_a_branch_re_uses_its_prefix(pair: Pair) -> None:
     run(pair.vllm, (longer, SamplingParams(4, seed=1)), (longer, SamplingParams(4, seed=2)))
     told = pair.vllm.stats()
     assert told["prefill_tokens"] + told["cached_tokens"] == 2 * len(longer)
-    assert told["cached_tokens"] >= 2 * (150 // BLOCK["cpu"] * BLOCK["cpu"])
+    assert told["cached_tokens"] >= 2 * (150 // BLOCK_SIZE["cpu"] * BLOCK_SIZE["cpu"])
     print(f"\nof 2 x {len(longer)} tokens {told['reused']} were re-used")
 
 
@@ -182,7 +182,7 @@ def test_weights_may_not_change_under_a_turn_and_cancelling_frees(pair: Pair, mo
         ended.append(names)
         await abort(*names, **how)
 
-    monkeypatch.setattr(pair.vllm._llm, "abort", watched)
+    monkeypatch.setattr(pair.vllm._llm[0], "abort", watched)
 
     async def try_it() -> None:
         began = asyncio.Event()
@@ -224,7 +224,7 @@ def test_another_temperature(tokenizer: Any) -> None:
     pair = Pair.__new__(Pair)
     pair.model, pair.tokenizer = make_model(tokenizer)
     write = partial(save_for_vllm, pair.model, pair.tokenizer)
-    pair.vllm = VllmEngine(pair.model, pair.tokenizer, write, rows=4, temperature=0.7)
+    pair.vllm = VllmEngine(pair.model, pair.tokenizer, write, max_num_seqs=4, temperature=0.7)
     try:
         for seed, prefix in enumerate(pair.prefixes(3, seed=6)):
             (done,) = run(pair.vllm, (prefix, SamplingParams(30, temperature=0.7, seed=seed)))

@@ -49,7 +49,7 @@ def engine_for(ground: Any, which: slice = slice(None), **options: Any) -> Serve
 
 
 def local(ground: Any, *prefixes: list[int], params: SamplingParams = GREEDY) -> list[tuple[int, ...]]:
-    engine = LocalEngine(ground[0], ground[1], rows=8, kv_cache_tokens=8192, threaded=False)
+    engine = LocalEngine(ground[0], ground[1], max_num_seqs=8, kv_cache_tokens=8192, threaded=False)
 
     async def ask() -> list[Completion]:
         return list(await asyncio.gather(*(engine.generate(prefix, params) for prefix in prefixes)))
@@ -139,7 +139,7 @@ def test_a_killed_server_costs_no_turn_and_comes_back_with_the_current_weights(g
     servers[0].wait()
     back = engine_for(ground, slice(0, 1))  # the first engine may have left it for the time being
     assert asyncio.run(back.generate(PREFIXES[0], LONG)).tokens == expected[0]
-    engine._servers[1].resting_until = float("inf")
-    engine._servers[0].resting_until = 0.0
+    engine._servers[1].retry_at = float("inf")
+    engine._servers[0].retry_at = 0.0
     assert asyncio.run(engine.generate(PREFIXES[1], LONG)).tokens == expected[1]
     assert engine.stats()["weight_loads"] == 1  # it had lost this engine's label
