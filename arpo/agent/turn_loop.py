@@ -57,23 +57,18 @@ class Dialogue(Protocol):
     @property
     def remaining_tokens(self) -> int:
         """How many tokens may still be added."""
-        ...
 
     async def sample_turn(self) -> Turn:
         """Sample the next model message and append it."""
-        ...
 
     async def call_tool(self, call: ToolCall) -> ToolResult:
         """Make a call."""
-        ...
 
     def encode_result(self, text: str) -> EncodedResult:
         """A tool's text in its wrapper, truncated to the limit for results."""
-        ...
 
     def append_result(self, call: ToolCall, result: ToolResult, encoded: EncodedResult, seconds: float) -> None:
         """Append the result of a call that took `seconds`; without tokens if the trajectory ends here."""
-        ...
 
 
 async def run_turns(

@@ -7,9 +7,9 @@
 
 The threshold rule branches if P > tau; the stochastic rule branches with probability P, clipped to [0, 1].
 
-Other policies: "random" branches with probability alpha, "always" wherever the budget allows, "never" not at all, which
-is GRPO. "posthoc_random" and "posthoc_entropy" branch when all trajectories have ended, at results drawn at random or at
-those with the largest dH (see `arpo.algorithm.rollout`). H, dH and P are recorded under every policy.
+Other policies: "random" branches with probability alpha, "always" wherever the budget allows, "never" not at all, as
+in GRPO. "posthoc_random" and "posthoc_entropy" branch when all trajectories have ended, at results drawn at random or
+at those with the largest dH (see `arpo.algorithm.rollout`). H, dH and P are recorded under every policy.
 """
 
 from __future__ import annotations
