@@ -24,11 +24,11 @@ from typing import Any
 import torch
 
 from arpo.config.loading import load_config
-from arpo.plan.fit import fit
 from arpo.plan.hardware import measure
-from arpo.plan.load import load_of_run, turn_spread
 from arpo.plan.planner import Planner, Setup
 from arpo.plan.shape import find_shape
+from arpo.plan.simulate import fit_branch_rate
+from arpo.plan.workload import turn_spread, workload_from_metrics
 from arpo.runs.run_dir import open_run_dir
 from arpo.training import loop as training
 
@@ -47,24 +47,24 @@ def main() -> None:
         more = [f"run.dir={directory}", f"train.steps={args.steps}", "model.device=cpu"]
         config = load_config(args.config, [*args.overrides, *more])
         shape = find_shape(config.model.path)
-        hardware = measure(shape.width, shape.inner)
+        hardware = measure(shape.hidden, shape.intermediate)
         print(f"{asdict(hardware)}", file=sys.stderr)
-        with training.open_run(config, False) as run:
+        with training.open_training(config) as run:
             asyncio.run(training.train(run))
         log = open_run_dir(directory)
         records, spread = log.read_metrics()[1:], turn_spread(log)
-    load = load_of_run(config, records, spread)
-    load = fit(load, sum(r["branches"] for r in records) / sum(r["questions"] for r in records))
-    option = Planner(Setup(config, load, shape, hardware, 1)).best()
+    workload = workload_from_metrics(config, records, spread)
+    workload = fit_branch_rate(workload, sum(r["branches"] for r in records) / sum(r["questions"] for r in records))
+    option = Planner(Setup(config, workload, shape, hardware, 1)).best()
     mean = {name: sum(r[name] for r in records) / len(records) for name in records[0] if _number(records, name)}
     sampling = option.sampling - option.sampled.parts["tools"]
     answer: dict[str, Any] = {
         "sampling": ratio(sampling, mean["rollout_seconds"]),
         "training": ratio(option.update.seconds, mean["train_seconds"]),
-        "sampled_tokens": ratio(option.sampled.sampled, mean["sampled_tokens"]),
-        "read_tokens": ratio(option.sampled.read, mean["engine_prefill_tokens"]),
-        "unique_tokens": ratio(option.sampled.unique, mean["unique_tokens"]),
-        "tool_calls": ratio(option.sampled.calls, mean["tool_calls"]),
+        "sampled_tokens": ratio(option.sampled.sampled_tokens, mean["sampled_tokens"]),
+        "read_tokens": ratio(option.sampled.prefill_tokens, mean["engine_prefill_tokens"]),
+        "unique_tokens": ratio(option.sampled.unique_tokens, mean["unique_tokens"]),
+        "tool_calls": ratio(option.sampled.tool_calls, mean["tool_calls"]),
         "branches": ratio(option.sampled.branches, mean["branches"]),
         "sampling_parts": option.sampled.parts,
         "hardware": asdict(hardware),

@@ -1,12 +1,12 @@
-"""Closed forms: what one decode step, one update and one weight sync take, and what memory they need.
+"""Closed forms: the time of one decode step, one update and one weight sync, and the memory they need.
 
-    decode step   max(weights and keys read / speed of memory, FLOPs / speed of arithmetic) + launching + host
-    forward pass  FLOPs / speed of arithmetic + what norms, rotations and sums read and write / speed of memory
-    update        forward, twice that backward, more forward passes where the settings ask for them; then AdamW
-    sync          16-bit weights once over the slowest link on the way
+    decode step   max(bytes of weights and KV cache / bandwidth, FLOPs / compute speed) + launch overhead + host time
+    forward pass  FLOPs / compute speed + bytes moved by elementwise operations / bandwidth
+    update        forward, backward (two forward passes), further forward passes if the settings need them; then AdamW
+    sync          16-bit weights once over the slowest link
 
-Constants were fitted to this package on one H200 (docs/scaling.md); every other number comes from the shape of the
-model and the hardware. Does not cover: pipeline parallelism, long-context parallelism, quantised weights, offloading.
+The constants were fitted to this package on one H200 (docs/scaling.md); all other numbers follow from the model's shape
+and the hardware. Not covered: pipeline and context parallelism, quantized weights, offloading.
 """
 
 from __future__ import annotations
@@ -18,84 +18,83 @@ from arpo.config.schema import Config
 from arpo.plan.hardware import Hardware
 from arpo.plan.shape import Shape
 
-TRAFFIC = 260.0  # bytes of 16-bit numbers, per layer, width and token, that a forward pass moves beside its matrices
-KEPT_WIDTH, KEPT_INNER = 23.0, 8.0  # bytes of activations kept for the backward pass, per layer and token
+ELEMENTWISE_BYTES = 260.0  # moved in a forward pass beside the matmuls, per layer, hidden unit and token, in 16 bits
+ACTIVATION_HIDDEN, ACTIVATION_INTERMEDIATE = 23.0, 8.0  # bytes kept for the backward pass, per layer and token
 LOGITS_AT_ONCE = 2048  # tokens whose logits exist at a time
-LOGITS_BYTES = 8.0  # per logit: 16 bits, and what its gradient and the log-softmax take
-CHUNK = 16384  # prompt tokens read in a step
-ADAM_BYTES = 32.0  # per trained weight: what an AdamW step reads and writes
-STATE_BYTES = 16.0  # per trained weight: float32 master, gradient and two moments
-SHARING_PAYS = 0.95  # unique over total tokens; above, the trainer takes every path as a tree of its own
-USABLE = 0.92  # of a GPU's memory; the rest is for the runtime and fragmentation
+LOGITS_BYTES = 8.0  # per logit: 16 bits, its gradient and the log-softmax
+PREFILL_CHUNK = 16384  # prompt tokens computed in one step
+ADAM_BYTES = 32.0  # read and written by an AdamW step, per trained parameter
+STATE_BYTES = 16.0  # float32 master weight, gradient and two moments, per trained parameter
+SHARING_PAYS = 0.95  # unique / total tokens; above it the trainer treats every trajectory as its own tree
+USABLE_MEMORY = 0.92  # of a GPU; the rest is for the runtime and fragmentation
 
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """Times of one replica of the model that samples, on `ways` GPUs that share its weights."""
+    """Times of one sampling replica of the model on `tensor_parallel` GPUs. All results are in seconds."""
 
     shape: Shape
     hardware: Hardware
     number_bytes: int = 2
-    ways: int = 1
+    tensor_parallel: int = 1
 
     @property
-    def weight_seconds(self) -> float:
-        """To read all weights once."""
-        return self.shape.matrix_weights * self.number_bytes / self.ways / self.hardware.reading
+    def weights(self) -> float:
+        """Reading all weights once."""
+        return self.shape.matmul_parameters * self.number_bytes / self.tensor_parallel / self.hardware.memory_speed
 
     @property
-    def kv_seconds(self) -> float:
-        """To read the keys and values of one token."""
-        return self.shape.kv_on_each(self.ways) * self.number_bytes / self.hardware.reading
+    def kv_per_token(self) -> float:
+        """Reading the keys and values of one token."""
+        return self.shape.kv_size_per_gpu(self.tensor_parallel) * self.number_bytes / self.hardware.memory_speed
 
-    def arithmetic(self, tokens: float, seen: float) -> float:
-        """To compute so many tokens that see `seen` tokens in all."""
+    def compute(self, tokens: float, context: float) -> float:
+        """The matmuls and attention of these tokens, which attend to `context` tokens in all."""
         shape = self.shape
-        flops = 2 * shape.matrix_weights * tokens + 4 * shape.layers * shape.heads * shape.head * seen
-        return flops / self.ways / self.hardware.arithmetic(self.number_bytes)
+        flops = 2 * shape.matmul_parameters * tokens + 4 * shape.layers * shape.heads * shape.head_dim * context
+        return flops / self.tensor_parallel / self.hardware.compute_speed(self.number_bytes)
 
-    def small(self, tokens: float) -> float:
-        """What norms, rotations and sums of so many tokens take."""
-        moved = TRAFFIC * self.shape.layers * self.shape.width * self.number_bytes / 2
-        return tokens * moved / self.ways / self.hardware.reading
+    def elementwise(self, tokens: float) -> float:
+        """Norms, rotary embeddings and residual sums of these tokens."""
+        moved = ELEMENTWISE_BYTES * self.shape.layers * self.shape.hidden * self.number_bytes / 2
+        return tokens * moved / self.tensor_parallel / self.hardware.memory_speed
 
     def overhead(self, rows: int) -> float:
-        """What a decode step of so many rows takes beside reading weights and keys, and arithmetic."""
+        """A decode step of this many rows without reading weights and KV cache and without compute."""
         hardware, layers = self.hardware, self.shape.layers
         fixed = layers * hardware.decode_layer + hardware.step_host
-        return fixed + rows * hardware.token_host + self.small(rows) + self._joining(rows)
+        return fixed + rows * hardware.token_host + self.elementwise(rows) + self._all_reduce(rows)
 
-    def _joining(self, tokens: float) -> float:
-        """Two sums over the GPUs of the replica in every layer."""
-        if self.ways == 1:
+    def _all_reduce(self, tokens: float) -> float:
+        """Two all-reduces over the GPUs of the replica in every layer."""
+        if self.tensor_parallel == 1:
             return 0.0
-        sent = 4 * tokens * self.shape.width * self.number_bytes * (self.ways - 1) / self.ways
-        return self.shape.layers * (self.hardware.layer_sync + sent / self.hardware.sending(self.ways))
+        sent = 4 * tokens * self.shape.hidden * self.number_bytes * (self.tensor_parallel - 1) / self.tensor_parallel
+        return self.shape.layers * (self.hardware.layer_sync + sent / self.hardware.link_speed(self.tensor_parallel))
 
-    def decode(self, rows: int, seen: int, steps: int = 1) -> float:
-        """So many steps, each giving every row a token; `seen` tokens are kept of these rows at first."""
+    def decode(self, rows: int, context: int, steps: int = 1) -> float:
+        """`steps` decode steps, each giving every row a token; the rows hold `context` tokens at first."""
         reading = _sum_of_larger(
-            (self.weight_seconds + seen * self.kv_seconds, rows * self.kv_seconds),
-            (self.arithmetic(rows, seen), self.arithmetic(0, rows)),
+            (self.weights + context * self.kv_per_token, rows * self.kv_per_token),
+            (self.compute(rows, context), self.compute(0, rows)),
             steps,
         )
         return steps * self.overhead(rows) + reading
 
-    def mixed(self, rows: int, seen: int, unread: int) -> float:
-        """A step that reads `unread` prompt tokens for some of the rows, and gives every row a token.
+    def prefill(self, rows: int, context: int, new_tokens: int) -> float:
+        """A step that computes `new_tokens` prompt or result tokens for some of the rows and gives every row a token.
 
-        A row's own token and the prompt tokens are both computed; what prompt tokens see is taken as `seen` on average
-        per row. Forks have nothing to read: they join the next decode step.
+        Each new token is assumed to attend to half of a row's average context. Without new tokens it is a decode step.
         """
-        if not unread:
-            return self.decode(rows, seen)
-        tokens = rows + unread
-        mean = seen / rows
-        work = max(self.weight_seconds + seen * self.kv_seconds, self.arithmetic(tokens, seen + unread * mean / 2))
-        steps = math.ceil(unread / CHUNK)
-        launch = max(self.hardware.eager_layer, self.hardware.decode_layer) * self.shape.layers * steps
-        gpu = work + self.small(tokens)
-        return max(gpu, launch) + self.hardware.step_host + rows * self.hardware.token_host + self._joining(tokens)
+        if not new_tokens:
+            return self.decode(rows, context)
+        tokens = rows + new_tokens
+        mean = context / rows
+        work = max(self.weights + context * self.kv_per_token, self.compute(tokens, context + new_tokens * mean / 2))
+        chunks = math.ceil(new_tokens / PREFILL_CHUNK)
+        launch = max(self.hardware.eager_layer, self.hardware.decode_layer) * self.shape.layers * chunks
+        gpu = work + self.elementwise(tokens)
+        return max(gpu, launch) + self.hardware.step_host + rows * self.hardware.token_host + self._all_reduce(tokens)
 
 
 def _sum_of_larger(a: tuple[float, float], b: tuple[float, float], count: int) -> float:
@@ -116,77 +115,79 @@ def _series(start: float, slope: float, first: int, end: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Update:
-    """What one update takes, in seconds, on all training GPUs together."""
+class UpdateTime:
+    """The seconds of one update on all training GPUs together, by what they are spent on."""
 
-    arithmetic: float
-    memory: float  # norms, rotations and sums
-    launching: float  # by which launching is slower than what is launched
-    network: float  # by which collecting weights is slower than computing
+    compute: float
+    elementwise: float
+    launch: float  # by which launching kernels takes longer than running them
+    network: float  # by which gathering sharded weights takes longer than computing
     optimizer: float
 
     @property
     def seconds(self) -> float:
-        """Of the whole update."""
-        return self.arithmetic + self.memory + self.launching + self.network + self.optimizer
+        """The whole update."""
+        return self.compute + self.elementwise + self.launch + self.network + self.optimizer
 
 
-def trained_weights(shape: Shape, config: Config) -> int:
-    """How many weights are trained: all, or those of the adapter."""
-    return shape.adapter(config.train.lora_rank) if config.train.lora_rank else shape.parameters
+def trained_parameters(shape: Shape, config: Config) -> int:
+    """The number of trained parameters: all, or those of the LoRA adapter."""
+    return shape.adapter_parameters(config.train.lora_rank) if config.train.lora_rank else shape.parameters
 
 
 def forward_passes(config: Config) -> float:
-    """How many forward passes an update costs per token; a backward pass counts for two, or one with an adapter."""
+    """The cost of an update in forward passes; a backward pass counts as two, or as one with LoRA."""
     backward = 1 if config.train.lora_rank else 2
-    return (
-        1 + backward + config.train.gradient_checkpointing + (config.train.minibatches > 1) + (config.loss.kl_coef > 0)
+    extra = config.train.gradient_checkpointing + (config.train.minibatches > 1) + (config.loss.kl_coef > 0)
+    return 1 + backward + extra
+
+
+def largest_share(config: Config, gpus: int, trees: float) -> float:
+    """The fraction of a step's tokens on the GPU with the most trees: each minibatch is dealt out, no tree is split.
+
+    `trees` are the trees of a step with a learning signal, assumed to be equally large.
+    """
+    per_minibatch = max(1, round(trees / config.train.minibatches))
+    return math.ceil(per_minibatch / gpus) / per_minibatch
+
+
+def update_time(
+    config: Config, shape: Shape, hardware: Hardware, gpus: int, tokens: float, context: float, trees: float
+) -> UpdateTime:
+    """One update on `tokens` unique tokens of `trees` trees, with weights sharded over all GPUs.
+
+    A token attends to `context` others on average.
+    """
+    train, number_bytes, passes = config.train, number_size(config), forward_passes(config)
+    share = tokens * largest_share(config, gpus, trees)
+    compute = passes * share * shape.forward_flops(context) / hardware.compute_speed(number_bytes)
+    elementwise = passes * Decoder(shape, hardware, number_bytes).elementwise(share)
+    batches = train.minibatches * math.ceil(share / train.minibatches / train.max_microbatch_tokens) if tokens else 0
+    launch = batches * passes * shape.layers * hardware.eager_layer
+    gather = 0.0 if gpus == 1 else batches * passes * shape.parameters * number_bytes / hardware.link_speed(gpus)
+    optimizer = train.minibatches * ADAM_BYTES * trained_parameters(shape, config) / gpus / hardware.memory_speed
+    return UpdateTime(
+        compute,
+        elementwise,
+        launch=max(0.0, launch - compute - elementwise),
+        network=max(0.0, gather - max(compute + elementwise, launch)),
+        optimizer=optimizer if tokens else 0.0,
     )
 
 
-def busiest(config: Config, gpus: int, trees: float) -> float:
-    """The share of a step's tokens on the GPU with most trees: they are dealt out in each minibatch, none is divided.
-
-    `trees` are those of a step that teach something, taken as equally large.
-    """
-    dealt = max(1, round(trees / config.train.minibatches))
-    return math.ceil(dealt / gpus) / dealt
-
-
-def update(
-    config: Config, shape: Shape, hardware: Hardware, gpus: int, tokens: float, context: float, trees: float
-) -> Update:
-    """One update on `tokens` unique tokens of so many trees, which see `context` others on average.
-
-    Weights are sharded over all GPUs.
-    """
-    train, number_bytes, passes = config.train, number_size(config), forward_passes(config)
-    share = tokens * busiest(config, gpus, trees)
-    arithmetic = passes * share * shape.forward_flops(context) / hardware.arithmetic(number_bytes)
-    decoder = Decoder(shape, hardware, number_bytes)
-    memory = passes * decoder.small(share)
-    groups = train.minibatches * math.ceil(share / train.minibatches / train.max_microbatch_tokens) if tokens else 0
-    launching = groups * passes * shape.layers * hardware.eager_layer
-    computing = max(arithmetic + memory, launching)
-    sent = 0.0 if gpus == 1 else groups * passes * shape.parameters * number_bytes / hardware.sending(gpus)
-    optimizer = train.minibatches * ADAM_BYTES * trained_weights(shape, config) / gpus / hardware.reading
-    waiting = max(0.0, launching - arithmetic - memory), max(0.0, sent - computing)
-    return Update(arithmetic, memory, *waiting, optimizer if tokens else 0.0)
-
-
 def number_size(config: Config) -> int:
-    """Bytes of a number in the format that the model computes in."""
+    """Bytes per number in the model's dtype."""
     return 2 if config.model.dtype == "bfloat16" else 4
 
 
-def sync(config: Config, shape: Shape, hardware: Hardware, gpus: int) -> float:
-    """Seconds until all GPUs that sample have the new weights; on a single GPU they are shared and nothing moves.
+def sync_time(config: Config, shape: Shape, hardware: Hardware, gpus: int) -> float:
+    """Seconds until all sampling GPUs have the new weights; 0 on a single GPU, which shares them.
 
-    An adapter is merged where it arrives, so only itself is sent.
+    Of an adapter only the adapter is sent; the receivers merge it.
     """
     if gpus == 1:
         return 0.0
-    return trained_weights(shape, config) * number_size(config) / hardware.sending(gpus)
+    return trained_parameters(shape, config) * number_size(config) / hardware.link_speed(gpus)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,27 +195,27 @@ class Memory:
     """Bytes on each GPU, by what they hold."""
 
     weights: float = 0.0
-    optimizer: float = 0.0  # masters, gradients and moments, or gradients and moments where weights are their masters
+    optimizer: float = 0.0  # float32 master weights (unless the weights are float32), gradients and moments
     activations: float = 0.0
     logits: float = 0.0
-    keys: float = 0.0  # keys and values of as many tokens as the plan has room for
+    kv_cache: float = 0.0
 
     @property
     def total(self) -> float:
         """All of it."""
-        return self.weights + self.optimizer + self.activations + self.logits + self.keys
+        return self.weights + self.optimizer + self.activations + self.logits + self.kv_cache
 
 
 def training_memory(config: Config, shape: Shape, gpus: int) -> Memory:
-    """On each of so many training GPUs, with weights, gradients and optimizer sharded over them."""
+    """Memory on each training GPU, with weights, gradients and optimizer states sharded over all of them."""
     size, train = number_size(config), config.train
-    layer = (KEPT_WIDTH * shape.width + KEPT_INNER * shape.inner) * size / 2
-    kept = layer + shape.layers * shape.width * size if train.gradient_checkpointing else shape.layers * layer
+    layer = (ACTIVATION_HIDDEN * shape.hidden + ACTIVATION_INTERMEDIATE * shape.intermediate) * size / 2
+    kept = layer + shape.layers * shape.hidden * size if train.gradient_checkpointing else shape.layers * layer
     states = STATE_BYTES if size == 2 else STATE_BYTES - 4  # float32 weights are their own masters
-    whole = shape.layer_weights * size if gpus > 1 else 0  # one layer at a time is collected from its shards
+    gathered = shape.layer_parameters * size if gpus > 1 else 0  # one layer at a time is gathered from its shards
     return Memory(
-        weights=shape.parameters * size / gpus + whole,
-        optimizer=states * trained_weights(shape, config) / gpus,
+        weights=shape.parameters * size / gpus + gathered,
+        optimizer=states * trained_parameters(shape, config) / gpus,
         activations=train.max_microbatch_tokens * kept,
-        logits=min(LOGITS_AT_ONCE, train.max_microbatch_tokens) * shape.vocabulary * LOGITS_BYTES * size / 2,
+        logits=min(LOGITS_AT_ONCE, train.max_microbatch_tokens) * shape.vocab * LOGITS_BYTES * size / 2,
     )

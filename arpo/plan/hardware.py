@@ -1,10 +1,10 @@
-"""What a GPU can do: memory, speeds, and how much of them is reached.
-
-Peak figures are those of the makers' data sheets. How much of them is reached, and what launching costs, was fitted to
-measurements of this package on one H200 (docs/scaling.md) and is assumed to hold for the others. Links inside a node
-and networks between nodes were not measured at all.
+"""What a GPU can do: memory, speeds, and what fraction of the peak speeds is achieved.
 
     hardware = find_hardware("h200")            # or a TOML file, or "here": this machine, measured now
+
+Peak numbers are from the vendors' data sheets. The achieved fractions and the launch costs were fitted to measurements
+of this package on one H200 (docs/scaling.md) and are assumed to hold for the others. Links inside a node and networks
+between nodes were not measured.
 """
 
 from __future__ import annotations
@@ -26,50 +26,50 @@ class Hardware:
 
     name: str
     memory: float  # bytes
-    bandwidth: float  # bytes a second between memory and processor
-    flops: float  # a second, in 16-bit numbers, dense
+    bandwidth: float  # bytes per second between memory and processor
+    flops: float  # per second, dense, in 16-bit numbers
     flops32: float  # the same in float32
-    link: float  # bytes a second from one GPU to others of its node
-    network: float  # bytes a second into a node
+    link: float  # bytes per second from one GPU to others of its node
+    network: float  # bytes per second into a node
     node: int = 8  # GPUs in a node
-    flops_reached: float = 0.6
+    flops_reached: float = 0.6  # achieved fractions of the peak
     bandwidth_reached: float = 0.6
     network_reached: float = 0.7  # of link and network
-    decode_layer: float = 6e-5  # seconds a layer of a decode step takes beside reading and arithmetic
-    eager_layer: float = 4e-4  # seconds to launch one layer's forward pass, operation by operation
+    decode_layer: float = 6e-5  # seconds per layer of a decode step beside memory reads and compute
+    eager_layer: float = 4e-4  # seconds to launch one layer's forward pass, kernel by kernel
     step_host: float = 1.5e-4  # seconds between two decode steps
-    token_host: float = 5e-6  # seconds of the host for each sampled token
-    patience: int = 8  # decode steps for which the engine holds back what is to be read
-    layer_sync: float = 2e-5  # seconds a layer waits for the other GPUs of its replica, beside what is sent
+    token_host: float = 5e-6  # host seconds per sampled token
+    patience: int = 8  # decode steps for which the engine delays a prefill
+    layer_sync: float = 2e-5  # latency per layer of the all-reduces of a replica
 
     def __post_init__(self) -> None:
-        """All sizes and speeds are positive."""
+        """Check the ranges."""
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name != "name" and not (isinstance(value, int | float) and value >= 0):
-                raise ArpoError(f"{self.name}: {field.name}: got {value!r}, expected a number, not negative")
+                raise ArpoError(f"{self.name}: {field.name}: got {value!r}, expected a number that is not negative")
         for name in ("memory", "bandwidth", "flops", "flops32", "link", "network", "node"):
             if not getattr(self, name):
-                raise ArpoError(f"{self.name}: {name}: must be more than 0")
+                raise ArpoError(f"{self.name}: {name}: must be greater than 0")
         for name in ("flops_reached", "bandwidth_reached", "network_reached"):
             if not 0 < getattr(self, name) <= 1:
-                raise ArpoError(f"{self.name}: {name}: must be above 0 and at most 1")
+                raise ArpoError(f"{self.name}: {name}: must be greater than 0 and at most 1")
 
     @property
-    def reading(self) -> float:
-        """Bytes a second that are really read."""
+    def memory_speed(self) -> float:
+        """Achieved memory bandwidth, in bytes per second."""
         return self.bandwidth * self.bandwidth_reached
 
-    def arithmetic(self, number_bytes: int) -> float:
-        """FLOPs a second that are really done in numbers of so many bytes."""
+    def compute_speed(self, number_bytes: int) -> float:
+        """Achieved FLOPs per second in numbers of this size."""
         return (self.flops if number_bytes == 2 else self.flops32) * self.flops_reached
 
-    def sending(self, gpus: int) -> float:
-        """Bytes a second to each of so many GPUs: over the network as soon as they are more than a node has."""
+    def link_speed(self, gpus: int) -> float:
+        """Achieved bytes per second to each of this many GPUs; over the network if they are more than a node has."""
         return self.network_reached * (self.link if gpus <= self.node else min(self.link, self.network))
 
-    def shared(self, runs: int) -> Hardware:
-        """What one of several runs gets if they take turns on the GPU: a share of its time, and of its memory."""
+    def shared_by(self, runs: int) -> Hardware:
+        """What one of several runs gets if they share the GPU evenly: a fraction of its time and memory."""
         part = {name: getattr(self, name) / runs for name in ("memory", "bandwidth", "flops", "flops32")}
         return replace(self, name=f"{self.name} / {runs}", decode_layer=self.decode_layer * runs, **part)
 
@@ -84,7 +84,7 @@ GPUS = {
         Hardware("l40s", 48 * GB, 864 * GB, 362 * TERA, 91.6 * TERA, 32 * GB, 50 * GB),
     )
 }
-# Names and units of a hardware file; what is not there is as in `Hardware`.
+# Keys of a hardware file with a unit. All other keys are the fields of `Hardware`.
 UNITS = {
     "memory_gb": ("memory", GB),
     "bandwidth_gbs": ("bandwidth", GB),
@@ -96,12 +96,12 @@ UNITS = {
 PLAIN = tuple(field.name for field in fields(Hardware) if field.name not in {"name", *(n for n, _ in UNITS.values())})
 
 
-def find_hardware(name: str, width: int = 1024, inner: int = 4096) -> Hardware:
-    """A GPU by its name, from a TOML file, or this machine ("here"), measured with a model's widths."""
+def find_hardware(name: str, hidden: int = 1024, intermediate: int = 4096) -> Hardware:
+    """A GPU by name, from a TOML file, or this machine ("here"), measured with matrices of these sizes."""
     if name.lower() in GPUS:
         return GPUS[name.lower()]
     if name == "here":
-        return measure(width, inner)
+        return measure(hidden, intermediate)
     if name.endswith(".toml"):
         return read_hardware(Path(name).expanduser())
     known = ", ".join(GPUS)
@@ -109,22 +109,22 @@ def find_hardware(name: str, width: int = 1024, inner: int = 4096) -> Hardware:
 
 
 def read_hardware(path: Path) -> Hardware:
-    """Hardware from a TOML file: `base = "h100"` and what differs, or all of it."""
+    """Hardware from a TOML file: `base = "h100"` and the differences, or everything."""
     try:
         values: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ArpoError(f"{path}: there is no such file") from None
+        raise ArpoError(f"{path}: no such file") from None
     except (OSError, ValueError) as error:
         raise ArpoError(f"{path}: cannot be read as TOML: {error}") from None
     base = values.pop("base", None)
     unknown = sorted(set(values) - set(UNITS) - set(PLAIN) - {"name"})
     if unknown:
-        raise ArpoError(f"{path}: {unknown[0]}: unknown; known are base, name, {', '.join([*UNITS, *PLAIN])}")
+        raise ArpoError(f"{path}: {unknown[0]}: unknown key; the keys are base, name, {', '.join([*UNITS, *PLAIN])}")
     if base is not None and base not in GPUS:
         raise ArpoError(f"{path}: base: got {base!r}, expected one of {', '.join(GPUS)}")
     missing = sorted(set(UNITS) - set(values)) if base is None else []
     if missing:
-        raise ArpoError(f'{path}: needs {", ".join(missing)}, or base = "h100" and what differs from that')
+        raise ArpoError(f'{path}: needs {", ".join(missing)}, or base = "h100" and the differences')
     wrong = [key for key in (*UNITS, *PLAIN) if key in values and not _is_number(values[key])]
     if wrong:
         raise ArpoError(f"{path}: {wrong[0]}: got {values[wrong[0]]!r}, expected a number")
@@ -138,61 +138,60 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-LAYER_OPERATIONS = {"cpu": 600, "cuda": 50}  # small ones that a layer's forward pass is as long as; fitted
+LAYER_KERNELS = {"cpu": 600, "cuda": 50}  # small operations that take as long as a layer's forward pass; fitted
 
 
-def measure(width: int = 1024, inner: int = 4096) -> Hardware:
-    """This machine, from a matrix product of a model's width, a copy and a small operation, a few seconds in all."""
+def measure(hidden: int = 1024, intermediate: int = 4096) -> Hardware:
+    """Measure this machine in a few seconds: matmuls of a model's sizes, a copy and a small operation."""
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rows = 16384 if device.type == "cuda" else 512
+    cuda = device.type == "cuda"
+    rows = 16384 if cuda else 512
     flops = {}
     for dtype in (torch.bfloat16, torch.float32):
-        left = torch.randn(rows, width, device=device, dtype=dtype)
-        right = torch.randn(width, inner, device=device, dtype=dtype)
-        flops[dtype] = 2 * rows * width * inner / _seconds(torch.matmul, left, right)
-    much = torch.empty(2**28 if device.type == "cuda" else 2**24, device=device)
-    target = torch.empty_like(much)
-    copied = 2 * much.nbytes / _seconds(target.copy_, much)
-    few = torch.randn(16, 16, device=device)
-    small = _seconds(torch.matmul, few, few)
-    cuda = device.type == "cuda"
-    nominal, layer = GPUS["h200"], LAYER_OPERATIONS[device.type] * small
+        left = torch.randn(rows, hidden, device=device, dtype=dtype)
+        right = torch.randn(hidden, intermediate, device=device, dtype=dtype)
+        flops[dtype] = 2 * rows * hidden * intermediate / _seconds(torch.matmul, left, right)
+    source = torch.empty(2**28 if cuda else 2**24, device=device)
+    target = torch.empty_like(source)
+    copied = 2 * source.nbytes / _seconds(target.copy_, source)
+    small = torch.randn(16, 16, device=device)
+    h200, layer = GPUS["h200"], LAYER_KERNELS[device.type] * _seconds(torch.matmul, small, small)
     return Hardware(
         "here",
         memory=float(torch.cuda.get_device_properties(0).total_memory) if cuda else _main_memory(),
         bandwidth=copied,
         flops=flops[torch.bfloat16],
         flops32=flops[torch.float32],
-        link=nominal.link,
-        network=nominal.network,
-        flops_reached=1.0,  # what was measured is what was reached
+        link=h200.link,
+        network=h200.network,
+        flops_reached=1.0,  # these are achieved speeds already
         bandwidth_reached=1.0,
-        decode_layer=nominal.decode_layer if cuda else layer,
+        decode_layer=h200.decode_layer if cuda else layer,
         eager_layer=layer,
-        patience=nominal.patience if cuda else 0,
+        patience=h200.patience if cuda else 0,
     )
 
 
-def _seconds(operation: Callable[..., object], *given: Any) -> float:
-    """Of one call: the best of five rounds of at least 50 ms.
+def _seconds(operation: Callable[..., object], *args: Any) -> float:
+    """The time of one call: the best of five rounds of at least 50 ms.
 
-    On a CPU these are CPU seconds, shared out to the threads: what the machine does beside does not count.
+    On a CPU this is CPU time divided by the number of threads, so other work on the machine does not count.
     """
     import torch
 
-    cuda, large = given[0].is_cuda, given[0].numel() > 10_000
+    cuda, large = args[0].is_cuda, args[0].numel() > 10_000
     wait: Callable[[], None] = torch.cuda.synchronize if cuda else lambda: None
     threads = 1 if cuda or not large else torch.get_num_threads()
     clock = time.perf_counter if cuda else time.process_time
-    operation(*given)
+    operation(*args)
     best = float("inf")
     for _ in range(5):
         wait()
         begin, calls = clock(), 0
         while clock() - begin < 0.05:
-            operation(*given)
+            operation(*args)
             calls += 1
             if large:
                 wait()

@@ -1,282 +1,348 @@
-"""From a load, a model and GPUs to the best way to use them: every split is tried, by simulation.
+"""Find the best split of the GPUs between sampling and training: every split is predicted by simulation.
 
-Either all GPUs sample and then all train (shared), or some sample and the others train. With staleness 0 the two wait
-for each other either way; with staleness k >= 1 the halves of a split work at the same time, on weights that are up to
-k updates old: a step then takes as long as the slower half, plus the sync. With k >= 2 the next batches fill the places
-of paths that have ended, so stragglers cost less.
+    plan = make_plan(config, gpus=64, gpu="h100", model="14B")
+    plan.best.step    # seconds
+
+Either all GPUs sample and then all train (shared), or some sample and the others train. With staleness 0 sampling and
+training wait for each other in both cases. With staleness k >= 1 the two sides of a split run at the same time, on
+weights that are up to k updates old: a step takes as long as the slower side, plus the sync. With k >= 2 the next
+batches fill the slots of ended trajectories, so stragglers cost less.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 from arpo.config.schema import Config
 from arpo.errors import ArpoError
 from arpo.plan.cost import (
     SHARING_PAYS,
-    USABLE,
+    USABLE_MEMORY,
     Decoder,
     Memory,
-    Update,
+    UpdateTime,
     number_size,
-    sync,
+    sync_time,
     training_memory,
-    update,
+    update_time,
 )
-from arpo.plan.hardware import Hardware
-from arpo.plan.load import Load
-from arpo.plan.shape import Shape
-from arpo.plan.simulate import Sampled, simulate
+from arpo.plan.hardware import Hardware, find_hardware
+from arpo.plan.shape import Shape, find_shape
+from arpo.plan.simulate import Sampled, fit_branch_rate, simulate
+from arpo.plan.workload import (
+    ASSUMABLE,
+    FROM_SETTINGS,
+    Workload,
+    apply_assumptions,
+    guess_workload,
+    turn_spread,
+    workload_from_metrics,
+)
+from arpo.runs.run_dir import open_run_dir
 
-SPLITS = 16  # at most so many sizes of the sampling half are tried, evenly spaced
+MAX_SPLITS = 16  # sizes of the sampling side that are tried, evenly spaced
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """All that a prediction depends on."""
+    """Everything that a prediction depends on."""
 
     config: Config
-    load: Load
+    workload: Workload
     shape: Shape
     hardware: Hardware
     gpus: int
     staleness: int = 0
     seed: int = 0
 
+    def with_train(self, **changes: object) -> Setup:
+        """The setup with other training settings."""
+        train = self.config.train.model_copy(update=changes)
+        return replace(self, config=self.config.model_copy(update={"train": train}))
+
+    def with_workload(self, **changes: float) -> Setup:
+        """The setup with another workload."""
+        return replace(self, workload=replace(self.workload, **changes))  # type: ignore[arg-type]
+
+    def with_hardware(self, **changes: float) -> Setup:
+        """The setup with other hardware."""
+        return replace(self, hardware=replace(self.hardware, **changes))  # type: ignore[arg-type]
+
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """So many GPUs that sample, in replicas of `ways` each, and so many that train; shared: the same ones do both."""
+    """GPUs that sample, in replicas of `tensor_parallel` GPUs, and GPUs that train; `shared`: the same GPUs do both."""
 
     sampling: int
     training: int
-    ways: int
+    tensor_parallel: int
     shared: bool
 
     @property
     def replicas(self) -> int:
-        """Copies of the model that sample."""
-        return self.sampling // self.ways
+        """The number of sampling replicas of the model."""
+        return self.sampling // self.tensor_parallel
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One split and what a step takes with it."""
+    """A split and the prediction for it, in seconds and bytes per GPU."""
 
     split: Split
-    paths: int  # that one replica has open at a time
-    sampling: float  # seconds
+    open_trajectories: int  # per replica
+    sampling: float
     sampled: Sampled
-    update: Update
+    update: UpdateTime
     sync: float
     step: float
-    sampling_memory: Memory  # of a GPU that samples; of one that does both, all of it
+    sampling_memory: Memory  # of a sampling GPU; with a shared split, of every GPU
     training_memory: Memory
 
 
 @dataclass(slots=True)
 class Planner:
-    """Predicts options of one setup; simulations are kept."""
+    """Predicts the options of one setup; simulations are cached."""
 
     setup: Setup
-    known: dict[tuple[int, int, int], Sampled] = field(default_factory=dict)
+    simulations: dict[tuple[int, int, int, int], Sampled] = field(default_factory=dict)
 
     def best(self) -> Option:
-        """The fastest of all options."""
+        """The fastest option; an ArpoError that says what would help if none fits."""
         options = self.options()
         if not options:
-            raise ArpoError(self._too_large())
+            raise ArpoError(self._does_not_fit())
         return min(options, key=lambda option: option.step)
 
     def options(self) -> list[Option]:
-        """All that fit, in the order in which they are tried."""
+        """All options that fit into memory, in the order in which they are tried."""
         return [option for split in self.splits() if (option := self.option(split)) is not None]
 
     def splits(self) -> Iterator[Split]:
-        """Shared, and sampling halves of all sizes, in replicas of all sizes that have room for a path."""
-        gpus = self.setup.gpus
-        every = max(1, gpus // SPLITS)
+        """All splits, and all replica sizes, with room for at least one trajectory."""
+        gpus, shape, node = self.setup.gpus, self.setup.shape, self.setup.hardware.node
+        every = max(1, gpus // MAX_SPLITS)
         for sampling, shared in [(gpus, True), *((size, False) for size in range(every, gpus, every))]:
-            every_way = [Split(sampling, gpus if shared else gpus - sampling, w, shared) for w in self._ways(sampling)]
-            yield from (split for split in every_way if self._paths(split))
-
-    def _ways(self, sampling: int) -> list[int]:
-        shape, node = self.setup.shape, self.setup.hardware.node
-        return [w for w in (1, 2, 4, 8) if w <= node and sampling % w == 0 and shape.heads % w == 0]
+            for size in (1, 2, 4, 8):
+                if size <= node and sampling % size == 0 and shape.heads % size == 0:
+                    split = Split(sampling, gpus if shared else gpus - sampling, size, shared)
+                    if self._open_trajectories(split):
+                        yield split
 
     def option(self, split: Split) -> Option | None:
-        """What a step takes with this split; None if it does not fit into memory."""
-        setup = self.setup
-        paths, held = self._paths(split), training_memory(setup.config, setup.shape, split.training)
-        if not paths or held.total > USABLE * setup.hardware.memory:
+        """The prediction for this split; None if it does not fit into memory."""
+        setup, workload = self.setup, self.setup.workload
+        trajectories = self._open_trajectories(split)
+        training = training_memory(setup.config, setup.shape, split.training)
+        if not trajectories or training.total > USABLE_MEMORY * setup.hardware.memory:
             return None
-        sampled = self._sampled(split, paths, 1)
+        sampled = self._simulate(split, trajectories, 1)
         overlap = setup.staleness > 0 and not split.shared
-        several = setup.staleness if overlap else 1
-        sampling = sampled.seconds if several == 1 else self._sampled(split, paths, several).seconds / several
-        tokens = sampled.unique * setup.load.trained_share
-        context = sampled.total / max(1, sampled.paths) / 2
-        shared = sampled.unique <= SHARING_PAYS * sampled.total
-        trees = (setup.load.questions if shared else sampled.paths) * setup.load.trained_share
-        spent = update(setup.config, setup.shape, setup.hardware, split.training, tokens, context, trees)
-        moved = sync(setup.config, setup.shape, setup.hardware, setup.gpus)
-        step = moved + (max(sampling, spent.seconds) if overlap else sampling + spent.seconds)
-        memory = self._sampling_memory(split, paths)
-        return Option(split, paths, sampling, sampled, spent, moved, step, memory, held)
+        batches = setup.staleness if overlap else 1
+        sampling = sampled.seconds if batches == 1 else self._simulate(split, trajectories, batches).seconds / batches
+        tokens = sampled.unique_tokens * workload.trained_share
+        context = sampled.total_tokens / max(1, sampled.trajectories) / 2
+        as_trees = sampled.unique_tokens <= SHARING_PAYS * sampled.total_tokens
+        trees = (workload.questions if as_trees else sampled.trajectories) * workload.trained_share
+        update = update_time(setup.config, setup.shape, setup.hardware, split.training, tokens, context, trees)
+        sync = sync_time(setup.config, setup.shape, setup.hardware, setup.gpus)
+        step = sync + (max(sampling, update.seconds) if overlap else sampling + update.seconds)
+        memory = self._sampling_memory(split, trajectories)
+        return Option(split, trajectories, sampling, sampled, update, sync, step, memory, training)
 
-    def _sampled(self, split: Split, paths: int, batches: int) -> Sampled:
+    def _simulate(self, split: Split, trajectories: int, batches: int) -> Sampled:
         setup = self.setup
-        key = split.replicas, split.ways, paths * 1000 + batches
-        if key not in self.known:
-            load = replace(setup.load, questions=setup.load.questions * batches, concurrency=paths)
-            decoder = Decoder(setup.shape, setup.hardware, number_size(setup.config), split.ways)
-            self.known[key] = simulate(load, decoder, split.replicas, setup.seed)
-        return self.known[key]
+        key = split.replicas, split.tensor_parallel, trajectories, batches
+        if key not in self.simulations:
+            questions = setup.workload.questions * batches
+            workload = replace(setup.workload, questions=questions, concurrency=trajectories)
+            decoder = Decoder(setup.shape, setup.hardware, number_size(setup.config), split.tensor_parallel)
+            self.simulations[key] = simulate(workload, decoder, split.replicas, setup.seed)
+        return self.simulations[key]
 
-    def _paths(self, split: Split) -> int:
-        """Paths for whose keys and values a replica has room, no more than settings allow or there are."""
-        load, config = self.setup.load, self.setup.config
-        room = USABLE * self.setup.hardware.memory - self._sampling_memory(split, 0).total
-        tokens = room / (self.setup.shape.kv_on_each(split.ways) * number_size(config))
+    def _open_trajectories(self, split: Split) -> int:
+        """Trajectories whose KV cache fits on a replica, at most as many as the settings allow or as there are."""
+        workload, config = self.setup.workload, self.setup.config
+        room = USABLE_MEMORY * self.setup.hardware.memory - self._sampling_memory(split, 0).total
+        tokens = room / (self.setup.shape.kv_size_per_gpu(split.tensor_parallel) * number_size(config))
         tokens = min(tokens, config.rollout.kv_cache_tokens or tokens)
-        there = -(-load.questions // max(1, split.replicas)) * load.num_trajectories * max(1, self.setup.staleness)
-        return max(0, min(int(tokens / load.path_tokens), load.concurrency, there))
+        questions = -(-workload.questions // max(1, split.replicas))
+        existing = questions * workload.num_trajectories * max(1, self.setup.staleness)
+        return max(0, min(int(tokens / workload.trajectory_tokens), workload.concurrency, existing))
 
-    def _sampling_memory(self, split: Split, paths: int) -> Memory:
-        setup = self.setup
-        size = number_size(setup.config)
-        held = training_memory(setup.config, setup.shape, split.sampling) if split.shared else Memory()
-        copy = 0.0 if split.shared and setup.gpus == 1 else setup.shape.parameters * size / split.ways
-        keys = paths * setup.load.path_tokens * setup.shape.kv_on_each(split.ways) * size
-        return replace(held, weights=held.weights + copy, keys=keys)
+    def _sampling_memory(self, split: Split, trajectories: int) -> Memory:
+        setup, shape, size = self.setup, self.setup.shape, number_size(self.setup.config)
+        memory = training_memory(setup.config, shape, split.sampling) if split.shared else Memory()
+        copy = 0.0 if split.shared and setup.gpus == 1 else shape.parameters * size / split.tensor_parallel
+        tokens = trajectories * setup.workload.trajectory_tokens
+        kv_cache = tokens * shape.kv_size_per_gpu(split.tensor_parallel) * size
+        return replace(memory, weights=memory.weights + copy, kv_cache=kv_cache)
 
-    def _too_large(self) -> str:
-        """What to do if nothing fits: the first changes with which something does."""
+    def _does_not_fit(self) -> str:
+        """Why nothing fits, and the first changes that would make it fit."""
         setup = self.setup
-        held = training_memory(setup.config, setup.shape, setup.gpus)
-        head = (
+        memory = training_memory(setup.config, setup.shape, setup.gpus)
+        problem = (
             f"{setup.shape.name} does not fit on {setup.gpus} x {setup.hardware.name} "
-            f"({setup.hardware.memory / 1e9:.0f} GB each): training on all takes {held.total / 1e9:.0f} GB on each "
-            f"({held.optimizer / 1e9:.0f} optimizer, {held.activations / 1e9:.0f} activations), sampling comes on top"
+            f"({setup.hardware.memory / 1e9:.0f} GB each): training on all GPUs takes {memory.total / 1e9:.0f} GB on each "
+            f"({memory.optimizer / 1e9:.0f} optimizer, {memory.activations / 1e9:.0f} activations), plus what sampling needs"
         )
-        helps = [words for words, changed in remedies(setup) if Planner(changed).fits()]
-        return f"{head}; {'it would with ' + ', or with '.join(helps[:3]) if helps else 'no single change helps'}"
+        helps = [text for text, changed in memory_remedies(setup) if Planner(changed).fits()]
+        return f"{problem}; {'it fits with ' + ', or with '.join(helps[:3]) if helps else 'no single change helps'}"
 
     def fits(self) -> bool:
-        """Whether any option fits into memory, without simulating one."""
-        limit = USABLE * self.setup.hardware.memory
+        """Whether any option fits into memory; nothing is simulated."""
+        limit = USABLE_MEMORY * self.setup.hardware.memory
         return any(
             training_memory(self.setup.config, self.setup.shape, split.training).total <= limit
             for split in self.splits()
         )
 
 
-def with_train(setup: Setup, **changed: object) -> Setup:
-    """The setup with other settings of training."""
-    train = setup.config.train.model_copy(update=changed)
-    return replace(setup, config=setup.config.model_copy(update={"train": train}))
-
-
-def remedies(setup: Setup) -> list[tuple[str, Setup]]:
-    """What may be tried where memory is short, the cheapest first."""
+def memory_remedies(setup: Setup) -> list[tuple[str, Setup]]:
+    """Changes that need less memory, the cheapest first, as (text, changed setup)."""
     found = []
+    train = setup.config.train
     if setup.config.model.dtype != "bfloat16":
         model = setup.config.model.model_copy(update={"dtype": "bfloat16"})
         found.append(("model.dtype=bfloat16", replace(setup, config=setup.config.model_copy(update={"model": model}))))
-    if setup.config.train.max_microbatch_tokens > 4096:
-        found.append(("train.max_microbatch_tokens=4096", with_train(setup, max_microbatch_tokens=4096)))
-    if not setup.config.train.gradient_checkpointing:
-        found.append(("train.gradient_checkpointing=true", with_train(setup, gradient_checkpointing=True)))
-        found.append(
-            (
-                "train.gradient_checkpointing=true train.max_microbatch_tokens=4096",
-                with_train(setup, gradient_checkpointing=True, max_microbatch_tokens=4096),
-            )
-        )
+    if train.max_microbatch_tokens > 4096:
+        found.append(("train.max_microbatch_tokens=4096", setup.with_train(max_microbatch_tokens=4096)))
+    if not train.gradient_checkpointing:
+        checkpointing = setup.with_train(gradient_checkpointing=True)
+        both = setup.with_train(gradient_checkpointing=True, max_microbatch_tokens=4096)
+        found.append(("train.gradient_checkpointing=true", checkpointing))
+        found.append(("train.gradient_checkpointing=true train.max_microbatch_tokens=4096", both))
     found += [(f"--gpus {setup.gpus * n}", replace(setup, gpus=setup.gpus * n)) for n in (2, 4, 8)]
-    if not setup.config.train.lora_rank:
-        found.append(("train.lora_rank=16", with_train(setup, lora_rank=16)))
+    if not train.lora_rank:
+        found.append(("train.lora_rank=16", setup.with_train(lora_rank=16)))
     return found
 
 
-Change = Callable[[Setup], Setup | None]  # None: there is nothing to change
+HALF_BATCH = "half the questions per step, for two steps"
 
 
-def _tools(setup: Setup) -> Setup | None:
-    load = setup.load
-    if not load.calls:
-        return None
-    return replace(setup, load=replace(load, tool_p50=load.tool_p50 / 2, tool_p95=load.tool_p95 / 2))
-
-
-CHANGES: tuple[tuple[str, Change], ...] = (
-    ("tools twice as fast", _tools),
-    ("twice the GPUs", lambda setup: replace(setup, gpus=2 * setup.gpus)),
-    (
-        "twice the network and links",
-        lambda setup: (
-            replace(
-                setup,
-                hardware=replace(setup.hardware, link=2 * setup.hardware.link, network=2 * setup.hardware.network),
-            )
-            if setup.gpus > 1
-            else None
-        ),
-    ),
-    (
-        "twice the memory bandwidth",
-        lambda setup: replace(setup, hardware=replace(setup.hardware, bandwidth=2 * setup.hardware.bandwidth)),
-    ),
-    (
-        "turns of equal length (no stragglers)",
-        lambda setup: replace(setup, load=replace(setup.load, spread=0.0)) if setup.load.spread else None,
-    ),
-    (
-        "twice rollout.concurrency",
-        lambda setup: replace(setup, load=replace(setup.load, concurrency=2 * setup.load.concurrency)),
-    ),
-    (
-        "one staler update",
-        lambda setup: replace(setup, staleness=setup.staleness + 1) if setup.gpus > 1 else None,
-    ),
-    ("half the questions a step", lambda setup: _half(setup) if setup.load.questions > 1 else None),
-)
-
-
-def _half(setup: Setup) -> Setup:
-    return replace(setup, load=replace(setup.load, questions=setup.load.questions // 2))
+def changes(setup: Setup) -> dict[str, Setup]:
+    """Changes that might make a step faster, by description; without those that do not apply."""
+    workload, hardware = setup.workload, setup.hardware
+    found = {}
+    if workload.calls:
+        p50, p95 = workload.tool_p50 / 2, workload.tool_p95 / 2
+        found["tools twice as fast"] = setup.with_workload(tool_p50=p50, tool_p95=p95)
+    found["twice the GPUs"] = replace(setup, gpus=2 * setup.gpus)
+    if setup.gpus > 1:
+        links = setup.with_hardware(link=2 * hardware.link, network=2 * hardware.network)
+        found["twice the network and link bandwidth"] = links
+    found["twice the memory bandwidth"] = setup.with_hardware(bandwidth=2 * hardware.bandwidth)
+    if workload.spread:
+        found["turns of equal length (no stragglers)"] = setup.with_workload(spread=0.0)
+    found["twice rollout.concurrency"] = setup.with_workload(concurrency=2 * workload.concurrency)
+    if setup.gpus > 1:
+        found["one more step of staleness"] = replace(setup, staleness=setup.staleness + 1)
+    if workload.questions > 1:
+        found[HALF_BATCH] = setup.with_workload(questions=workload.questions // 2)
+    return found
 
 
 def what_helps(planner: Planner, best: Option) -> list[tuple[str, float]]:
-    """(change, step time with it), the most helpful first; each is predicted anew, for splits like the best one.
+    """(change, step time with it), fastest first; each is predicted for splits like the best one.
 
-    Half the questions do half the work, so that step is counted twice.
+    Half the questions do half the work, so the time of two such steps is reported.
     """
     found = []
-    for words, change in CHANGES:
-        changed = change(planner.setup)
-        if changed is None:
-            continue
+    for text, changed in changes(planner.setup).items():
         other = Planner(changed)
-        if changed.staleness != planner.setup.staleness and changed.staleness == 1:
-            other.known = planner.known  # the same simulations, other sums
+        if changed.staleness == 1 and planner.setup.staleness == 0:
+            other.simulations = planner.simulations  # the same simulations, combined in another way
             options = other.options()
         else:
-            options = [option for split in _like(best.split, changed.gpus) if (option := other.option(split))]
+            options = [option for split in _similar(best.split, changed.gpus) if (option := other.option(split))]
         if options:
-            times = 2 if words.startswith("half") else 1
-            found.append((words, times * min(option.step for option in options)))
+            steps = 2 if text == HALF_BATCH else 1
+            found.append((text, steps * min(option.step for option in options)))
     return sorted(found, key=lambda each: each[1])
 
 
-def _like(split: Split, gpus: int) -> list[Split]:
-    """The same split; of twice the GPUs, each half doubled, or one of them growing by all."""
+def _similar(split: Split, gpus: int) -> list[Split]:
+    """The same split; with twice the GPUs, both sides doubled, or one side growing by all new GPUs."""
     before = split.sampling if split.shared else split.sampling + split.training
     if gpus == before:
         return [split]
     if split.shared:
-        half = Split(before, gpus - before, split.ways, False)
-        return [replace(split, sampling=gpus, training=gpus), half]
+        separate = Split(before, gpus - before, split.tensor_parallel, False)
+        return [replace(split, sampling=gpus, training=gpus), separate]
     sizes = (2 * split.sampling, split.sampling, split.sampling + before)
     return [replace(split, sampling=size, training=gpus - size) for size in sizes if 0 < size < gpus]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All options of a setup, where each workload number comes from, and measured seconds of the run, if there is one."""
+
+    planner: Planner
+    options: Sequence[Option]
+    sources: Mapping[str, str]
+    measured: Mapping[str, float] | None
+
+    @property
+    def best(self) -> Option:
+        """The fastest option."""
+        return min(self.options, key=lambda option: option.step)
+
+
+def make_plan(
+    config: Config,
+    *,
+    gpus: int = 1,
+    model: str | None = None,
+    gpu: str = "h100",
+    network: float | None = None,
+    shared_by: int = 1,
+    staleness: int = 0,
+    run: Path | None = None,
+    compare_with_run: bool = False,
+    assumptions: Sequence[str] = (),
+    seed: int = 0,
+) -> Plan:
+    """Predict a training step. `run` is a run to take the workload from; `network` is in bytes per second.
+
+    With `compare_with_run` the prediction is compared with the measured times of that run.
+    """
+    shape = find_shape(model or config.model.path)
+    records = [] if run is None else open_run_dir(run).read_metrics()
+    workload, sources = _workload(config, run, records, assumptions)
+    hardware = find_hardware(gpu, shape.hidden, shape.intermediate)
+    if network is not None:
+        hardware = replace(hardware, network=network)
+    if shared_by > 1:
+        hardware = hardware.shared_by(shared_by)
+    planner = Planner(Setup(config, workload, shape, hardware, gpus, staleness, seed))
+    planner.best()  # raises an error that says what to do if nothing fits
+    return Plan(planner, planner.options(), sources, _measured(records) if compare_with_run else None)
+
+
+def _workload(
+    config: Config, run: Path | None, records: Sequence[Mapping[str, Any]], assumptions: Sequence[str]
+) -> tuple[Workload, dict[str, str]]:
+    """The workload, and where each of its numbers comes from."""
+    sources = {name: "from the settings" if name in FROM_SETTINGS else "guessed" for name in ASSUMABLE}
+    if run is None:
+        workload = guess_workload(config)
+    else:
+        spread = turn_spread(open_run_dir(run))
+        workload = workload_from_metrics(config, records, spread)
+        branches = sum(record["branches"] for record in records) / sum(record["questions"] for record in records)
+        workload = fit_branch_rate(workload, branches)
+        known = set(ASSUMABLE) - set(FROM_SETTINGS) - ({"spread"} if spread is None else set())
+        sources |= dict.fromkeys(known, f"from {run}")
+    workload = apply_assumptions(workload, assumptions)
+    return workload, sources | {text.partition("=")[0]: "given" for text in assumptions}
+
+
+def _measured(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Mean seconds of a run's steps, without the time to record CUDA graphs, which is spent once."""
+    count = len(records)
+    sampling = sum(float(r["rollout_seconds"]) - float(r.get("engine_graph_seconds", 0.0)) for r in records) / count
+    return {"rollout_seconds": sampling, "train_seconds": sum(float(r["train_seconds"]) for r in records) / count}

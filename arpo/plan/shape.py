@@ -1,9 +1,9 @@
-"""The size of a model: layers, widths, heads, vocabulary, and what follows from them.
-
-Counts are those of decoder-only models with gated feed-forward layers (Llama, Qwen 2 and 3); biases and norms, well
-below 0.1 %, are left out. Mixtures of experts are not covered and refused.
+"""The shape of a model: layers, hidden size, heads, vocabulary, and the counts that follow from them.
 
     shape = find_shape("14B")                    # or a directory with a Hugging Face config.json
+
+Counts are those of decoder-only models with gated feed-forward layers (Llama, Qwen 2 and 3). Biases and norms, less
+than 0.1 % of the parameters, are left out. Mixture-of-experts models are refused.
 """
 
 from __future__ import annotations
@@ -24,51 +24,51 @@ class Shape:
 
     name: str
     layers: int
-    width: int
+    hidden: int  # hidden size
     heads: int
     kv_heads: int
-    head: int  # width of a head
-    inner: int  # width of the feed-forward layers
-    vocabulary: int
-    tied: bool  # whether the input embedding is the output layer
+    head_dim: int
+    intermediate: int  # intermediate size of the feed-forward layers
+    vocab: int
+    tied: bool  # whether the input embedding is also the output layer
 
     @property
-    def layer_weights(self) -> int:
-        """Weights of one layer."""
-        attention = self.width * self.head * (2 * self.heads + 2 * self.kv_heads)
-        return attention + 3 * self.width * self.inner
+    def layer_parameters(self) -> int:
+        """Parameters of one layer."""
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return attention + 3 * self.hidden * self.intermediate
 
     @property
     def parameters(self) -> int:
-        """All weights."""
-        return self.matrix_weights + (0 if self.tied else self.vocabulary * self.width)
+        """All parameters."""
+        return self.matmul_parameters + (0 if self.tied else self.vocab * self.hidden)
 
     @property
-    def matrix_weights(self) -> int:
-        """Weights that every token is multiplied with: all but an input embedding of its own."""
-        return self.layers * self.layer_weights + self.vocabulary * self.width
+    def matmul_parameters(self) -> int:
+        """Parameters that every token is multiplied with: all but an untied input embedding."""
+        return self.layers * self.layer_parameters + self.vocab * self.hidden
 
     @property
-    def kv_numbers(self) -> int:
-        """Numbers kept for each token: keys and values of all layers."""
-        return 2 * self.layers * self.kv_heads * self.head
+    def kv_size(self) -> int:
+        """Numbers in the KV cache for each token, over all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim
 
-    def kv_on_each(self, ways: int) -> int:
-        """How many of these are on each of so many GPUs that share the model: a head is never divided."""
-        return self.kv_numbers // self.kv_heads * math.ceil(self.kv_heads / ways)
+    def kv_size_per_gpu(self, tensor_parallel: int) -> int:
+        """The same on each GPU of a replica; a head is never divided."""
+        return self.kv_size // self.kv_heads * math.ceil(self.kv_heads / tensor_parallel)
 
     def forward_flops(self, context: float) -> float:
-        """FLOPs to compute one token that sees `context` others."""
-        return 2 * self.matrix_weights + 4 * self.layers * self.heads * self.head * context
+        """FLOPs to compute one token that attends to `context` others."""
+        return 2 * self.matmul_parameters + 4 * self.layers * self.heads * self.head_dim * context
 
-    def adapter(self, rank: int) -> int:
-        """Weights of a LoRA adapter of this rank on all linear layers."""
-        query, key = self.heads * self.head, self.kv_heads * self.head
-        sides = 2 * (self.width + query) + 2 * (self.width + key) + 3 * (self.width + self.inner)
+    def adapter_parameters(self, rank: int) -> int:
+        """Parameters of a LoRA adapter of this rank on all linear layers."""
+        query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        sides = 2 * (self.hidden + query) + 2 * (self.hidden + key) + 3 * (self.hidden + self.intermediate)
         return self.layers * rank * sides
 
 
-# The configurations that were published with the models.
+# From the models' published configurations.
 SHAPES = {
     shape.name.lower(): shape
     for shape in (
@@ -98,10 +98,10 @@ SIZES = {
 
 
 def find_shape(model: str) -> Shape:
-    """The shape of a model by size (14B), name (Qwen3-14B, Qwen/Qwen3-14B), or from its directory."""
+    """The shape of a model by size (14B), by name (Qwen3-14B, Qwen/Qwen3-14B), or from its directory."""
     if model == "tiny":
-        text = resources.files("arpo.builtin").joinpath("base", "config.json").read_text(encoding="utf-8")
-        return shape_of("tiny", json.loads(text))
+        text = resources.files("arpo").joinpath("builtin", "base", "config.json").read_text(encoding="utf-8")
+        return shape_from_config("tiny", json.loads(text))
     sizes = {size.lower(): name for size, name in SIZES.items()}
     name = sizes.get(model.lower(), model).lower().rpartition("/")[2].removesuffix("-instruct")
     name = name.replace("qwen2.5-coder-", "qwen2.5-")  # the same shapes
@@ -111,34 +111,34 @@ def find_shape(model: str) -> Shape:
     path = path / "config.json" if path.is_dir() else path
     if path.name != "config.json" or not path.is_file():
         raise ArpoError(
-            f"{model}: its shape is not known; give --model one of {', '.join(SIZES)}, a name like Qwen3-14B, "
-            "or a directory with a Hugging Face config.json"
+            f"{model}: the shape of this model is not known; give --model one of {', '.join(SIZES)}, a name like "
+            "Qwen3-14B, or a directory with a Hugging Face config.json"
         )
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ArpoError(f"{path}: cannot be read: {error}") from None
-    return shape_of(path.parent.name or model, values)
+    return shape_from_config(path.parent.name or model, values)
 
 
-def shape_of(name: str, config: Any) -> Shape:
-    """The shape that a Hugging Face configuration tells."""
+def shape_from_config(name: str, config: Any) -> Shape:
+    """The shape in a Hugging Face config.json."""
     if not isinstance(config, dict):
-        raise ArpoError(f"{name}: config.json holds no settings of a model")
+        raise ArpoError(f"{name}: config.json holds no model settings")
     if any(config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts")):
-        raise ArpoError(f"{name}: mixtures of experts are not covered by the plan")
+        raise ArpoError(f"{name}: mixture-of-experts models are not supported by arpo plan")
     try:
-        width, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+        hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
         return Shape(
             name,
-            int(config["num_hidden_layers"]),
-            width,
-            heads,
-            int(config.get("num_key_value_heads") or heads),
-            int(config.get("head_dim") or width // heads),
-            int(config["intermediate_size"]),
-            int(config["vocab_size"]),
-            bool(config.get("tie_word_embeddings", False)),
+            layers=int(config["num_hidden_layers"]),
+            hidden=hidden,
+            heads=heads,
+            kv_heads=int(config.get("num_key_value_heads") or heads),
+            head_dim=int(config.get("head_dim") or hidden // heads),
+            intermediate=int(config["intermediate_size"]),
+            vocab=int(config["vocab_size"]),
+            tied=bool(config.get("tie_word_embeddings", False)),
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise ArpoError(f"{name}: its config.json is not that of a decoder-only model: {error}") from None
+        raise ArpoError(f"{name}: config.json is not that of a decoder-only model: {error}") from None

@@ -1,12 +1,12 @@
-"""The sampling of one step, simulated: paths, turns, tool calls, branches, stragglers, on several replicas of a model.
+"""A simulation of one step's sampling: trajectories, turns, tool calls, branches and stragglers, on several replicas.
 
-Time passes in decode steps, as in the engine: every open row gets a token in each; prompts and results that arrived are
-read in one step beside the others' tokens; a path that waits for its tool has no row. Stretches of steps in which
-nothing happens are computed at once, in closed form. Questions are dealt to the replicas in turn, and the step is over
-when the last replica is. What a path does is drawn from its own generator, by the seed and the path's number.
+Time passes in decode steps, as in the engine: each step gives every open row a token; new prompts and tool results are
+prefilled in one step beside the other rows' tokens; a trajectory that waits for its tool has no row. Stretches of steps
+without events are computed at once, in closed form. Questions are dealt to the replicas in turn, and the step ends with
+the last replica. Every trajectory has its own random generator, seeded by the seed, the question and its number.
 
-Does not cover: keys and values that are evicted while a path waits, tools that slow down when many call them at once,
-paths that meet their wall-clock limit, questions that are replaced (train.dynamic_sampling_rounds) or not filled (fill = "mixed").
+Not covered: KV cache that is evicted while a trajectory waits, tools that slow down when many call them at once,
+wall-clock limits of trajectories, dynamic sampling, and branching.fill = "informative".
 """
 
 from __future__ import annotations
@@ -15,107 +15,139 @@ import heapq
 import math
 import random
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from arpo.plan.cost import Decoder
-from arpo.plan.load import Load
+from arpo.plan.hardware import GPUS
+from arpo.plan.shape import SHAPES
+from arpo.plan.workload import Workload
 
-PARTS = ("weights", "keys", "arithmetic", "launching", "reading", "tools")
+PARTS = ("weights", "kv_cache", "compute", "overhead", "prefill", "tools")
+FIT_QUESTIONS = 64
+FIT_HALVINGS = 10
 
 
 @dataclass(slots=True)
 class Sampled:
-    """What sampling took and made; `parts` are the seconds of the replica that was last, by what they went to."""
+    """What sampling produced and how long it took; `parts` are the seconds of the slowest replica."""
 
     seconds: float = 0.0
     parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
-    tail: float = 0.0  # seconds in which less than a quarter of the most rows were open
-    sampled: int = 0
-    read: int = 0
-    unique: int = 0
-    total: int = 0
-    calls: int = 0
-    path_calls: int = 0  # along every path, shared ones counted for each
-    paths: int = 0
+    tail: float = 0.0  # seconds in which fewer than a quarter of the most rows were open
+    sampled_tokens: int = 0
+    prefill_tokens: int = 0
+    unique_tokens: int = 0
+    total_tokens: int = 0
+    tool_calls: int = 0
+    trajectory_calls: int = 0  # summed over trajectories: shared calls count for each
+    trajectories: int = 0
     branches: int = 0
 
     def add(self, other: Sampled) -> None:
-        """What another replica did beside this one."""
+        """Add a replica that ran at the same time."""
         if other.seconds > self.seconds:
             self.seconds, self.parts, self.tail = other.seconds, other.parts, other.tail
-        for name in ("sampled", "read", "unique", "total", "calls", "path_calls", "paths", "branches"):
+        for name in COUNTS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
+COUNTS = (
+    *("sampled_tokens", "prefill_tokens", "unique_tokens", "total_tokens"),
+    *("tool_calls", "trajectory_calls", "trajectories", "branches"),
+)
+
+
 @dataclass(slots=True)
-class Tree:
-    """The tree of one question: paths open now, and those that may still be started."""
+class _Tree:
+    """The tree of one question; `budget` is the number of trajectories that may still be started."""
 
     question: int
     budget: int
+    prompt: int
     open: int = 0
     started: int = 0
-    prompt: int = 0
-    read: bool = False  # its prompt has been read
-    results: list[tuple[int, int]] = field(default_factory=list)  # calls and tokens at each result
+    prefilled: bool = False  # whether the prompt has been computed
+    results: list[tuple[int, int]] = field(default_factory=list)  # calls and tokens at each tool result
 
 
 @dataclass(slots=True)
-class Path:
-    """Where one path stands. A turn of `turn` tokens is being sampled, `probe` tokens into which it is looked at."""
+class _Trajectory:
+    """The state of one trajectory, and of the turn it samples."""
 
-    tree: Tree
+    tree: _Tree
     rng: random.Random
     calls: int
     tokens: int  # after the prompt
-    unread: int
-    planned: int  # calls it makes, if its tokens last
-    decides: bool = False  # whether the turn follows a result that may be branched from
-    turn: int = 0
-    probe: int = 0
-    asks: bool = False  # whether the turn ends in a call
+    planned_calls: int
+    unread: int = 0  # tokens of the last tool result, to be prefilled
+    may_branch: bool = False  # whether the turn follows a result that may be branched from
+    turn: int = 0  # tokens of the turn
+    ends_in_call: bool = False
 
 
-def simulate(load: Load, decoder: Decoder, replicas: int = 1, seed: int = 0) -> Sampled:
-    """One step's sampling by so many replicas."""
-    done = Sampled()
+def simulate(workload: Workload, decoder: Decoder, replicas: int = 1, seed: int = 0) -> Sampled:
+    """Simulate the sampling of one step on this many replicas."""
+    total = Sampled()
     for number in range(replicas):
-        questions = range(number, load.questions, replicas)
+        questions = range(number, workload.questions, replicas)
         if questions:
-            done.add(Replica(load, decoder, seed).run(questions))
-    return done
+            total.add(_Replica(workload, decoder, seed).run(questions))
+    return total
 
 
-class Replica:
-    """One replica and the paths it samples."""
+def fit_branch_rate(workload: Workload, branches: float) -> Workload:
+    """The workload with the branch rate that gives this many branches per question; 1 if no rate gives so many.
 
-    def __init__(self, load: Load, decoder: Decoder, seed: int) -> None:
-        self.load, self.decoder, self.seed = load, decoder, seed
+    A run's metrics count branches but not opportunities: branching stops when the budget is used up, and a shared
+    result is considered once for each trajectory that continues from it. The hardware hardly matters here.
+    """
+    if workload.posthoc or not branches:
+        return workload
+    decoder = Decoder(SHAPES["qwen2.5-0.5b"], GPUS["h200"])
+    low, high = 0.0, 1.0
+    for _ in range(FIT_HALVINGS):
+        tried = replace(workload, branch_rate=(low + high) / 2, questions=FIT_QUESTIONS)
+        if simulate(tried, decoder).branches < branches * FIT_QUESTIONS:
+            low = tried.branch_rate
+        else:
+            high = tried.branch_rate
+    return replace(workload, branch_rate=high)
+
+
+class _Replica:
+    """One replica and the trajectories it samples."""
+
+    def __init__(self, workload: Workload, decoder: Decoder, seed: int) -> None:
+        self.workload, self.decoder, self.seed = workload, decoder, seed
         self.now = 0.0
-        self.steps = 0  # done so far
+        self.steps = 0  # decode steps so far
         self.rows = 0
-        self.seen = 0  # tokens kept of all open rows
-        self.free = load.concurrency
-        self.order = 0
-        self.waiting: deque[Path] = deque()  # for a place
-        self.arriving: list[tuple[float, int, Path]] = []  # from tools, or just started
-        self.events: list[tuple[int, int, Path, bool]] = []  # (step, order, path, whether the turn ends)
-        self.open_rows: list[tuple[float, int]] = []
-        self.shared_read = False
-        self.held: list[Path] = []  # those that have arrived and have something to read
-        self.plain_steps = 0  # since something was last read
-        self.done = Sampled()
+        self.context = 0  # tokens of all open rows
+        self.free = workload.concurrency
+        self.order = 0  # breaks ties in the two heaps
+        self.waiting: deque[_Trajectory] = deque()  # for a free slot
+        self.arriving: list[tuple[float, int, _Trajectory]] = []  # heap: from tools, or just started
+        self.events: list[tuple[int, int, _Trajectory, bool]] = []  # heap: (step, order, trajectory, is end of turn)
+        self.held: list[_Trajectory] = []  # arrived, and have something to prefill
+        self.steps_since_prefill = 0
+        self.shared_prompt_known = False
+        self.row_seconds: list[tuple[float, int]] = []  # (seconds, open rows)
+        self.result = Sampled()
 
     def run(self, questions: range) -> Sampled:
         """Sample the trees of these questions."""
         for question in questions:
-            tree = Tree(question, self.load.num_trajectories, prompt=round(self.load.prompt_tokens))
-            self.done.unique += tree.prompt
-            self._start_at_prompt(tree, self.load.num_initial)
+            tree = _Tree(question, self.workload.num_trajectories, round(self.workload.prompt_tokens))
+            self.result.unique_tokens += tree.prompt
+            for _ in range(self.workload.num_initial):
+                self._start(tree, 0, 0)
         while self.rows or self.arriving or self.held:
             self._step()
-        self._close()
-        return self.done
+        most = max(rows for _, rows in self.row_seconds)
+        self.result.tail = sum(seconds for seconds, rows in self.row_seconds if 4 * rows < most)
+        self.result.seconds = self.now
+        self.result.unique_tokens += self.result.sampled_tokens
+        return self.result
 
     # --- time
 
@@ -123,193 +155,178 @@ class Replica:
         if not self.rows and not self.held and self.arriving[0][0] > self.now:
             when = self.arriving[0][0]
             self._spend("tools", when - self.now)
-            self.now = when  # whatever the rounding of the sum
-        joining: list[Path] = []
+            self.now = when  # exactly, whatever the rounding of the sum
+        joining: list[_Trajectory] = []
         while self.arriving and self.arriving[0][0] <= self.now:
-            path = heapq.heappop(self.arriving)[2]
-            (self.held if path.unread or not path.tree.read else joining).append(path)
-        if self.held and self._reads_now():
+            trajectory = heapq.heappop(self.arriving)[2]
+            must_prefill = trajectory.unread or not trajectory.tree.prefilled
+            (self.held if must_prefill else joining).append(trajectory)
+        if self.held and self._prefills_now():
             joining, self.held = joining + self.held, []
         if joining:
-            self._joining_step(joining)
+            self._prefill_step(joining)
         else:
             self._decode_steps()
         while self.events and self.events[0][0] == self.steps:
-            _, _, path, ends = heapq.heappop(self.events)
-            if ends:
-                self._end_turn(path)
+            _, _, trajectory, is_end = heapq.heappop(self.events)
+            if is_end:
+                self._end_turn(trajectory)
             else:
-                self._look(path)
+                self._decide(trajectory)
 
-    def _reads_now(self) -> bool:
-        """The engine's rule: steps that read are held back while others decode, but not for long, nor if many wait."""
+    def _prefills_now(self) -> bool:
+        """The engine's rule: a prefill is delayed while others decode, but not for long, and not if many wait."""
         patience = self.decoder.hardware.patience
-        return not self.rows or self.plain_steps >= patience or 4 * len(self.held) >= self.rows + 4
+        return not self.rows or self.steps_since_prefill >= patience or 4 * len(self.held) >= self.rows + 4
 
-    def _joining_step(self, joining: list[Path]) -> None:
-        unread = 0
-        for path in joining:
-            unread += self._prompt_to_read(path) + path.unread
-            self._begin_turn(path)
+    def _prefill_step(self, joining: list[_Trajectory]) -> None:
+        new_tokens = 0
+        for trajectory in joining:
+            new_tokens += self._prompt_to_prefill(trajectory.tree) + trajectory.unread
+            self._begin_turn(trajectory)
             self.rows += 1
-            self.seen += path.tree.prompt + path.tokens
-            self._schedule(path)
-        seconds = self.decoder.mixed(self.rows, self.seen, unread)
-        self.done.read += unread
-        self._spend("reading" if unread else "launching", seconds)
-        self._steps_done(1)
-        self.plain_steps = 0 if unread else self.plain_steps + 1
+            self.context += trajectory.tree.prompt + trajectory.tokens
+            self._schedule(trajectory)
+        seconds = self.decoder.prefill(self.rows, self.context, new_tokens)
+        self.result.prefill_tokens += new_tokens
+        self._spend("prefill" if new_tokens else "overhead", seconds)
+        self._count_steps(1)
+        self.steps_since_prefill = 0 if new_tokens else self.steps_since_prefill + 1
 
     def _decode_steps(self) -> None:
-        """As many steps as nothing else happens in."""
+        """As many decode steps as there are until the next event."""
+        decoder, rows, context = self.decoder, self.rows, self.context
         count = self.events[0][0] - self.steps
         if self.held:
-            count = min(count, self.decoder.hardware.patience - self.plain_steps)
+            count = min(count, decoder.hardware.patience - self.steps_since_prefill)
         if self.arriving:
             left = self.arriving[0][0] - self.now
-            low, high = 1, count  # the fewest steps after which the next path has arrived
+            low, high = 1, count  # the fewest steps after which the next trajectory has arrived
             while low < high:
                 middle = (low + high) // 2
-                if self.decoder.decode(self.rows, self.seen, middle) >= left:
+                if decoder.decode(rows, context, middle) >= left:
                     high = middle
                 else:
                     low = middle + 1
             count = low
-        decoder, rows, seen = self.decoder, self.rows, self.seen
-        seconds, overhead = decoder.decode(rows, seen, count), count * decoder.overhead(rows)
-        weights = count * decoder.weight_seconds
-        keys = count * (seen + rows * (count - 1) / 2) * decoder.kv_seconds
-        self._spend("launching", overhead)
-        if weights + keys >= (seconds - overhead) * (1 - 1e-9):
+        seconds, overhead = decoder.decode(rows, context, count), count * decoder.overhead(rows)
+        weights = count * decoder.weights
+        kv_cache = count * (context + rows * (count - 1) / 2) * decoder.kv_per_token
+        self._spend("overhead", overhead)
+        if weights + kv_cache >= (seconds - overhead) * (1 - 1e-9):
             self._spend("weights", weights)
-            self._spend("keys", seconds - overhead - weights)
+            self._spend("kv_cache", seconds - overhead - weights)
         else:
-            self._spend("arithmetic", seconds - overhead)
-        self._steps_done(count)
-        self.plain_steps += count
+            self._spend("compute", seconds - overhead)
+        self._count_steps(count)
+        self.steps_since_prefill += count
 
     def _spend(self, part: str, seconds: float) -> None:
-        self.done.parts[part] += seconds
+        self.result.parts[part] += seconds
         self.now += seconds
-        self.open_rows.append((seconds, self.rows))
+        self.row_seconds.append((seconds, self.rows))
 
-    def _steps_done(self, count: int) -> None:
+    def _count_steps(self, count: int) -> None:
         self.steps += count
-        self.seen += self.rows * count
-        self.done.sampled += self.rows * count
+        self.context += self.rows * count
+        self.result.sampled_tokens += self.rows * count
 
-    def _close(self) -> None:
-        done = self.done
-        most = max(rows for _, rows in self.open_rows)
-        done.tail = sum(seconds for seconds, rows in self.open_rows if 4 * rows < most)
-        done.seconds = self.now
-        done.unique += done.sampled
+    # --- trajectories
 
-    # --- paths
-
-    def _start_at_prompt(self, tree: Tree, count: int) -> None:
-        for _ in range(count):
-            self._start(tree, 0, 0)
-
-    def _start(self, tree: Tree, calls: int, tokens: int) -> None:
+    def _start(self, tree: _Tree, calls: int, tokens: int) -> None:
         rng = random.Random(f"{self.seed} {tree.question} {tree.started}")
         tree.budget -= 1
         tree.open += 1
         tree.started += 1
-        planned = int(self.load.calls) + (rng.random() < self.load.calls % 1)
-        path = Path(tree, rng, calls, tokens, 0, planned)
+        planned_calls = int(self.workload.calls) + (rng.random() < self.workload.calls % 1)
+        trajectory = _Trajectory(tree, rng, calls, tokens, planned_calls)
         if self.free:
             self.free -= 1
-            self._arrive(path, self.now)
+            self._arrive(trajectory, self.now)
         else:
-            self.waiting.append(path)
+            self.waiting.append(trajectory)
 
-    def _arrive(self, path: Path, when: float) -> None:
+    def _arrive(self, trajectory: _Trajectory, when: float) -> None:
         self.order += 1
-        heapq.heappush(self.arriving, (when, self.order, path))
+        heapq.heappush(self.arriving, (when, self.order, trajectory))
 
-    def _prompt_to_read(self, path: Path) -> int:
-        tree = path.tree
-        if tree.read:
+    def _prompt_to_prefill(self, tree: _Tree) -> int:
+        if tree.prefilled:
             return 0
-        tree.read = True
-        known = round(self.load.shared_prompt) if self.shared_read else 0
-        self.shared_read = True
+        tree.prefilled = True
+        known = round(self.workload.shared_prompt) if self.shared_prompt_known else 0
+        self.shared_prompt_known = True
         return tree.prompt - known
 
-    def _begin_turn(self, path: Path) -> None:
-        """Draw how long the turn is and how it ends."""
-        load, path.unread = self.load, 0
-        drawn = path.rng.lognormvariate(0.0, load.spread) if load.spread else 1.0
-        length = max(1, round(load.turn_tokens * drawn / _mean_factor(load.spread)))
-        path.asks = path.calls < path.planned
-        room = load.max_tokens - path.tokens
+    def _begin_turn(self, trajectory: _Trajectory) -> None:
+        """Draw the length of the turn and how it ends."""
+        workload, trajectory.unread = self.workload, 0
+        factor = trajectory.rng.lognormvariate(0.0, workload.spread) if workload.spread else 1.0
+        length = max(1, round(workload.turn_tokens * factor / math.exp(workload.spread**2 / 2)))
+        trajectory.ends_in_call = trajectory.calls < trajectory.planned_calls
+        room = workload.max_tokens - trajectory.tokens
         if length >= room:
-            length, path.asks = max(1, room), False
-        path.turn = length
-        path.probe = min(load.probe_tokens, length)
+            length, trajectory.ends_in_call = max(1, room), False
+        trajectory.turn = length
 
-    def _schedule(self, path: Path) -> None:
+    def _schedule(self, trajectory: _Trajectory) -> None:
         self.order += 1
-        if path.decides:
-            heapq.heappush(self.events, (self.steps + path.probe, self.order, path, False))
+        if trajectory.may_branch:
+            probe = min(self.workload.probe_tokens, trajectory.turn)
+            heapq.heappush(self.events, (self.steps + probe, self.order, trajectory, False))
             self.order += 1
-        heapq.heappush(self.events, (self.steps + path.turn, self.order, path, True))
+        heapq.heappush(self.events, (self.steps + trajectory.turn, self.order, trajectory, True))
 
-    def _look(self, path: Path) -> None:
-        """Decide whether the result that the turn follows is branched from."""
-        path.decides = False
-        tree = path.tree
-        if tree.budget and path.rng.random() < self.load.branch_rate:
-            for _ in range(min(self.load.branch_width, tree.budget)):
-                self.done.branches += 1
-                self._start(tree, path.calls, path.tokens)
+    def _decide(self, trajectory: _Trajectory) -> None:
+        """Decide whether to branch from the result that the turn follows."""
+        trajectory.may_branch = False
+        tree = trajectory.tree
+        if tree.budget and trajectory.rng.random() < self.workload.branch_rate:
+            for _ in range(min(self.workload.branch_width, tree.budget)):
+                self.result.branches += 1
+                self._start(tree, trajectory.calls, trajectory.tokens)
 
-    def _end_turn(self, path: Path) -> None:
+    def _end_turn(self, trajectory: _Trajectory) -> None:
         self.rows -= 1
-        path.tokens += path.turn
-        self.seen -= path.tree.prompt + path.tokens
-        result = round(self.load.result_tokens)
-        if path.asks and path.tokens + result < self.load.max_tokens:
-            self._call(path, result)
+        trajectory.tokens += trajectory.turn
+        self.context -= trajectory.tree.prompt + trajectory.tokens
+        result_tokens = round(self.workload.result_tokens)
+        if trajectory.ends_in_call and trajectory.tokens + result_tokens < self.workload.max_tokens:
+            self._call_tool(trajectory, result_tokens)
         else:
-            self._end_path(path)
+            self._end(trajectory)
 
-    def _call(self, path: Path, result: int) -> None:
-        load = self.load
-        seconds = min(load.tool_limit, path.rng.lognormvariate(0.0, load.tool_spread) * load.tool_p50)
-        path.calls += 1
-        path.tokens += result
-        path.unread, path.decides = result, load.branch_rate > 0
-        path.tree.results.append((path.calls, path.tokens))
-        self.done.calls += 1
-        self.done.unique += result
-        if load.tool_blocks:
+    def _call_tool(self, trajectory: _Trajectory, result_tokens: int) -> None:
+        workload = self.workload
+        drawn = trajectory.rng.lognormvariate(0.0, workload.tool_spread) * workload.tool_p50
+        seconds = min(workload.tool_limit, drawn)
+        trajectory.calls += 1
+        trajectory.tokens += result_tokens
+        trajectory.unread, trajectory.may_branch = result_tokens, workload.branch_rate > 0
+        trajectory.tree.results.append((trajectory.calls, trajectory.tokens))
+        self.result.tool_calls += 1
+        self.result.unique_tokens += result_tokens
+        if workload.tool_blocks:
             self._spend("tools", seconds)
             seconds = 0.0
-        self._arrive(path, self.now + seconds)
+        self._arrive(trajectory, self.now + seconds)
 
-    def _end_path(self, path: Path) -> None:
-        tree = path.tree
+    def _end(self, trajectory: _Trajectory) -> None:
+        tree = trajectory.tree
         tree.open -= 1
         self.free += 1
-        self.done.paths += 1
-        self.done.total += tree.prompt + path.tokens
-        self.done.path_calls += path.calls
-        if not tree.open and tree.budget:
-            self._fill(tree, path.rng)
+        self.result.trajectories += 1
+        self.result.total_tokens += tree.prompt + trajectory.tokens
+        self.result.trajectory_calls += trajectory.calls
+        if not tree.open:
+            self._fill(tree, trajectory.rng)
         while self.free and self.waiting:
             self.free -= 1
             self._arrive(self.waiting.popleft(), self.now)
 
-    def _fill(self, tree: Tree, rng: random.Random) -> None:
-        """Start what is missing: at the prompt, or at results drawn at random where branches come later."""
+    def _fill(self, tree: _Tree, rng: random.Random) -> None:
+        """Use up the budget: start at the prompt, or at random tool results with post-hoc branching."""
         while tree.budget:
-            calls, tokens = rng.choice(tree.results) if self.load.posthoc and tree.results else (0, 0)
-            self.done.branches += calls > 0
+            calls, tokens = rng.choice(tree.results) if self.workload.posthoc and tree.results else (0, 0)
+            self.result.branches += calls > 0
             self._start(tree, calls, tokens)
-
-
-def _mean_factor(spread: float) -> float:
-    """The mean of exp(spread times a standard normal number)."""
-    return math.exp(spread**2 / 2)

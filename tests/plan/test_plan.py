@@ -19,19 +19,19 @@ from arpo.plan.cost import (
     Decoder,
     Memory,
     _sum_of_larger,
-    busiest,
     forward_passes,
-    sync,
-    trained_weights,
+    largest_share,
+    sync_time,
+    trained_parameters,
     training_memory,
-    update,
+    update_time,
 )
 from arpo.plan.hardware import GPUS, Hardware, find_hardware, measure
-from arpo.plan.load import ASSUMED, assume, guess_load, load_of_run
 from arpo.plan.shape import SHAPES, SIZES, Shape, find_shape
+from arpo.plan.workload import ASSUMABLE, apply_assumptions, guess_workload, workload_from_metrics
 from arpo.trainer.trainer import SHARING_PAYS as TRAINER_SHARING_PAYS
 
-TOY = Shape("toy", layers=2, width=4, heads=2, kv_heads=1, head=2, inner=8, vocabulary=10, tied=True)
+TOY = Shape("toy", layers=2, hidden=4, heads=2, kv_heads=1, head_dim=2, intermediate=8, vocab=10, tied=True)
 SLOW = Hardware(
     "slow",
     memory=1e6,
@@ -57,14 +57,14 @@ BF16 = ["model.dtype=bfloat16"]
 
 
 def test_a_shape_counts_its_weights() -> None:
-    assert TOY.layer_weights == 4 * 2 * (2 + 2 + 1 + 1) + 3 * 4 * 8 == 144
-    assert TOY.matrix_weights == TOY.parameters == 2 * 144 + 40
+    assert TOY.layer_parameters == 4 * 2 * (2 + 2 + 1 + 1) + 3 * 4 * 8 == 144
+    assert TOY.matmul_parameters == TOY.parameters == 2 * 144 + 40
     untied = replace(TOY, tied=False)
-    assert (untied.matrix_weights, untied.parameters) == (328, 368)
-    assert TOY.kv_numbers == 8
-    assert [replace(TOY, kv_heads=6).kv_on_each(ways) for ways in (1, 2, 4, 6, 8)] == [48, 24, 16, 8, 8]
+    assert (untied.matmul_parameters, untied.parameters) == (328, 368)
+    assert TOY.kv_size == 8
+    assert [replace(TOY, kv_heads=6).kv_size_per_gpu(ways) for ways in (1, 2, 4, 6, 8)] == [48, 24, 16, 8, 8]
     assert TOY.forward_flops(5) == 2 * 328 + 4 * 2 * 2 * 2 * 5 == 816
-    assert TOY.adapter(3) == 2 * 3 * (8 + 8 + 6 + 6 + 12 + 12 + 12) == 384
+    assert TOY.adapter_parameters(3) == 2 * 3 * (8 + 8 + 6 + 6 + 12 + 12 + 12) == 384
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_a_shape_counts_its_weights() -> None:
 def test_named_models_have_their_published_sizes(size: str, billions: float, kv_bytes: int) -> None:
     shape = find_shape(size)
     assert shape.parameters / 1e9 == pytest.approx(billions, rel=2e-3)
-    assert 2 * shape.kv_numbers == kv_bytes
+    assert 2 * shape.kv_size == kv_bytes
 
 
 def test_models_are_found_by_size_name_hub_name_and_directory(tmp_path: Path) -> None:
@@ -90,8 +90,8 @@ def test_models_are_found_by_size_name_hub_name_and_directory(tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("{", "cannot be read"), ("[]", "no settings"), ('{"hidden_size": 8}', "decoder-only"),
-     ('{"num_experts": 8}', "mixtures of experts")],
+    [("{", "cannot be read"), ("[]", "no model settings"), ('{"hidden_size": 8}', "decoder-only"),
+     ('{"num_experts": 8}', "mixture-of-experts")],
 )  # fmt: skip
 def test_shapes_that_cannot_be_told_are_refused(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "config.json").write_text(content)
@@ -115,7 +115,7 @@ def test_hardware_comes_by_name_or_from_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("memory = 3", "memory: unknown; known are base"), ('base = "h300"', "expected one of a100"),
+    [("memory = 3", "memory: unknown key; the keys are base"), ('base = "h300"', "expected one of a100"),
      ("memory_gb = 3", "needs bandwidth_gbs, link_gbs"), ('base = "h100"\ntflops = "x"', "expected a number"),
      ('base = "h100"\ntflops = true', "expected a number"), ('base = "h100"\nmemory_gb = -1', "memory"),
      ('base = "h100"\nflops_reached = 1.5', "at most 1"), ("=", "cannot be read as TOML")],
@@ -132,9 +132,9 @@ def test_hardware_files_that_make_no_sense_are_refused(tmp_path: Path, content: 
 
 def test_speeds_are_those_that_are_reached() -> None:
     half = replace(SLOW, flops_reached=0.5, bandwidth_reached=0.25)
-    assert (half.reading, half.arithmetic(2), half.arithmetic(4)) == (250, 5000, 500)
-    assert [SLOW.sending(gpus) for gpus in (2, 4, 5)] == [50, 50, 20]
-    quarter = SLOW.shared(4)
+    assert (half.memory_speed, half.compute_speed(2), half.compute_speed(4)) == (250, 5000, 500)
+    assert [SLOW.link_speed(gpus) for gpus in (2, 4, 5)] == [50, 50, 20]
+    quarter = SLOW.shared_by(4)
     assert (quarter.memory, quarter.bandwidth, quarter.flops, quarter.decode_layer) == (250e3, 250, 2500, 2.0)
 
 
@@ -149,9 +149,9 @@ def test_this_machine_can_be_measured() -> None:
 
 def test_a_decode_step_by_hand() -> None:
     decoder = Decoder(TOY, SLOW)
-    assert decoder.weight_seconds == 0.656 and decoder.kv_seconds == 0.016
-    assert decoder.arithmetic(2, 10) == pytest.approx((2 * 656 + 4 * 2 * 4 * 10) / 1e4)
-    assert decoder.small(1) == pytest.approx(260 * 8 / 1000)
+    assert decoder.weights == 0.656 and decoder.kv_per_token == 0.016
+    assert decoder.compute(2, 10) == pytest.approx((2 * 656 + 4 * 2 * 4 * 10) / 1e4)
+    assert decoder.elementwise(1) == pytest.approx(260 * 8 / 1000)
     assert decoder.overhead(2) == pytest.approx(2 * 0.5 + 0.25 + 2 * 0.125 + 4.16)
     assert decoder.decode(2, 10) == pytest.approx(5.66 + 0.656 + 10 * 0.016)
     assert decoder.decode(2, 10, 3) == pytest.approx(3 * (5.66 + 0.656) + (10 + 12 + 14) * 0.016)
@@ -161,30 +161,30 @@ def test_a_decode_step_by_hand() -> None:
 
 def test_numbers_of_four_bytes_take_twice_the_memory_and_other_arithmetic() -> None:
     decoder = Decoder(TOY, SLOW, number_bytes=4)
-    assert decoder.weight_seconds == 1.312 and decoder.kv_seconds == 0.032 and decoder.small(1) == pytest.approx(4.16)
-    assert decoder.arithmetic(1, 0) == pytest.approx(0.656)
+    assert decoder.weights == 1.312 and decoder.kv_per_token == 0.032 and decoder.elementwise(1) == pytest.approx(4.16)
+    assert decoder.compute(1, 0) == pytest.approx(0.656)
 
 
 def test_a_replica_of_two_gpus_halves_the_work_and_pays_for_joining() -> None:
-    one, two = Decoder(TOY, SLOW), Decoder(TOY, SLOW, ways=2)
-    assert two.weight_seconds == one.weight_seconds / 2 and two.kv_seconds == one.kv_seconds  # of a single head
+    one, two = Decoder(TOY, SLOW), Decoder(TOY, SLOW, tensor_parallel=2)
+    assert two.weights == one.weights / 2 and two.kv_per_token == one.kv_per_token  # of a single head
     heads = replace(TOY, kv_heads=2)
-    assert Decoder(heads, SLOW, ways=2).kv_seconds == Decoder(heads, SLOW).kv_seconds / 2
-    assert two.arithmetic(3, 7) == one.arithmetic(3, 7) / 2
+    assert Decoder(heads, SLOW, tensor_parallel=2).kv_per_token == Decoder(heads, SLOW).kv_per_token / 2
+    assert two.compute(3, 7) == one.compute(3, 7) / 2
     joining = 2 * (0.0625 + 4 * 2 * 4 * 2 / 2 / 50)
     assert two.overhead(2) == pytest.approx(1.5 + 2.08 + joining)
 
 
 def test_a_step_that_reads_by_hand() -> None:
     decoder = Decoder(TOY, SLOW)
-    assert decoder.mixed(2, 10, 0) == decoder.decode(2, 10)
+    assert decoder.prefill(2, 10, 0) == decoder.decode(2, 10)
     # 2 rows and 6 tokens to read: 8 are computed, and 10 + 6 * 5 / 2 seen; reading the weights takes longer.
-    assert decoder.mixed(2, 10, 6) == pytest.approx(0.816 + 8 * 2.08 + 0.25 + 2 * 0.125)
+    assert decoder.prefill(2, 10, 6) == pytest.approx(0.816 + 8 * 2.08 + 0.25 + 2 * 0.125)
     quick = Decoder(TOY, replace(SLOW, bandwidth=1e9))  # launching takes longest: two layers of a second
-    assert quick.mixed(2, 10, 6) == pytest.approx(2.0 + 0.5)
+    assert quick.prefill(2, 10, 6) == pytest.approx(2.0 + 0.5)
     instant = Decoder(TOY, replace(SLOW, bandwidth=1e12, flops=1e12))
-    assert instant.mixed(2, 10, 16384) == pytest.approx(2.5)
-    assert instant.mixed(2, 10, 16385) == pytest.approx(4.5)  # two chunks
+    assert instant.prefill(2, 10, 16384) == pytest.approx(2.5)
+    assert instant.prefill(2, 10, 16385) == pytest.approx(4.5)  # two chunks
 
 
 NUMBERS = st.floats(0, 100, allow_nan=False)
@@ -203,38 +203,40 @@ def test_the_sum_of_the_larger_line_is_that_of_a_loop(
 
 def test_an_update_by_hand() -> None:
     config = load_config(None, [*BF16, "train.max_microbatch_tokens=10"])
-    spent = update(config, TOY, SLOW, 1, 40, 5, 4)
-    assert spent.arithmetic == pytest.approx(3 * 40 * 816 / 1e4)
-    assert spent.memory == pytest.approx(3 * 40 * 2.08)
-    assert spent.launching == 0 and spent.network == 0
+    spent = update_time(config, TOY, SLOW, 1, 40, 5, 4)
+    assert spent.compute == pytest.approx(3 * 40 * 816 / 1e4)
+    assert spent.elementwise == pytest.approx(3 * 40 * 2.08)
+    assert spent.launch == 0 and spent.network == 0
     assert spent.optimizer == pytest.approx(32 * 328 / 1000)
     assert spent.seconds == pytest.approx(9.792 + 249.6 + 10.496)
     fast = replace(SLOW, bandwidth=1e9, flops=1e9)
-    assert update(config, TOY, fast, 1, 40, 5, 4).seconds == pytest.approx(4 * 3 * 2 * 1.0, rel=1e-3)  # four groups
+    assert update_time(config, TOY, fast, 1, 40, 5, 4).seconds == pytest.approx(
+        4 * 3 * 2 * 1.0, rel=1e-3
+    )  # four groups
     twice = load_config(None, [*BF16, "train.max_microbatch_tokens=10", "train.minibatches=2", "train.batch_size=2"])
-    assert update(twice, TOY, fast, 1, 40, 5, 4).seconds == pytest.approx(2 * 2 * 4 * 2 * 1.0, rel=1e-3)
-    assert update(config, TOY, SLOW, 1, 0, 5, 0).seconds == 0
+    assert update_time(twice, TOY, fast, 1, 40, 5, 4).seconds == pytest.approx(2 * 2 * 4 * 2 * 1.0, rel=1e-3)
+    assert update_time(config, TOY, SLOW, 1, 0, 5, 0).seconds == 0
 
 
 def test_more_gpus_share_the_tokens_and_collect_weights() -> None:
     config = load_config(None, [*BF16, "train.max_microbatch_tokens=10", "train.minibatches=2", "train.batch_size=2"])
-    one, eight = (update(config, TOY, SLOW, gpus, 80, 5, 16) for gpus in (1, 8))
-    assert eight.arithmetic == one.arithmetic / 8 and eight.memory == one.memory / 8
+    one, eight = (update_time(config, TOY, SLOW, gpus, 80, 5, 16) for gpus in (1, 8))
+    assert eight.compute == one.compute / 8 and eight.elementwise == one.elementwise / 8
     assert eight.optimizer == one.optimizer / 8
     # 2 groups of 4 passes collect 656 bytes each, over the network: 20 bytes a second
-    assert eight.network == pytest.approx(2 * 4 * 656 / 20 - eight.arithmetic - eight.memory)
+    assert eight.network == pytest.approx(2 * 4 * 656 / 20 - eight.compute - eight.elementwise)
 
 
 def test_no_tree_is_divided() -> None:
     config = load_config(None, [*BF16, "train.minibatches=8", "train.batch_size=128"])
-    shares = {gpus: busiest(config, gpus, 128) for gpus in (1, 5, 8, 16, 64)}
+    shares = {gpus: largest_share(config, gpus, 128) for gpus in (1, 5, 8, 16, 64)}
     assert shares == {1: 1.0, 5: 4 / 16, 8: 2 / 16, 16: 1 / 16, 64: 1 / 16}
-    assert busiest(config, 64, 128 * 0.3) == 1 / 5  # 38.4 trees teach something, 4.8 of them in an update
-    assert [busiest(config, gpus, 1) for gpus in (1, 64)] == [1.0, 1.0]
-    few, many = (update(config, TOY, SLOW, gpus, 80, 5, 128) for gpus in (16, 64))
-    assert (many.arithmetic, many.memory) == (few.arithmetic, few.memory)
+    assert largest_share(config, 64, 128 * 0.3) == 1 / 5  # 38.4 trees teach something, 4.8 of them in an update
+    assert [largest_share(config, gpus, 1) for gpus in (1, 64)] == [1.0, 1.0]
+    few, many = (update_time(config, TOY, SLOW, gpus, 80, 5, 128) for gpus in (16, 64))
+    assert (many.compute, many.elementwise) == (few.compute, few.elementwise)
     assert many.optimizer == few.optimizer / 4  # which is sharded
-    assert many.arithmetic == pytest.approx(4 * 80 / 16 * 816 / 1e4)
+    assert many.compute == pytest.approx(4 * 80 / 16 * 816 / 1e4)
     assert SHARING_PAYS == TRAINER_SHARING_PAYS
 
 
@@ -261,9 +263,9 @@ def test_memory_by_hand() -> None:
 
 def test_a_sync_sends_what_was_trained() -> None:
     config = load_config(None, BF16)
-    assert [sync(config, TOY, SLOW, gpus) for gpus in (1, 4, 8)] == [0.0, 656 / 50, 656 / 20]
+    assert [sync_time(config, TOY, SLOW, gpus) for gpus in (1, 4, 8)] == [0.0, 656 / 50, 656 / 20]
     adapter = load_config(None, [*BF16, "train.lora_rank=1"])
-    assert trained_weights(TOY, adapter) == 128 and sync(adapter, TOY, SLOW, 8) == 256 / 20
+    assert trained_parameters(TOY, adapter) == 128 and sync_time(adapter, TOY, SLOW, 8) == 256 / 20
 
 
 # What a step has to do.
@@ -271,12 +273,12 @@ def test_a_sync_sends_what_was_trained() -> None:
 
 def test_without_a_run_half_of_the_limits_is_guessed() -> None:
     config = load_config(None, ["rollout.max_tool_calls=4", "rollout.max_tokens=1000", "tools.max_result_tokens=100"])
-    load = guess_load(config)
+    load = guess_workload(config)
     assert (load.calls, load.result_tokens, load.turn_tokens) == (2, 50, 400 / 3)
     assert (load.prompt_tokens, load.branch_rate, load.trained_share, load.spread) == (256, 0.5, 1, 0.5)
-    assert load.path_tokens == pytest.approx(256 + 500)
-    assert guess_load(load_config(None, ["preset=grpo"])).branch_rate == 0
-    assert guess_load(load_config(None, ["preset=arpo-always"])).branch_rate == 1
+    assert load.trajectory_tokens == pytest.approx(256 + 500)
+    assert guess_workload(load_config(None, ["preset=grpo"])).branch_rate == 0
+    assert guess_workload(load_config(None, ["preset=arpo-always"])).branch_rate == 1
 
 
 @pytest.mark.parametrize(
@@ -286,11 +288,11 @@ def test_without_a_run_half_of_the_limits_is_guessed() -> None:
      (["tools.search=brave", "tools.timeout=0.5"], 0.5)],
 )  # fmt: skip
 def test_tools_are_guessed_by_where_they_are(settings: list[str], p50: float) -> None:
-    assert guess_load(load_config(None, settings)).tool_p50 == p50
+    assert guess_workload(load_config(None, settings)).tool_p50 == p50
 
 
 def test_a_runs_metrics_tell_what_its_steps_were() -> None:
-    load = load_of_run(
+    load = workload_from_metrics(
         load_config(None, ["rollout.num_trajectories=2", "train.batch_size=2"]), [record(), record()], 0.3
     )
     assert (load.prompt_tokens, load.result_tokens, load.shared_prompt) == (10, 5, 3)
@@ -298,32 +300,32 @@ def test_a_runs_metrics_tell_what_its_steps_were() -> None:
     assert (load.tool_p50, load.tool_p95, load.trained_share) == (1.5, 3.0, 0.5)
     assert load.tool_spread == pytest.approx(math.log(2) / 1.6449)
     older = {name: value for name, value in record().items() if name != "engine_prefill_tokens"}
-    assert load_of_run(load_config(None, []), [older]).shared_prompt == 0
+    assert workload_from_metrics(load_config(None, []), [older]).shared_prompt == 0
 
 
 def test_what_a_run_does_not_tell_is_said() -> None:
     with pytest.raises(ArpoError, match="no finished step"):
-        load_of_run(load_config(None, []), [])
+        workload_from_metrics(load_config(None, []), [])
     with pytest.raises(ArpoError, match="no trajectories"):
-        load_of_run(load_config(None, []), [{"step": 1}])
+        workload_from_metrics(load_config(None, []), [{"step": 1}])
     quiet = {name: value for name, value in record().items() if not name.startswith("tool.")}
-    assert load_of_run(load_config(None, []), [quiet]).tool_p50 == 1e-6
+    assert workload_from_metrics(load_config(None, []), [quiet]).tool_p50 == 1e-6
 
 
 def test_values_can_be_given_and_nonsense_is_refused() -> None:
-    load = guess_load(load_config(None, []))
-    changed = assume(load, ["calls=2.5", "concurrency=7", "tool_blocks=1", "tool_p95=9"])
+    load = guess_workload(load_config(None, []))
+    changed = apply_assumptions(load, ["calls=2.5", "concurrency=7", "tool_blocks=1", "tool_p95=9"])
     assert changed == replace(load, calls=2.5, concurrency=7, tool_blocks=True, tool_p95=9.0)
-    assert "questions" not in ASSUMED
+    assert "questions" not in ASSUMABLE
     for text, message in [
         ("call=2", "expected NAME=NUMBER with a name of concurrency"), ("calls", "expected NAME"),
         ("calls=x", "expected a number"), ("calls=4", "max_tool_calls is 3"), ("tool_p50=99", "tool_p95"),
-        ("branch_rate=2", "from 0 to 1"), ("turn_tokens=0", "more than 0"), ("result_tokens=-1", "negative"),
+        ("branch_rate=2", "from 0 to 1"), ("turn_tokens=0", "greater than 0"), ("result_tokens=-1", "negative"),
         ("shared_prompt=999", "prompt_tokens"), ("spread=-1", "from 0 to 5"), ("spread=50", "from 0 to 5"),
         ("concurrency=0", "concurrency: must be at least 1"), ("concurrency=0.9", "at least 1"),
-        ("tool_limit=-5", "tool_limit: must be more than 0"), ("turn_tokens=1e300", "at most 1e.12"),
+        ("tool_limit=-5", "tool_limit: must be greater than 0"), ("turn_tokens=1e300", "at most 1e.12"),
         *((f"{name}={value}", f"{name}: got {value}, expected a number of at most 1e.12")
-          for name in ASSUMED for value in ("inf", "-inf", "nan")),
+          for name in ASSUMABLE for value in ("inf", "-inf", "nan")),
     ]:  # fmt: skip
         with pytest.raises(ArpoError, match=message):
-            assume(load, [text])
+            apply_assumptions(load, [text])

@@ -16,13 +16,13 @@ from typer.testing import CliRunner
 from arpo.cli.main import app
 from arpo.config.loading import load_config
 from arpo.errors import ArpoError
-from arpo.plan.cost import USABLE, Decoder, Memory, Update, sync, training_memory, update
+from arpo.plan.cost import USABLE_MEMORY, Decoder, Memory, UpdateTime, sync_time, training_memory, update_time
 from arpo.plan.hardware import GPUS
-from arpo.plan.load import guess_load
-from arpo.plan.planner import CHANGES, Option, Planner, Setup, Split, what_helps
+from arpo.plan.planner import Option, Planner, Setup, Split, changes, what_helps
 from arpo.plan.report import bottleneck, describe, parts
 from arpo.plan.shape import find_shape
 from arpo.plan.simulate import Sampled, simulate
+from arpo.plan.workload import guess_workload
 from arpo.runs.run_dir import create_run_dir
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +36,7 @@ SMALL = [
 
 def setup(model: str = "3B", gpus: int = 4, staleness: int = 0, gpu: str = "h100", *more: str) -> Setup:
     config = load_config(None, [*SMALL, *more])
-    return Setup(config, guess_load(config), find_shape(model), GPUS[gpu], gpus, staleness)
+    return Setup(config, guess_workload(config), find_shape(model), GPUS[gpu], gpus, staleness)
 
 
 def test_all_splits_are_tried_and_the_fastest_is_best() -> None:
@@ -45,20 +45,27 @@ def test_all_splits_are_tried_and_the_fastest_is_best() -> None:
     tried = {(option.split.sampling, option.split.training, option.split.shared) for option in options}
     assert tried == {(4, 4, True), (1, 3, False), (2, 2, False), (3, 1, False)}
     assert planner.best().step == min(option.step for option in options)
-    assert [s.sampling for s in Planner(setup(gpus=64)).splits() if not s.shared and s.ways == 1] == list(
+    assert [s.sampling for s in Planner(setup(gpus=64)).splits() if not s.shared and s.tensor_parallel == 1] == list(
         range(4, 64, 4)
     )
-    assert {s.ways for s in Planner(setup("32B", 8)).splits() if not s.shared} == {1, 2, 4}  # 65 GB of weights
-    assert {s.ways for s in Planner(setup("70B", 8)).splits() if not s.shared} == {2, 4}  # 141 GB; 8 are a half of none
+    assert {s.tensor_parallel for s in Planner(setup("32B", 8)).splits() if not s.shared} == {
+        1,
+        2,
+        4,
+    }  # 65 GB of weights
+    assert {s.tensor_parallel for s in Planner(setup("70B", 8)).splits() if not s.shared} == {
+        2,
+        4,
+    }  # 141 GB; 8 are a half of none
 
 
 def test_a_step_is_what_its_parts_say() -> None:
     one = Planner(setup("0.5B", 1)).best()
     given = setup("0.5B", 1)
-    sampled = simulate(replace(given.load, concurrency=32), Decoder(given.shape, given.hardware))
-    assert one.paths == 32 and one.sampled == sampled and one.sync == 0
-    context = sampled.total / sampled.paths / 2
-    assert one.update == update(given.config, given.shape, given.hardware, 1, sampled.unique, context, 8)
+    sampled = simulate(replace(given.workload, concurrency=32), Decoder(given.shape, given.hardware))
+    assert one.open_trajectories == 32 and one.sampled == sampled and one.sync == 0
+    context = sampled.total_tokens / sampled.trajectories / 2
+    assert one.update == update_time(given.config, given.shape, given.hardware, 1, sampled.unique_tokens, context, 8)
     assert one.step == sampled.seconds + one.update.seconds
 
 
@@ -66,20 +73,20 @@ def test_more_gpus_than_trees_do_not_train_faster() -> None:
     given = setup("0.5B", 12)  # 8 questions
     few, many = (Planner(given).option(Split(4, training, 1, False)) for training in (8, 12))
     assert few is not None and many is not None
-    assert many.update.arithmetic == few.update.arithmetic
-    half = replace(given, load=replace(given.load, trained_share=0.5))  # 4 trees, half of the tokens
+    assert many.update.compute == few.update.compute
+    half = replace(given, workload=replace(given.workload, trained_share=0.5))  # 4 trees, half of the tokens
     fewer = Planner(half).option(Split(4, 8, 1, False))
-    assert fewer is not None and fewer.update.arithmetic == pytest.approx(few.update.arithmetic)
-    apart = replace(given.load, num_initial=4, branch_rate=0.0, prompt_tokens=1.0)  # next to nothing is shared
-    alone = [Planner(replace(given, load=apart)).option(Split(4, training, 1, False)) for training in (8, 12)]
+    assert fewer is not None and fewer.update.compute == pytest.approx(few.update.compute)
+    apart = replace(given.workload, num_initial=4, branch_rate=0.0, prompt_tokens=1.0)  # next to nothing is shared
+    alone = [Planner(replace(given, workload=apart)).option(Split(4, training, 1, False)) for training in (8, 12)]
     assert alone[0] is not None and alone[1] is not None
-    assert alone[1].update.arithmetic == pytest.approx(alone[0].update.arithmetic * 3 / 4)  # 32 paths: 4 or 3 on each
+    assert alone[1].update.compute == pytest.approx(alone[0].update.compute * 3 / 4)  # 32 paths: 4 or 3 on each
 
 
 def test_only_separate_halves_overlap() -> None:
     half = Split(2, 2, 1, False)
     given = setup()
-    moved = sync(given.config, given.shape, given.hardware, 4)
+    moved = sync_time(given.config, given.shape, given.hardware, 4)
     waits, overlaps = (Planner(replace(given, staleness=k)).option(half) for k in (0, 1))
     assert waits is not None and overlaps is not None and moved > 0
     assert waits.step == pytest.approx(waits.sampling + waits.update.seconds + moved)
@@ -92,7 +99,7 @@ def test_more_batches_at_once_hide_stragglers() -> None:
     half, given = Split(2, 2, 1, False), setup()
     once, thrice = (Planner(replace(given, staleness=k)).option(half) for k in (1, 3))
     assert once is not None and thrice is not None
-    load = replace(given.load, questions=24, concurrency=thrice.paths)
+    load = replace(given.workload, questions=24, concurrency=thrice.open_trajectories)
     together = simulate(load, Decoder(given.shape, given.hardware), 2)
     assert thrice.sampling == together.seconds / 3 < once.sampling
     assert thrice.update == once.update
@@ -108,40 +115,44 @@ def test_memory_decides_what_fits() -> None:
     held = training_memory(given.config, given.shape, 8)
     assert both.sampling_memory.weights == held.weights + 2 * given.shape.parameters
     assert both.sampling_memory.optimizer == held.optimizer == 16 * given.shape.parameters / 8
-    tokens = both.paths * given.load.path_tokens
-    assert both.sampling_memory.keys == pytest.approx(tokens * 57344)
-    assert both.sampling_memory.total <= USABLE * 80e9
+    tokens = both.open_trajectories * given.workload.trajectory_tokens
+    assert both.sampling_memory.kv_cache == pytest.approx(tokens * 57344)
+    assert both.sampling_memory.total <= USABLE_MEMORY * 80e9
 
 
 def test_keys_and_values_limit_the_open_paths() -> None:
     given = setup("7B", 1, 0, "h200", "train.lora_rank=8", "train.batch_size=128", "rollout.concurrency=4096")
-    given = replace(given, load=replace(given.load, num_trajectories=16, num_initial=8))
+    given = replace(given, workload=replace(given.workload, num_trajectories=16, num_initial=8))
     roomy = Planner(given).best()
-    room = USABLE * 141e9 - roomy.training_memory.total
-    assert roomy.paths == int(room / 57344 / given.load.path_tokens) < 2048
+    room = USABLE_MEMORY * 141e9 - roomy.training_memory.total
+    assert roomy.open_trajectories == int(room / 57344 / given.workload.trajectory_tokens) < 2048
     few = given.config.model_copy(
         update={"rollout": given.config.rollout.model_copy(update={"kv_cache_tokens": 10_000})}
     )
-    assert Planner(replace(given, config=few)).best().paths == int(10_000 / given.load.path_tokens)
+    assert Planner(replace(given, config=few)).best().open_trajectories == int(
+        10_000 / given.workload.trajectory_tokens
+    )
 
 
 def test_heads_of_keys_and_values_are_not_divided() -> None:
     given = setup("3B", 8, 0, "h100", "train.batch_size=128", "rollout.num_trajectories=64", "rollout.concurrency=9999")
     assert given.shape.kv_heads == 2
-    limit, token = USABLE * 80e9 / given.load.path_tokens, 36864 * given.load.path_tokens
+    limit, token = USABLE_MEMORY * 80e9 / given.workload.trajectory_tokens, 36864 * given.workload.trajectory_tokens
     found = {ways: Planner(given).option(Split(8, 8, ways, True)) for ways in (2, 8)}
     for ways, option in found.items():
         assert option is not None
         held, share = option.sampling_memory, min(ways, 2)
-        assert held.keys == pytest.approx(option.paths * token / share)
-        assert option.paths == int((limit - (held.total - held.keys) / given.load.path_tokens) / 36864 * share)
+        assert held.kv_cache == pytest.approx(option.open_trajectories * token / share)
+        assert option.open_trajectories == int(
+            (limit - (held.total - held.kv_cache) / given.workload.trajectory_tokens) / 36864 * share
+        )
 
 
 def test_what_does_not_fit_says_what_would() -> None:
-    with pytest.raises(ArpoError, match=r"Qwen3-14B does not fit on 2 x h100 .80 GB.*it would with --gpus 8"):
+    with pytest.raises(ArpoError, match=r"Qwen3-14B does not fit on 2 x h100 .80 GB.*it fits with --gpus 8"):
         Planner(setup("14B", 2)).best()
     with pytest.raises(
-        ArpoError, match=r"it would with train.max_microbatch_tokens=4096, or with train.gradient_checkpointing=true"
+        ArpoError, match=r"it fits with train.max_microbatch_tokens=4096, or with train.gradient_checkpointing=true"
     ):
         Planner(setup("7B", 8, 0, "h100", "train.gradient_checkpointing=false")).best()
     with pytest.raises(ArpoError, match="no single change helps"):
@@ -152,21 +163,21 @@ def test_what_helps_is_predicted_anew() -> None:
     planner = Planner(setup())
     best = planner.best()
     helps = dict(what_helps(planner, best))
-    assert set(helps) == {words for words, _ in CHANGES}
+    assert set(helps) == set(changes(planner.setup))
     assert list(helps.values()) == sorted(helps.values())
-    load = planner.setup.load
+    load = planner.setup.workload
     faster = replace(load, tool_p50=load.tool_p50 / 2, tool_p95=load.tool_p95 / 2)
-    option = Planner(replace(planner.setup, load=faster)).option(best.split)
+    option = Planner(replace(planner.setup, workload=faster)).option(best.split)
     assert option is not None and helps["tools twice as fast"] == option.step
     stale = Planner(replace(planner.setup, staleness=1)).best()
-    assert helps["one staler update"] == stale.step
+    assert helps["one more step of staleness"] == stale.step
     assert helps["twice the GPUs"] < best.step
 
 
 def test_slow_tools_are_named_and_helped() -> None:
     given = setup("0.5B", 1)
     slow = replace(
-        given, load=replace(given.load, tool_p50=60.0, tool_p95=60.0, tool_limit=100.0, calls=3.0, spread=0.0)
+        given, workload=replace(given.workload, tool_p50=60.0, tool_p95=60.0, tool_limit=100.0, calls=3.0, spread=0.0)
     )
     planner = Planner(slow)
     best = planner.best()
@@ -177,17 +188,17 @@ def test_slow_tools_are_named_and_helped() -> None:
 def option_of(sampling: float, training: float, moved: float, shared: bool) -> Option:
     sampled = Sampled(seconds=10.0, tail=3.0)
     sampled.parts |= {"weights": 6.0, "tools": 4.0}
-    spent = Update(training, 0.0, 0.0, 0.0, 0.0)
+    spent = UpdateTime(training, 0.0, 0.0, 0.0, 0.0)
     return Option(Split(1, 1, 1, shared), 1, sampling, sampled, spent, moved, 20.0, Memory(), Memory())
 
 
 def test_the_bottleneck_by_hand() -> None:
     assert bottleneck(option_of(10.0, 5.0, 5.0, True), 0) == (
-        "sampling (50% of the step), and of that mostly reading the weights once for every token of a path "
-        "(60% of it); for 30% of the time less than a quarter of the rows are open: stragglers"
+        "sampling (50% of the step); its largest part is reading the weights in every decode step (60%); "
+        "stragglers: for 30% of the time less than a quarter of the rows are open"
     )
     assert bottleneck(option_of(10.0, 7.0, 3.0, False), 0).startswith(
-        "training (35% of the step), and of that mostly the"
+        "training (35% of the step); its largest part is compute"
     )
     assert bottleneck(option_of(10.0, 7.0, 3.0, False), 1).startswith("sampling")  # training goes on beside it
     assert bottleneck(option_of(10.0, 1.0, 9.0, False), 0) == "sync (45% of the step)"
@@ -196,7 +207,7 @@ def test_the_bottleneck_by_hand() -> None:
 
 def test_splits_in_words() -> None:
     assert describe(Split(1, 1, 1, True)) == "one GPU samples and trains"
-    assert describe(Split(8, 8, 2, True)) == "all 8 sample, then all train, 2 GPUs to a replica"
+    assert describe(Split(8, 8, 2, True)) == "all 8 sample, then all train, 2 GPUs per replica"
     assert describe(Split(6, 2, 1, False)) == "6 sample, 2 train"
 
 
@@ -220,9 +231,9 @@ def test_the_report_has_all_that_was_asked(tmp_path: Path) -> None:
     done = plan(str(ROOT / "arpo" / "builtin" / "demo.toml"), "--gpus", "4", "--model", "1.5B", "model.dtype=bfloat16")
     assert done.exit_code == 0, done.output
     for words in (
-        "Qwen2.5-1.5B (1.54B weights, bfloat16) on 4 x h100",
+        "Qwen2.5-1.5B (1.54B parameters, bfloat16) on 4 x h100",
         *("guessed: ", "best of", "  sampling", "  training", "  sync", "bottleneck: ", "memory of", "fits"),
-        *("splits, fastest first", "what would change the step most", "twice the GPUs"),
+        *("splits, fastest first", "what would change the step time most", "twice the GPUs"),
     ):
         assert words in done.output
     assert "measured" not in done.output
@@ -237,8 +248,12 @@ def test_json_holds_the_same(tmp_path: Path) -> None:
     best = values["best"]
     total = best["sampling"] + best["training"] + best["sync"]
     assert best["step"] == pytest.approx(total) and sum(best["parts"].values()) == pytest.approx(total)
-    assert best["split"] == values["splits"][0]["split"] == {"sampling": 2, "training": 2, "ways": 1, "shared": True}
-    assert values["load"]["calls"] == 1 and values["sources"]["calls"] == "given"
+    assert (
+        best["split"]
+        == values["splits"][0]["split"]
+        == {"sampling": 2, "training": 2, "tensor_parallel": 1, "shared": True}
+    )
+    assert values["workload"]["calls"] == 1 and values["sources"]["calls"] == "given"
     assert values["hardware"]["network"] == 12e9 and values["measured"] is None
 
 
@@ -250,7 +265,9 @@ def test_a_run_is_held_against_its_own_prediction(tmp_path: Path) -> None:
     assert values["sources"]["calls"] == f"from {run}" and values["sources"]["spread"] == "guessed"
     assert "predicted / measured" in plan(str(run), "--gpu", "h200").output
     other = json.loads(plan(str(ROOT / "arpo" / "builtin" / "demo.toml"), "--from", str(run), "--json").output)
-    assert other["load"]["prompt_tokens"] == 10 and other["load"]["questions"] == 16 and other["measured"] is None
+    assert (
+        other["workload"]["prompt_tokens"] == 10 and other["workload"]["questions"] == 16 and other["measured"] is None
+    )
     assert json.loads(plan(str(run), "--gpus", "2", "--json").output)["measured"] is None
 
 
@@ -261,7 +278,7 @@ def test_a_gpu_may_be_shared() -> None:
 
 @pytest.mark.parametrize(
     ("given", "message"),
-    [(["--model", "9B"], "its shape is not known"), (["--gpu", "x"], "expected one of a100"),
+    [(["--model", "9B"], "the shape of this model is not known"), (["--gpu", "x"], "expected one of a100"),
      (["--from", "nowhere"], "not a run"), (["--assume", "x=1"], "expected NAME=NUMBER"),
      (["model.path=somewhere"], "give --model one of"), (["--model", "70B"], "does not fit")],
 )  # fmt: skip
@@ -301,4 +318,4 @@ def test_the_clusters_settings_are_the_papers_and_fit_on_eight(name: str, model:
     assert config.tools.search_results == 10 and config.run.dir == f"runs/{name}"
     shape = find_shape(config.model.path)
     assert shape.name == model
-    assert Planner(Setup(config, guess_load(config), shape, GPUS["h100"], 8)).fits()
+    assert Planner(Setup(config, guess_workload(config), shape, GPUS["h100"], 8)).fits()

@@ -10,18 +10,19 @@ import pytest
 
 from arpo.config.loading import load_config
 from arpo.plan.cost import Decoder
-from arpo.plan.fit import fit
 from arpo.plan.hardware import GPUS, Hardware
-from arpo.plan.load import Load, guess_load
 from arpo.plan.shape import SHAPES
-from arpo.plan.simulate import Sampled, simulate
+from arpo.plan.simulate import COUNTS, Sampled, fit_branch_rate, simulate
+from arpo.plan.workload import Workload, guess_workload
 
 H200 = Decoder(SHAPES["qwen2.5-0.5b"], GPUS["h200"])
 
 
-def load_of(**changed: float | bool) -> Load:
+def load_of(**changed: float | bool) -> Workload:
     """Four questions of one path each without calls: prompts of 100 tokens, answers of 50."""
-    plain = guess_load(load_config(None, ["train.batch_size=4", "rollout.num_trajectories=1", "rollout.num_initial=1"]))
+    plain = guess_workload(
+        load_config(None, ["train.batch_size=4", "rollout.num_trajectories=1", "rollout.num_initial=1"])
+    )
     values = {"prompt_tokens": 100.0, "turn_tokens": 50.0, "spread": 0.0, "calls": 0.0, "result_tokens": 0.0}
     return replace(plain, **{**values, "tool_p50": 1.0, "tool_p95": 1.0, "branch_rate": 0.0, **changed})
 
@@ -31,20 +32,27 @@ def load_of(**changed: float | bool) -> Load:
 
 def test_paths_of_one_length_are_one_reading_and_steps() -> None:
     done = simulate(load_of(), H200)
-    assert done.seconds == pytest.approx(H200.mixed(4, 400, 400) + H200.decode(4, 404, 49))
-    assert (done.sampled, done.read, done.unique, done.total, done.paths, done.calls) == (200, 400, 600, 600, 4, 0)
+    assert done.seconds == pytest.approx(H200.prefill(4, 400, 400) + H200.decode(4, 404, 49))
+    assert (
+        done.sampled_tokens,
+        done.prefill_tokens,
+        done.unique_tokens,
+        done.total_tokens,
+        done.trajectories,
+        done.tool_calls,
+    ) == (200, 400, 600, 600, 4, 0)
     assert sum(done.parts.values()) == pytest.approx(done.seconds)
-    assert done.parts["reading"] == pytest.approx(H200.mixed(4, 400, 400))
-    assert done.parts["weights"] == pytest.approx(49 * H200.weight_seconds)
+    assert done.parts["prefill"] == pytest.approx(H200.prefill(4, 400, 400))
+    assert done.parts["weights"] == pytest.approx(49 * H200.weights)
 
 
 def test_one_path_waits_for_its_tools() -> None:
     done = simulate(load_of(questions=1, calls=2.0, result_tokens=30.0), H200)
     turns = [(100, 100), (180, 30), (260, 30)]  # what is known before the turn, and of that unread
-    alone = sum(H200.mixed(1, known, unread) + H200.decode(1, known + 1, 49) for known, unread in turns)
+    alone = sum(H200.prefill(1, known, unread) + H200.decode(1, known + 1, 49) for known, unread in turns)
     assert done.seconds == pytest.approx(alone + 2.0)
     assert done.parts["tools"] == pytest.approx(2.0)
-    assert (done.calls, done.path_calls, done.unique, done.total) == (2, 2, 310, 310)
+    assert (done.tool_calls, done.trajectory_calls, done.unique_tokens, done.total_tokens) == (2, 2, 310, 310)
 
 
 def test_tools_that_block_hold_everyone_up() -> None:
@@ -58,38 +66,45 @@ def test_slow_tools_are_cut_off() -> None:
 
 def test_few_places_make_rounds() -> None:
     done = simulate(load_of(concurrency=2), H200)
-    assert done.seconds == pytest.approx(2 * (H200.mixed(2, 200, 200) + H200.decode(2, 202, 49)))
+    assert done.seconds == pytest.approx(2 * (H200.prefill(2, 200, 200) + H200.decode(2, 202, 49)))
 
 
 def test_replicas_share_the_questions_and_the_last_one_counts() -> None:
     done = simulate(load_of(questions=5), H200, replicas=2)
     assert done.seconds == pytest.approx(simulate(load_of(questions=3), H200).seconds)
-    assert (done.paths, done.sampled, done.read) == (5, 250, 500)
-    assert simulate(load_of(questions=2), H200, replicas=9).paths == 2
+    assert (done.trajectories, done.sampled_tokens, done.prefill_tokens) == (5, 250, 500)
+    assert simulate(load_of(questions=2), H200, replicas=9).trajectories == 2
 
 
 def test_a_shared_prompt_is_read_once_by_each_replica() -> None:
-    assert simulate(load_of(shared_prompt=60.0), H200).read == 100 + 3 * 40
-    assert simulate(load_of(shared_prompt=60.0), H200, replicas=2).read == 2 * (100 + 40)
-    assert simulate(load_of(num_trajectories=5, num_initial=5), H200).read == 400  # paths of a question share it
+    assert simulate(load_of(shared_prompt=60.0), H200).prefill_tokens == 100 + 3 * 40
+    assert simulate(load_of(shared_prompt=60.0), H200, replicas=2).prefill_tokens == 2 * (100 + 40)
+    assert (
+        simulate(load_of(num_trajectories=5, num_initial=5), H200).prefill_tokens == 400
+    )  # paths of a question share it
 
 
 def test_paths_end_at_the_limit() -> None:
     done = simulate(load_of(questions=1, max_tokens=70, calls=3.0, result_tokens=10.0), H200)
-    assert (done.total, done.calls, done.sampled) == (100 + 70, 1, 60)
-    assert simulate(load_of(questions=1, max_tokens=55, calls=3.0, result_tokens=10.0), H200).calls == 0
+    assert (done.total_tokens, done.tool_calls, done.sampled_tokens) == (100 + 70, 1, 60)
+    assert simulate(load_of(questions=1, max_tokens=55, calls=3.0, result_tokens=10.0), H200).tool_calls == 0
 
 
 def test_branches_come_where_they_may_and_missing_paths_are_filled() -> None:
     tree = load_of(questions=1, num_trajectories=6, num_initial=2, calls=1.0, result_tokens=10.0, probe_tokens=20)
     every = simulate(replace(tree, branch_rate=1.0), H200)
-    assert (every.branches, every.calls, every.paths, every.path_calls) == (2, 4, 6, 6)  # then two from the prompt
+    assert (every.branches, every.tool_calls, every.trajectories, every.trajectory_calls) == (
+        2,
+        4,
+        6,
+        6,
+    )  # then two from the prompt
     wide = simulate(replace(tree, branch_rate=1.0, branch_width=2), H200)
-    assert (wide.branches, wide.calls, wide.paths) == (4, 2, 6)
+    assert (wide.branches, wide.tool_calls, wide.trajectories) == (4, 2, 6)
     never = simulate(tree, H200)
-    assert (never.branches, never.calls, never.paths) == (0, 6, 6)
+    assert (never.branches, never.tool_calls, never.trajectories) == (0, 6, 6)
     later = simulate(replace(tree, posthoc=True), H200)
-    assert (later.branches, later.calls, later.paths) == (4, 2, 6)
+    assert (later.branches, later.tool_calls, later.trajectories) == (4, 2, 6)
 
 
 def test_stragglers_are_seen() -> None:
@@ -100,12 +115,12 @@ def test_stragglers_are_seen() -> None:
 
 def test_turns_keep_their_mean_whatever_their_spread() -> None:
     done = simulate(load_of(questions=4000, spread=0.8, concurrency=4000), H200)
-    assert done.sampled / 4000 == pytest.approx(50, rel=0.05)
+    assert done.sampled_tokens / 4000 == pytest.approx(50, rel=0.05)
 
 
 def test_calls_keep_their_mean() -> None:
     done = simulate(load_of(questions=2000, calls=1.3, concurrency=4000), H200)
-    assert done.calls / 2000 == pytest.approx(1.3, abs=0.05)
+    assert done.tool_calls / 2000 == pytest.approx(1.3, abs=0.05)
 
 
 def test_the_seed_decides_all() -> None:
@@ -136,7 +151,7 @@ class Row:
     looks: bool = False
 
 
-def plainly(load: Load, decoder: Decoder, seed: int) -> Sampled:
+def plainly(load: Workload, decoder: Decoder, seed: int) -> Sampled:
     """What `simulate` says for one replica, found by going through all paths at every token."""
     done, now, rank, plain = Sampled(), 0.0, 0, 0
     rows: list[Row] = []
@@ -199,10 +214,10 @@ def plainly(load: Load, decoder: Decoder, seed: int) -> Sampled:
                 row.turn, row.asks = max(1, load.max_tokens - row.tokens), False
         writing = sorted((row for row in rows if row.state == "writing"), key=lambda row: row.rank)
         seen = sum(prompt + row.tokens + row.told for row in writing)
-        now += decoder.mixed(len(writing), seen, unread)
-        done.read += unread
+        now += decoder.prefill(len(writing), seen, unread)
+        done.prefill_tokens += unread
         plain = 0 if unread else plain + 1
-        done.sampled += len(writing)
+        done.sampled_tokens += len(writing)
         for row in writing:
             row.told += 1
         for row in writing:
@@ -220,8 +235,8 @@ def plainly(load: Load, decoder: Decoder, seed: int) -> Sampled:
                 row.calls, row.tokens, row.unread = row.calls + 1, row.tokens + result, result
                 row.looks = load.branch_rate > 0
                 results[row.question].append((row.calls, row.tokens))
-                done.calls += 1
-                done.unique += result
+                done.tool_calls += 1
+                done.unique_tokens += result
                 rank += 1
                 if load.tool_blocks:
                     now += seconds
@@ -229,9 +244,9 @@ def plainly(load: Load, decoder: Decoder, seed: int) -> Sampled:
                 row.state, row.comes, row.rank = "coming", now + seconds, rank
                 continue
             row.state = "ended"
-            done.paths += 1
-            done.total += prompt + row.tokens
-            done.path_calls += row.calls
+            done.trajectories += 1
+            done.total_tokens += prompt + row.tokens
+            done.trajectory_calls += row.calls
             if all(other.state == "ended" for other in rows if other.question == row.question):
                 while left(row.question):
                     found = results[row.question]
@@ -241,7 +256,7 @@ def plainly(load: Load, decoder: Decoder, seed: int) -> Sampled:
             for other in rows:
                 if other.state == "queued" and busy() < load.concurrency:
                     admit(other)
-    done.unique += load.questions * prompt + done.sampled
+    done.unique_tokens += load.questions * prompt + done.sampled_tokens
     done.seconds = now
     return done
 
@@ -269,8 +284,7 @@ def test_the_simulation_is_that_of_every_single_token(
     load, decoder = load_of(questions=7, **case), Decoder(SHAPES["qwen2.5-0.5b"], hardware)
     slow, fast = plainly(load, decoder, seed), simulate(load, decoder, seed=seed)
     assert fast.seconds == pytest.approx(slow.seconds, rel=1e-9)
-    names = ("sampled", "read", "unique", "total", "calls", "path_calls", "paths", "branches")
-    assert [getattr(fast, name) for name in names] == [getattr(slow, name) for name in names]
+    assert [getattr(fast, name) for name in COUNTS] == [getattr(slow, name) for name in COUNTS]
     assert sum(fast.parts.values()) == pytest.approx(fast.seconds)
 
 
@@ -282,6 +296,6 @@ def test_the_chance_to_branch_is_found_again() -> None:
         questions=64, num_trajectories=8, num_initial=4, calls=2.0, result_tokens=10.0, concurrency=512, branch_rate=0.3
     )
     seen = simulate(load, H200).branches / 64
-    assert fit(replace(load, branch_rate=0.9), seen).branch_rate == pytest.approx(0.3, abs=0.06)
-    assert fit(load, 5.0).branch_rate == 1  # more than there may be
-    assert fit(load, 0.0) is load
+    assert fit_branch_rate(replace(load, branch_rate=0.9), seen).branch_rate == pytest.approx(0.3, abs=0.06)
+    assert fit_branch_rate(load, 5.0).branch_rate == 1  # more than there may be
+    assert fit_branch_rate(load, 0.0) is load

@@ -316,9 +316,9 @@ def test_entropies_of_the_last_steps_or_of_some(site: Site) -> None:
     assert last["steps"] == [2, 4, 5] and last["tree_count"] == 6 and last["findings"]
     one = site.get("entropy", run="branched", steps="4")
     assert (one["steps"], one["tree_count"], one["trees"]) == ([4], 1, "trees of step 4")
-    by_place = {place["place"]: place for place in one["places"]}
-    assert by_place["after a failed call"]["first_tokens"]["value"] == pytest.approx(0.25)
-    assert one["decisions_by_place"][0]["branched"] == 1
+    by_start = {start["label"]: start for start in one["turn_starts"]}
+    assert by_start["after a failed call"]["first_tokens"]["value"] == pytest.approx(0.25)
+    assert one["decisions_by_tool"][0]["branched"] == 1
     assert site.get("entropy", run="branched", steps="1-4")["steps"] == [2, 4]
 
 
