@@ -209,11 +209,11 @@ def _explain(error: ValidationError) -> str:
     if keyword == "additionalProperties":
         extra = next(name for name in instance if name not in error.schema.get("properties", {}))
         return f"unexpected argument {_where([*path, extra])!r}"
-    wanted, found = _type_name(error.schema), _json_type(instance)
-    if keyword in ("type", "anyOf", "oneOf") and {found, "any"}.isdisjoint(wanted.split(" or ")):
-        return f"{what} must be {wanted}, not {found}"
+    expected, found = _type_name(error.schema), _json_type(instance)
+    if keyword in ("type", "anyOf", "oneOf") and {found, "any"}.isdisjoint(expected.split(" or ")):
+        return f"{what} must be {expected}, not {found}"
     if keyword in ("enum", "const"):
-        return f"{what} must be {wanted}, not {_short(instance)}"
+        return f"{what} must be {expected}, not {_short(instance)}"
     if keyword in _LIMITS:
         return f"{what} must be {_LIMITS[keyword]} {_short(value)}, not {_short(instance)}"
     if keyword in _SIZES:

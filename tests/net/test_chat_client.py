@@ -1,4 +1,4 @@
-"""A model behind a chat endpoint: what is sent, what counts as a turn, whose fault is what, and what never shows."""
+"""The chat client: requests, replies, errors, and keys that must not leak."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_reply_ends_at_the_first_stop_string(answer: Any, expected: Reply) -> 
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
-def test_what_is_thought_apart_comes_first_and_ends_nothing(name: str) -> None:
+def test_separate_reasoning_comes_first_and_has_no_stop_strings(name: str) -> None:
     message = {"content": "<search>mira", name: " I could </search> for it. "}
     answer = {"choices": [{"message": message, "finish_reason": "stop"}]}
     text = "<think>I could </search> for it.</think><search>mira</search>"
@@ -101,7 +101,7 @@ def test_the_request(server: ChatServer) -> None:
 @pytest.mark.parametrize(
     "trouble", [(429, b""), (500, b"x"), (503, b""), (408, b""), (200, b"{"), (200, {"choices": []})]
 )
-def test_what_passes_is_tried_again(server: ChatServer, trouble: Any) -> None:
+def test_temporary_failures_are_retried(server: ChatServer, trouble: Any) -> None:
     server.reply = lambda request: said("x") if len(server.requests) > module.RETRIES else trouble
     assert chat(server).text == "x"
     assert len(server.requests) == module.RETRIES + 1
@@ -142,7 +142,7 @@ def test_a_reply_without_end_is_not_read_to_the_end(server: ChatServer) -> None:
     assert len(server.requests) == 1
 
 
-def test_a_refusal_is_told_in_the_endpoints_words_without_the_key(server: ChatServer) -> None:
+def test_a_refusal_quotes_the_endpoint_without_the_key(server: ChatServer) -> None:
     server.reply = lambda request: (400, f"context\n too \x1b[2Jlong for {KEY}".encode())
     with pytest.raises(HttpError) as caught:
         chat(server)
@@ -151,7 +151,7 @@ def test_a_refusal_is_told_in_the_endpoints_words_without_the_key(server: ChatSe
 
 
 @pytest.mark.parametrize("status", [401, 403, 404])
-def test_a_wrong_key_or_name_is_the_users_mistake(server: ChatServer, status: int) -> None:
+def test_a_wrong_key_or_name_is_an_arpo_error(server: ChatServer, status: int) -> None:
     server.reply = lambda request: (status, KEY.encode())
     with pytest.raises(ArpoError, match=f"status {status}; check eval.endpoint, .* CHAT_KEY") as caught:
         chat(server)

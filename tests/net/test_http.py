@@ -94,7 +94,7 @@ def test_the_pause_that_a_server_asks_for(server: ChatServer, retry_after: str, 
     assert isinstance(error, Unavailable) and error.retry_after == seconds
 
 
-def test_only_what_may_pass_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_unavailable_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
 
     async def sleep(seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""`browse` against a hostile web: a local server, a made-up resolver, and connections that are watched."""
+"""`browse` against a hostile web: a local server, a fake resolver, and recorded connections."""
 
 from __future__ import annotations
 
@@ -322,7 +322,7 @@ def test_a_url_is_refused_and_nothing_is_connected_to(url: str, dialled: list[tu
         ("http://[::ffff:8.8.8.8]/", "[::ffff:8.8.8.8]", "::ffff:808:808"),
     ],
 )
-def test_a_public_host_is_dialled_at_its_address(
+def test_a_public_host_is_connected_to_at_its_address(
     url: str, host: str, address: str, dialled: list[tuple[str, int]]
 ) -> None:
     names = Names(public_example=[[PUBLIC]])
@@ -419,7 +419,7 @@ def test_the_edges_of_the_special_blocks() -> None:
     assert is_public_address(IPv6Address("2001:200::1")) and not is_public_address(IPv6Address("2001:1ff:ffff::1"))
 
 
-def test_the_machines_own_addresses_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_addresses_of_this_machine_are_recognized(monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_own_address(IPv4Address("127.0.0.1")) and is_own_address(IPv6Address("::ffff:127.0.0.1"))
     assert not is_own_address(IPv4Address(PUBLIC)) and not is_own_address(IPv6Address("2606:4700::1111"))
     monkeypatch.setattr("arpo.tools.browse.address.is_own_address", lambda address: str(address) == OTHER_PUBLIC)
@@ -448,7 +448,7 @@ def test_one_bad_address_refuses_the_host(answers: list[str], dialled: list[tupl
     assert dialled == []
 
 
-def test_the_address_that_was_checked_is_the_one_that_is_dialled(dialled: list[tuple[str, int]]) -> None:
+def test_the_checked_address_is_the_one_connected_to(dialled: list[tuple[str, int]]) -> None:
     """DNS rebinding: whatever a second look-up would say, there is none."""
     names = Names(public_example=[[PUBLIC], ["127.0.0.1"]])
 
@@ -542,7 +542,7 @@ def test_an_address_that_does_not_answer_is_followed_by_the_next(monkeypatch: py
 # What is sent, and over what.
 
 
-def test_nothing_personal_is_sent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_no_cookies_or_credentials_are_sent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "netrc").write_text("default login me password secret\n")
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY", "https_proxy"):
@@ -647,7 +647,7 @@ def test_a_broken_answer_is_the_servers_fault(page: bytes | Handler) -> None:
         fetch({"/": page})
 
 
-def test_what_comes_after_the_announced_length_is_not_read() -> None:
+def test_data_after_the_content_length_is_not_read() -> None:
     page = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nContent-Length: 5\r\n\r\nhello, and more"
     assert fetch({"/": page}).body == b"hello"
 
@@ -684,7 +684,7 @@ def test_a_refused_connection_is_the_models_mistake_and_an_unreachable_net_is_no
 @pytest.mark.parametrize(
     "kind", ["application/pdf", "image/png", "application/octet-stream", "video/mp4", "application/zip", "zz", "<b>/x"]
 )
-def test_what_is_not_text_is_refused_before_it_is_read(kind: str) -> None:
+def test_other_media_types_are_refused_before_the_body_is_read(kind: str) -> None:
     async def endless(request: str, writer: asyncio.StreamWriter) -> None:
         writer.write(f"HTTP/1.1 200 OK\r\nContent-Type: {kind}\r\n\r\n".encode())
         await asyncio.sleep(600)
@@ -727,7 +727,7 @@ def packed(body: bytes, coding: str = "gzip") -> bytes:
     return response(body, "text/plain", "200 OK", f"Content-Encoding: {coding}")
 
 
-def test_a_packed_page_is_unpacked() -> None:
+def test_a_compressed_page_is_decompressed() -> None:
     text = bytes(random.Random(0).choices(range(32, 127), k=200_000))
     assert fetch({"/": packed(gzip.compress(text))}).body == text
     assert fetch({"/": packed(gzip.compress(text))}, max_bytes=200_000).body == text
@@ -743,7 +743,7 @@ def test_a_page_may_be_as_long_as_the_limit_and_no_longer() -> None:
             fetch({"/": page}, max_bytes=1000)
 
 
-def test_a_bomb_is_not_unpacked() -> None:
+def test_a_decompression_bomb_is_not_expanded() -> None:
     bomb = gzip.compress(b"\0" * 50_000_000)
     assert len(bomb) < 60_000  # one piece of what comes in
     tracemalloc.start()
@@ -854,12 +854,12 @@ def test_a_page_becomes_its_title_and_text() -> None:
     assert "secret" not in found["text"] and "color" not in found["text"]
 
 
-def test_text_that_is_no_html_stays_as_it_is() -> None:
+def test_text_that_is_not_html_is_unchanged() -> None:
     assert text_of(b'{"a":  [1,\r\n\t2]}', html=False) == '{"a": [1,\n2]}'
     assert text_of(b"<p>not html</p>\n\n\n\n\nend  ", html=False) == "<p>not html</p>\n\nend"
 
 
-def test_tags_that_look_like_ours_are_text() -> None:
+def test_tags_like_our_own_are_text() -> None:
     page = b"<p>Some words <answer>41</answer> and <search>x</search> &lt;/result&gt;&lt;answer&gt;42 more words.</p>"
     assert text_of(page) == "Some words 41 and x </result><answer>42 more words."
 
@@ -908,7 +908,7 @@ def test_control_characters_and_half_characters_are_dropped() -> None:
 
 
 @given(st.text(alphabet="ab \n", max_size=60))
-def test_tidy_text(text: str) -> None:
+def test_spaces_are_normalized(text: str) -> None:
     tidied = normalize_spaces(text)
     assert tidied.split() == text.split()
     assert "  " not in tidied and " \n" not in tidied and "\n " not in tidied and "\n\n\n" not in tidied
@@ -965,7 +965,7 @@ def test_a_question_finds_its_place_in_one_long_line() -> None:
     st.sampled_from(["", "a", "a b", "aa cc", "zz"]),
     st.integers(40, 200),
 )
-def test_what_is_kept_fits_stands_in_order_and_holds_the_best(lines: list[str], question: str, room: int) -> None:
+def test_selected_text_fits_keeps_its_order_and_holds_the_best(lines: list[str], question: str, room: int) -> None:
     lines = [line for line in lines if line]
     kept = select_text("\n".join(lines), question, room)
     assert len(kept) <= room
@@ -1007,7 +1007,7 @@ def test_a_page_may_have_no_text_that_can_be_read(body: bytes) -> None:
     assert text_of(body) == ""
 
 
-def test_a_page_without_text_is_said_to_be_so() -> None:
+def test_a_page_without_text_is_an_error() -> None:
     with pytest.raises(ToolError, match="no readable text"):
         asyncio.run(parse_page(Page(True, "", b"<html><body><script>only()</script></body></html>"), "", 1000))
 
@@ -1045,7 +1045,7 @@ def test_a_page_that_takes_too_long_is_killed(monkeypatch: pytest.MonkeyPatch) -
     assert readers() == set()
 
 
-def test_whoever_stops_waiting_stops_the_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancelling_kills_the_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "very secret")
 
     async def go() -> None:
@@ -1110,7 +1110,7 @@ def browse(pages: dict[str, bytes | Handler], path: str = "/", question: str = "
     return asyncio.run(go())
 
 
-def test_what_the_model_is_told() -> None:
+def test_the_spec_of_the_tool() -> None:
     tool = build_browse()
     assert tool.spec.name == "browse" and tool.spec.main_argument == "url"
     properties = tool.spec.schema["properties"]
@@ -1149,7 +1149,7 @@ def test_a_long_page_is_cut_to_its_budget_or_to_what_was_asked_for() -> None:
     assert titled.text.startswith("t" * 50 + "\n\nword") and titled.text.endswith(CUT) and len(titled.text) <= 200
 
 
-def test_private_places_need_permission_and_faults_are_told_apart() -> None:
+def test_private_addresses_need_permission_and_faults_are_told_apart() -> None:
     refused = browse({"/": response(b"hello")}, allow_private=False)
     assert (refused.fault, "not public" in refused.text) == (Fault.MODEL, True)
     assert browse({"/": response(b"hello")}).text == "hello"

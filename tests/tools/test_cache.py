@@ -1,4 +1,4 @@
-"""Stored answers: three modes, one file for many processes, and a disk that fails."""
+"""The cache of tool results: three modes, one file for many processes, and disk errors."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ FINE = CachedResult("fine", None, 0.5)
 # Questions.
 
 
-def test_a_question_is_all_that_the_answer_depends_on() -> None:
+def test_a_key_covers_everything_that_the_result_depends_on() -> None:
     def named(name: str, **fields: Any) -> Tool:
         async def run(a: int = 0, b: int = 0) -> str:
             """Run."""
@@ -78,7 +78,7 @@ def test_a_question_is_all_that_the_answer_depends_on() -> None:
 # The store.
 
 
-def test_what_was_put_is_found_at_once_and_after_opening_again(tmp_path: Path) -> None:
+def test_put_is_visible_at_once_and_after_reopening(tmp_path: Path) -> None:
     path = tmp_path / "new" / "fol?der #%41" / "answers.sqlite"
     wrong = CachedResult("Error: \u2028 é \U0001f600", Fault.MODEL, 1e-9)
     cache = ToolCache(path, "on")
@@ -130,7 +130,7 @@ def test_it_behaves_like_a_dictionary(steps: list[tuple[str, str, str]]) -> None
         assert (rows(Path(folder) / "c"), cache.errors) == (len(oracle), 0)
 
 
-def test_a_look_takes_microseconds_and_writing_does_not_wait(tmp_path: Path) -> None:
+def test_get_takes_microseconds_and_put_does_not_wait(tmp_path: Path) -> None:
     cache = ToolCache(tmp_path / "c", "on")
     questions = [question(str(n)) for n in range(300)]
     text = "word " * 1000
@@ -193,7 +193,7 @@ def test_a_newer_answer_is_found_while_the_older_one_is_being_written(
     cache.close()
 
 
-def test_others_who_read_delay_neither_opening_nor_writing(tmp_path: Path) -> None:
+def test_other_readers_delay_neither_opening_nor_writing(tmp_path: Path) -> None:
     ToolCache(tmp_path / "c", "on").close()
     other = sqlite3.connect(tmp_path / "c", isolation_level=None, check_same_thread=False)
     other.execute("PRAGMA journal_mode = DELETE")
@@ -310,34 +310,34 @@ def spoil_table(path: Path) -> None:
     connection.close()
 
 
-def ask(box: Toolset, *words: str, name: str = "look") -> list[ToolResult]:
+def ask(toolset: Toolset, *words: str, name: str = "look") -> list[ToolResult]:
     async def main() -> list[ToolResult]:
-        return [await call_tool(box, ToolCall(name, {"word": word})) for word in words]
+        return [await call_tool(toolset, ToolCall(name, {"word": word})) for word in words]
 
     return asyncio.run(main())
 
 
 @pytest.mark.parametrize("mode", ["on", "record"])
 def test_a_failing_disk_does_not_stop_a_run(mode: Any, tmp_path: Path) -> None:
-    with Toolset([look], ToolCache(tmp_path / "c", mode)) as box:
-        assert box.cache is not None
-        ask(box, "a")
+    with Toolset([look], ToolCache(tmp_path / "c", mode)) as toolset:
+        assert toolset.cache is not None
+        ask(toolset, "a")
         spoil_table(tmp_path / "c")
-        assert [(r.text, r.fault) for r in ask(box, "b", "b")] == [("b", None)] * 2
-    assert box.cache.errors > 0
-    assert [(r.text, r.fault) for r in ask(box, "d")] == [("d", None)]  # closed: no cache any more
+        assert [(r.text, r.fault) for r in ask(toolset, "b", "b")] == [("b", None)] * 2
+    assert toolset.cache.errors > 0
+    assert [(r.text, r.fault) for r in ask(toolset, "d")] == [("d", None)]  # closed: no cache any more
 
 
 def test_a_recording_that_cannot_be_read_is_a_failure_of_the_infrastructure(tmp_path: Path) -> None:
-    with Toolset([look], ToolCache(tmp_path / "c", "record")) as box:
-        ask(box, "a")
-    with Toolset([look], ToolCache(tmp_path / "c", "replay")) as box:
-        assert ask(box, "a")[0].cached
+    with Toolset([look], ToolCache(tmp_path / "c", "record")) as toolset:
+        ask(toolset, "a")
+    with Toolset([look], ToolCache(tmp_path / "c", "replay")) as toolset:
+        assert ask(toolset, "a")[0].cached
         spoil_table(tmp_path / "c")
-        (result,) = ask(box, "a")
+        (result,) = ask(toolset, "a")
         assert (result.fault, result.cached) == (Fault.INFRA, False)
         assert "the recording cannot be read" in result.text
-        assert box.cache is not None and box.cache.errors == 1
+        assert toolset.cache is not None and toolset.cache.errors == 1
 
 
 def test_a_batch_that_cannot_be_written_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -373,29 +373,32 @@ def clock(**fields: Any) -> tuple[Tool, list[str]]:
 
 def test_on_stores_only_what_is_cacheable(tmp_path: Path) -> None:
     changing, said = clock()
-    with Toolset([changing], ToolCache(tmp_path / "c", "on")) as box:
-        assert [r.text for r in ask(box, "a", "a")] == ["a 0", "a 1"]
+    with Toolset([changing], ToolCache(tmp_path / "c", "on")) as toolset:
+        assert [r.text for r in ask(toolset, "a", "a")] == ["a 0", "a 1"]
     assert rows(tmp_path / "c") == 0
     steady, said = clock(cacheable=True)
-    with Toolset([steady], ToolCache(tmp_path / "c", "on")) as box:
-        assert [(r.text, r.cached) for r in ask(box, "a", "a", "down", "down")[:2]] == [("a 0", False), ("a 0", True)]
+    with Toolset([steady], ToolCache(tmp_path / "c", "on")) as toolset:
+        assert [(r.text, r.cached) for r in ask(toolset, "a", "a", "down", "down")[:2]] == [
+            ("a 0", False),
+            ("a 0", True),
+        ]
     assert (said, rows(tmp_path / "c")) == (["a 0", "down 1", "down 2"], 1)
     newer, said = clock(cacheable=True, version="2")
-    with Toolset([newer], ToolCache(tmp_path / "c", "on")) as box:
-        assert not ask(box, "a")[0].cached
+    with Toolset([newer], ToolCache(tmp_path / "c", "on")) as toolset:
+        assert not ask(toolset, "a")[0].cached
 
 
 @pytest.mark.parametrize("cacheable", [False, True])
 def test_record_makes_every_call_and_replay_none(cacheable: bool, tmp_path: Path) -> None:
     changing, said = clock(cacheable=cacheable)
     words = ("a", "wrong", "down", "a", "b")
-    with Toolset([changing], ToolCache(tmp_path / "c", "record")) as box:
-        recorded = ask(box, *words)
+    with Toolset([changing], ToolCache(tmp_path / "c", "record")) as toolset:
+        recorded = ask(toolset, *words)
         assert not any(result.cached for result in recorded)
         assert len(said) == 5
     for _ in range(2):
-        with Toolset([changing], ToolCache(tmp_path / "c", "replay")) as box:
-            replayed = ask(box, *words, "c")
+        with Toolset([changing], ToolCache(tmp_path / "c", "replay")) as toolset:
+            replayed = ask(toolset, *words, "c")
             assert [(r.text, r.fault, r.cached, r.attempts) for r in replayed] == [
                 ("a 3", None, True, 1),  # of two answers, the last
                 ("Error: wrong 1", Fault.MODEL, True, 1),
@@ -404,23 +407,23 @@ def test_record_makes_every_call_and_replay_none(cacheable: bool, tmp_path: Path
                 ("b 4", None, True, 1),
                 ("Error: look is unavailable: the recording that is replayed lacks this call", Fault.INFRA, False, 1),
             ]
-            assert (len(said), box.stats()["look"].infra, box.stats()["look"].calls) == (5, 2, 6)
-    with Toolset([changing], ToolCache(tmp_path / "c", "record")) as box:
-        ask(box, "a")
-    with Toolset([changing], ToolCache(tmp_path / "c", "replay")) as box:
-        assert ask(box, "a")[0].text == "a 5"
-        assert ask(box, "a", name="nothing")[0].fault is Fault.MODEL  # what is no call is refused as ever
+            assert (len(said), toolset.stats()["look"].infra, toolset.stats()["look"].calls) == (5, 2, 6)
+    with Toolset([changing], ToolCache(tmp_path / "c", "record")) as toolset:
+        ask(toolset, "a")
+    with Toolset([changing], ToolCache(tmp_path / "c", "replay")) as toolset:
+        assert ask(toolset, "a")[0].text == "a 5"
+        assert ask(toolset, "a", name="nothing")[0].fault is Fault.MODEL  # what is no call is refused as ever
 
 
-def test_recording_joins_only_calls_that_deserve_the_same_answer(tmp_path: Path) -> None:
-    async def both(box: Toolset) -> list[bool]:
-        made = [call_tool(box, ToolCall("look", {"word": "a"})) for _ in range(2)]
+def test_recording_shares_only_calls_of_cacheable_tools(tmp_path: Path) -> None:
+    async def both(toolset: Toolset) -> list[bool]:
+        made = [call_tool(toolset, ToolCall("look", {"word": "a"})) for _ in range(2)]
         return [result.cached for result in await asyncio.gather(*made)]
 
     for cacheable in (False, True):
         tool_, said = clock(cacheable=cacheable)
-        with Toolset([tool_], ToolCache(tmp_path / "c", "record")) as box:
-            assert asyncio.run(both(box)) == [False, cacheable]
+        with Toolset([tool_], ToolCache(tmp_path / "c", "record")) as toolset:
+            assert asyncio.run(both(toolset)) == [False, cacheable]
         assert len(said) == (1 if cacheable else 2)
 
 

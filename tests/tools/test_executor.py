@@ -1,4 +1,4 @@
-"""Calling tools: what becomes of a failure, who waits for whom, and that every call is accounted for."""
+"""Calls of tools: faults, retries, timeouts, cancellation, slots, shared calls and counters."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_bad_input_is_the_models_fault_and_final(error: Exception, text: str) ->
     assert (result.text, result.fault, result.attempts, len(times)) == (text, Fault.MODEL, 1, 1)
 
 
-def test_a_time_limit_of_the_tools_own_is_a_timeout_with_its_words() -> None:
+def test_a_time_limit_of_the_tool_itself_is_a_timeout_with_its_message() -> None:
     run, times = failing(ToolTimeout("stopped after 3 seconds; printed: x"))
     result = call(make(run, max_chars=20))
     assert (result.fault, result.attempts, len(times)) == (Fault.TIMEOUT, 1, 1)
@@ -178,7 +178,7 @@ def test_timeout_is_not_retried() -> None:
     assert result.seconds == pytest.approx(0.05)
 
 
-def test_a_timeout_stays_one_whatever_the_tool_makes_of_it() -> None:
+def test_a_timeout_stays_a_timeout_whatever_the_tool_does() -> None:
     async def disguised() -> str:
         try:
             await asyncio.sleep(30)
@@ -189,7 +189,7 @@ def test_a_timeout_stays_one_whatever_the_tool_makes_of_it() -> None:
     assert timed(make(disguised, timeout=0.02)).fault is Fault.TIMEOUT
 
 
-def test_a_stopped_tool_has_time_to_clean_up() -> None:
+def test_a_cancelled_tool_has_time_to_clean_up() -> None:
     cleaned: list[int] = []
 
     async def tidy() -> str:
@@ -214,7 +214,7 @@ def test_a_stopped_tool_has_time_to_clean_up() -> None:
     clock.run(main())
 
 
-def test_nobody_waits_long_for_a_tool_that_does_not_want_to_stop(
+def test_a_tool_that_ignores_cancellation_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(calling, "CLEANUP_SECONDS", 0.05)
@@ -228,9 +228,9 @@ def test_nobody_waits_long_for_a_tool_that_does_not_want_to_stop(
                     await release.wait()
             raise OSError("late")
 
-        box = Toolset([make(stubborn, timeout=0.05, concurrency=1)])
-        results = [await call_tool(box, ToolCall("probe", {})) for _ in range(2)]  # its slot is free again
-        task = asyncio.create_task(call_tool(box, ToolCall("probe", {})))
+        toolset = Toolset([make(stubborn, timeout=0.05, concurrency=1)])
+        results = [await call_tool(toolset, ToolCall("probe", {})) for _ in range(2)]  # its slot is free again
+        task = asyncio.create_task(call_tool(toolset, ToolCall("probe", {})))
         await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -245,7 +245,7 @@ def test_nobody_waits_long_for_a_tool_that_does_not_want_to_stop(
     assert caplog.records == []  # nor does its late error make noise
 
 
-def test_output_is_made_harmless() -> None:
+def test_output_is_sanitized() -> None:
     def giving(value: Any, **limits: Any) -> Tool:
         async def give() -> Any:
             return value
@@ -284,14 +284,14 @@ def test_a_cancelled_caller_is_cancelled(after: Callable[[], str] | None) -> Non
                 return after()
             return ""
 
-        box = Toolset([make(hang)])
-        task = asyncio.create_task(call_tool(box, ToolCall("probe", {})))
+        toolset = Toolset([make(hang)])
+        task = asyncio.create_task(call_tool(toolset, ToolCall("probe", {})))
         await asyncio.sleep(0.01)
-        assert box.stats()["probe"].in_flight == 1
+        assert toolset.stats()["probe"].in_flight == 1
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        return seen, replace(box.stats()["probe"], wait_seconds=0.0)
+        return seen, replace(toolset.stats()["probe"], wait_seconds=0.0)
 
     assert clock.run(main()) == (["started", "stopped"], ToolStats(calls=1, cancelled=1))
 
@@ -352,9 +352,9 @@ def test_functions_that_hang_hold_up_neither_others_nor_the_end() -> None:
         return "fine"
 
     async def main() -> tuple[list[ToolResult], ToolResult]:
-        box = Toolset([hang, fine])
-        hung = await asyncio.gather(*(call_tool(box, ToolCall("hang", {})) for _ in range(40)))
-        return hung, await call_tool(box, ToolCall("fine", {}))
+        toolset = Toolset([hang, fine])
+        hung = await asyncio.gather(*(call_tool(toolset, ToolCall("hang", {})) for _ in range(40)))
+        return hung, await call_tool(toolset, ToolCall("fine", {}))
 
     try:
         hung, good = asyncio.run(main())
@@ -380,7 +380,7 @@ def test_a_thread_has_the_callers_context_and_never_keeps_the_process_alive() ->
     assert asyncio.run(main()) == "me True"
 
 
-def test_a_thread_that_comes_late_makes_no_noise(
+def test_a_thread_that_ends_late_logs_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whether the event loop is still there or not."""
@@ -409,7 +409,7 @@ def test_a_thread_that_comes_late_makes_no_noise(
 
 
 @pytest.mark.parametrize("error", [StopIteration(), SystemExit(3), KeyboardInterrupt()])
-def test_what_no_future_can_carry_is_an_error_and_not_a_hang(error: BaseException) -> None:
+def test_stop_iteration_is_an_error_and_not_a_hang(error: BaseException) -> None:
     @tool(timeout=60, retries=0)
     def stops() -> str:
         """Stop."""
@@ -421,7 +421,7 @@ def test_what_no_future_can_carry_is_an_error_and_not_a_hang(error: BaseExceptio
 
 
 @pytest.mark.parametrize("mode", ["none", "on", "record", "replay"])
-def test_a_quick_tool_gives_way_to_nothing(mode: Any, tmp_path: Path) -> None:
+def test_a_quick_tool_does_not_yield_to_the_event_loop(mode: Any, tmp_path: Path) -> None:
     """The order of events, and so a run, must not depend on how long things take."""
 
     @tool(quick=True, cacheable=True, concurrency=1)
@@ -429,25 +429,25 @@ def test_a_quick_tool_gives_way_to_nothing(mode: Any, tmp_path: Path) -> None:
         """Where."""
         return threading.current_thread().name
 
-    async def main(box: Toolset) -> None:
+    async def main(toolset: Toolset) -> None:
         others: list[int] = []
         asyncio.get_running_loop().call_soon(others.append, 1)
-        results = [await call_tool(box, ToolCall("where", {"x": x})) for x in (1, 2, 1)]
+        results = [await call_tool(toolset, ToolCall("where", {"x": x})) for x in (1, 2, 1)]
         assert others == []
         assert {result.text for result in results} == {threading.current_thread().name}
 
-    with Toolset([where], None if mode == "none" else ToolCache(tmp_path / "c", "record")) as box:
-        asyncio.run(main(box))
+    with Toolset([where], None if mode == "none" else ToolCache(tmp_path / "c", "record")) as toolset:
+        asyncio.run(main(toolset))
     if mode in ("on", "replay"):
-        with Toolset([where], ToolCache(tmp_path / "c", mode)) as box:
-            asyncio.run(main(box))
-            assert box.stats()["where"].cached == 3
+        with Toolset([where], ToolCache(tmp_path / "c", mode)) as toolset:
+            asyncio.run(main(toolset))
+            assert toolset.stats()["where"].cached == 3
 
 
-# The box.
+# The toolset.
 
 
-def test_a_box_is_a_mapping_and_closes_everything_once() -> None:
+def test_a_toolset_is_a_mapping_and_closes_everything_once() -> None:
     closed: list[str] = []
 
     def closing(name: str, error: Exception | None = None) -> Callable[[], None]:
@@ -473,9 +473,14 @@ def test_a_box_is_a_mapping_and_closes_everything_once() -> None:
         named("c", None),
         *(named(name, shared) for name in "de"),
     ]
-    with pytest.raises(OSError, match="stuck"), Toolset(tools) as box:
-        assert (list(box), len(box), box["c"], "z" in box) == (["a", "b", "c", "d", "e"], 5, tools[2], False)
-    box.close()
+    with pytest.raises(OSError, match="stuck"), Toolset(tools) as toolset:
+        assert (list(toolset), len(toolset), toolset["c"], "z" in toolset) == (
+            ["a", "b", "c", "d", "e"],
+            5,
+            tools[2],
+            False,
+        )
+    toolset.close()
     assert sorted(closed) == ["a", "b", "shared"]
     with pytest.raises(ArpoError, match="two tools are named 'a'"):
         Toolset([tools[0], named("a", None)])
@@ -490,17 +495,17 @@ def test_limits_out_of_range_are_refused(limits: dict[str, Any]) -> None:
 # Slots.
 
 
-def test_waiting_for_a_slot_takes_nothing_from_the_timeout() -> None:
-    box = Toolset([make(lambda: asyncio.sleep(0.05, "done"), timeout=0.12, concurrency=1)])
+def test_waiting_for_a_slot_does_not_count_against_the_timeout() -> None:
+    toolset = Toolset([make(lambda: asyncio.sleep(0.05, "done"), timeout=0.12, concurrency=1)])
 
     async def main() -> list[ToolResult]:
-        return await asyncio.gather(*(call_tool(box, ToolCall("probe", {})) for _ in range(5)))
+        return await asyncio.gather(*(call_tool(toolset, ToolCall("probe", {})) for _ in range(5)))
 
     for rounds in (1, 2):  # a second event loop, and waiting in it too
         results = clock.run(main())
         assert [(result.text, result.fault) for result in results] == [("done", None)] * 5
         assert [result.seconds for result in results] == pytest.approx([0.05] * 5)
-        stats = box.stats()["probe"]
+        stats = toolset.stats()["probe"]
         assert (stats.calls, stats.in_flight, stats.timeout) == (5 * rounds, 0, 0)
         assert stats.wait_seconds == pytest.approx(rounds * 0.05 * (1 + 2 + 3 + 4))
     assert (stats.p50_seconds, stats.p95_seconds) == pytest.approx((0.05, 0.05))
@@ -513,10 +518,10 @@ def test_slots_come_back_from_timeouts_cancellations_and_pauses(monkeypatch: pyt
     async def act() -> str:
         return str(await behaviours.pop(0)())
 
-    box = Toolset([make(act, timeout=0.03, concurrency=1)])
+    toolset = Toolset([make(act, timeout=0.03, concurrency=1)])
 
     def start() -> asyncio.Task[ToolResult]:
-        return asyncio.create_task(call_tool(box, ToolCall("probe", {})))
+        return asyncio.create_task(call_tool(toolset, ToolCall("probe", {})))
 
     async def main() -> None:
         behaviours[:] = [lambda: asyncio.sleep(9), lambda: asyncio.sleep(0, "second")]
@@ -538,7 +543,7 @@ def test_slots_come_back_from_timeouts_cancellations_and_pauses(monkeypatch: pyt
         assert ((await pausing).text, pausing.result().attempts) == ("again", 2)
 
     clock.run(main())
-    stats = box.stats()["probe"]
+    stats = toolset.stats()["probe"]
     assert (stats.calls, stats.timeout, stats.cancelled, stats.infra, stats.retries) == (7, 1, 2, 0, 1)
 
 
@@ -557,23 +562,23 @@ def counting(run: Callable[[int], Any], **limits: Any) -> tuple[Tool, list[str]]
     return look, calls
 
 
-def looks(box: Toolset, *words: str) -> list[asyncio.Task[ToolResult]]:
-    return [asyncio.create_task(call_tool(box, ToolCall("look", {"word": word}))) for word in words]
+def looks(toolset: Toolset, *words: str) -> list[asyncio.Task[ToolResult]]:
+    return [asyncio.create_task(call_tool(toolset, ToolCall("look", {"word": word}))) for word in words]
 
 
-def test_identical_calls_under_way_are_made_once(tmp_path: Path) -> None:
+def test_identical_concurrent_calls_are_made_once(tmp_path: Path) -> None:
     look, calls = counting(lambda n: asyncio.sleep(0.03, f"answer {n}"))
 
-    async def main(box: Toolset) -> list[ToolResult]:
-        return await asyncio.gather(*looks(box, "a", "a", "b", "a"))
+    async def main(toolset: Toolset) -> list[ToolResult]:
+        return await asyncio.gather(*looks(toolset, "a", "a", "b", "a"))
 
-    with Toolset([look], ToolCache(tmp_path / "c", "on")) as box:
-        first = clock.run(main(box))
+    with Toolset([look], ToolCache(tmp_path / "c", "on")) as toolset:
+        first = clock.run(main(toolset))
         assert [r.text for r in first] == ["answer 1", "answer 1", "answer 2", "answer 1"]
         assert [(r.cached, r.attempts) for r in first] == [(False, 1), (True, 1), (False, 1), (True, 1)]
         assert [r.seconds for r in first] == pytest.approx([0.03, 0.0, 0.03, 0.0])
-        assert [r.cached for r in clock.run(main(box))] == [True] * 4
-        stats = box.stats()["look"]
+        assert [r.cached for r in clock.run(main(toolset))] == [True] * 4
+        stats = toolset.stats()["look"]
         assert (calls, stats.calls, stats.cached, stats.retries) == (["a", "b"], 8, 6, 0)
         assert stats.wait_seconds == pytest.approx(2 * 0.03)
     clock.run(main(Toolset([look])))  # without a cache every call is made
@@ -589,9 +594,9 @@ def test_a_failure_is_shared_but_not_stored(fault: Fault, tmp_path: Path) -> Non
     look, calls = counting(fail, retries=0, timeout=0.05)
 
     async def main() -> list[ToolResult]:
-        return await asyncio.gather(*looks(box, "a", "a"))
+        return await asyncio.gather(*looks(toolset, "a", "a"))
 
-    with Toolset([look], ToolCache(tmp_path / "c", "on")) as box:
+    with Toolset([look], ToolCache(tmp_path / "c", "on")) as toolset:
         for rounds in (1, 2):
             results = clock.run(main())
             assert [(r.fault, r.cached) for r in results] == [(fault, False), (fault, True)]
@@ -605,9 +610,9 @@ def test_the_models_own_mistake_is_stored(tmp_path: Path) -> None:
     look, calls = counting(fail)
 
     async def main() -> list[ToolResult]:
-        return [await task for task in looks(box, "a", "a")]
+        return [await task for task in looks(toolset, "a", "a")]
 
-    with Toolset([look], ToolCache(tmp_path / "c", "on")) as box:
+    with Toolset([look], ToolCache(tmp_path / "c", "on")) as toolset:
         results = asyncio.run(main())
     assert [(r.text, r.fault, r.cached) for r in results] == [
         ("Error: no 1", Fault.MODEL, False),
@@ -620,7 +625,7 @@ def test_a_cancelled_leader_leaves_the_call_to_those_who_wait(tmp_path: Path) ->
     look, calls = counting(lambda n: asyncio.sleep(0.03, f"answer {n}"))
 
     async def main() -> None:
-        leader, *others = looks(box, "a", "a", "a", "a")
+        leader, *others = looks(toolset, "a", "a", "a", "a")
         await asyncio.sleep(0.01)
         leader.cancel()
         others[2].cancel()
@@ -628,14 +633,14 @@ def test_a_cancelled_leader_leaves_the_call_to_those_who_wait(tmp_path: Path) ->
         assert [(r.text, r.cached) for r in results] == [("answer 2", False), ("answer 2", True)]
         assert leader.cancelled() and others[2].cancelled()
 
-        leader, other = looks(box, "b", "b")
+        leader, other = looks(toolset, "b", "b")
         await asyncio.sleep(0.01)
         other.cancel()  # must not reach the leader
         assert (await leader).text == "answer 3"
 
-    with Toolset([look], ToolCache(tmp_path / "c", "on")) as box:
+    with Toolset([look], ToolCache(tmp_path / "c", "on")) as toolset:
         clock.run(main())
-        stats = box.stats()["look"]
+        stats = toolset.stats()["look"]
     assert (calls, stats.calls, stats.cancelled, stats.cached) == (["a", "a", "b"], 6, 3, 1)
 
 
@@ -654,16 +659,16 @@ def test_percentiles_are_of_the_last_runs() -> None:
 
 
 def test_refused_calls_are_counted_under_their_tool_if_there_is_one() -> None:
-    box = Toolset([forecast, rain])
+    toolset = Toolset([forecast, rain])
 
     async def main() -> None:
-        await call_tool(box, ToolCall("forecast", {}))
-        await call_tool(box, ToolCall("forecast", {"city": "a"}, error="malformed"))
-        await call_tool(box, ToolCall("zzz", {}))
-        await call_tool(box, ToolCall("", {}, error="malformed"))
+        await call_tool(toolset, ToolCall("forecast", {}))
+        await call_tool(toolset, ToolCall("forecast", {"city": "a"}, error="malformed"))
+        await call_tool(toolset, ToolCall("zzz", {}))
+        await call_tool(toolset, ToolCall("", {}, error="malformed"))
 
     asyncio.run(main())
-    assert box.stats() == {
+    assert toolset.stats() == {
         "forecast": ToolStats(calls=2, model=2),
         "rain": ToolStats(),
         "": ToolStats(calls=2, model=2),
@@ -771,24 +776,24 @@ def test_every_call_is_accounted_for_whatever_goes_wrong(
     todo, results = iter(calls), []
     before = children(), threading.active_count()
 
-    async def worker(box: Toolset) -> None:
+    async def worker(toolset: Toolset) -> None:
         for made in todo:
-            results.append((made, await call_tool(box, made)))
+            results.append((made, await call_tool(toolset, made)))
 
-    async def main(box: Toolset) -> int:
-        await asyncio.gather(*(worker(box) for _ in range(WORKERS)))
+    async def main(toolset: Toolset) -> int:
+        await asyncio.gather(*(worker(toolset) for _ in range(WORKERS)))
         return len(asyncio.all_tasks())
 
-    with Toolset([service, process, plain, quick, lookup], ToolCache(tmp_path / "c", "on")) as box:
-        assert asyncio.run(main(box)) == 1
-        stats = box.stats()
-        assert box.cache is not None and box.cache.errors == 0
+    with Toolset([service, process, plain, quick, lookup], ToolCache(tmp_path / "c", "on")) as toolset:
+        assert asyncio.run(main(toolset)) == 1
+        stats = toolset.stats()
+        assert toolset.cache is not None and toolset.cache.errors == 0
 
     assert len(results) == CALLS
     assert all(len(result.text) <= 1100 for _, result in results)
     assert sum(entry.calls for entry in stats.values()) == CALLS
     for name, entry in stats.items():
-        mine = [result for made, result in results if (made.name if made.name in box else "") == name]
+        mine = [result for made, result in results if (made.name if made.name in toolset else "") == name]
         by_fault = Counter(result.fault for result in mine)
         assert (entry.calls, entry.model, entry.timeout, entry.infra, entry.in_flight, entry.cancelled) == (
             len(mine), by_fault[Fault.MODEL], by_fault[Fault.TIMEOUT], by_fault[Fault.INFRA], 0, 0

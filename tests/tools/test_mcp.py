@@ -1,4 +1,4 @@
-"""Tools of MCP servers: what the model is told, what it gets back, and what becomes of a server that dies or hangs."""
+"""Tools of MCP servers: specs, results, and servers that misbehave, die or hang."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def run(server: McpServer, name: str, /, **args: Any) -> str:
 def call(server: McpServer, name: str, /, *, within: float | None = None, **args: Any) -> ToolResult:
     """A call as a model makes it."""
     limits = {} if within is None else {"timeout": within}
-    box = Toolset(replace(tool, **limits) for tool in server.tools)  # type: ignore[arg-type]
-    return asyncio.run(call_tool(box, ToolCall(name, args)))
+    toolset = Toolset(replace(tool, **limits) for tool in server.tools)  # type: ignore[arg-type]
+    return asyncio.run(call_tool(toolset, ToolCall(name, args)))
 
 
 def raw(mode: str = "", counter: Path | None = None, name: str = "odd", **settings: Any) -> McpServer:
@@ -144,8 +144,8 @@ def test_calls_come_from_any_event_loop(good: McpServer) -> None:
 
 
 async def many(server: McpServer, name: str, count: int, **args: Any) -> list[ToolResult]:
-    box = Toolset(server.tools)
-    calls = (call_tool(box, ToolCall(name, {key: value(i) for key, value in args.items()})) for i in range(count))
+    toolset = Toolset(server.tools)
+    calls = (call_tool(toolset, ToolCall(name, {key: value(i) for key, value in args.items()})) for i in range(count))
     return await asyncio.gather(*calls)
 
 
@@ -164,12 +164,12 @@ def test_an_error_of_a_tool_is_shown_to_the_model_and_not_tried_again(good: McpS
     )
 
 
-def test_a_tool_that_asks_for_a_persons_input_gets_none(good: McpServer) -> None:
+def test_a_tool_that_asks_for_user_input_gets_none(good: McpServer) -> None:
     result = call(good, "person")
     assert (result.text, result.fault) == ("Error: the tool asks for input that nobody can give here", Fault.MODEL)
 
 
-def test_what_is_no_text_becomes_a_note(good: McpServer, odd: McpServer) -> None:
+def test_content_other_than_text_becomes_a_note(good: McpServer, odd: McpServer) -> None:
     assert call(good, "picture").text == "[image, 12 kB, not shown]"
     notes = "[resource file:///a, 2 kB, not shown]\n[link to file:///b, not shown]\n[audio, 1 kB, not shown]"
     assert call(odd, "mixed").text == f"one\n{notes}\ntwo"
@@ -200,7 +200,7 @@ def test_whose_fault_a_protocol_error_is(odd: McpServer, code: int, fault: Fault
     assert pid_of(odd) == before
 
 
-def test_a_result_that_is_not_mcp_is_the_servers_fault(odd: McpServer) -> None:
+def test_an_invalid_result_is_the_servers_fault(odd: McpServer) -> None:
     result = call(odd, "odd")
     assert result.fault is Fault.INFRA
     assert "it sent an invalid message: content.0" in result.text
@@ -288,7 +288,7 @@ def test_importing_the_module_does_not_import_the_sdk() -> None:
 # Servers that misbehave.
 
 
-def test_noise_on_the_wire_does_no_harm(odd: McpServer, capfd: pytest.CaptureFixture[str]) -> None:
+def test_invalid_messages_are_ignored(odd: McpServer, capfd: pytest.CaptureFixture[str]) -> None:
     before = pid_of(odd)
     assert call(odd, "garbage").text == "fine"
     assert call(odd, "flood").text == "fine"
@@ -296,7 +296,7 @@ def test_noise_on_the_wire_does_no_harm(odd: McpServer, capfd: pytest.CaptureFix
     assert capfd.readouterr() == ("", "")
 
 
-def test_wishes_of_a_server_are_refused(odd: McpServer) -> None:
+def test_requests_of_a_server_are_refused(odd: McpServer) -> None:
     answers = {answer["id"]: answer for answer in json.loads(call(odd, "ask").text)}
     assert answers.pop("ping")["result"] == {}
     assert {name: answer["error"]["code"] for name, answer in answers.items()} == dict.fromkeys(
@@ -313,7 +313,7 @@ def test_a_program_gets_a_minimal_environment(monkeypatch: pytest.MonkeyPatch) -
     assert "SECRET_KEY" not in seen
 
 
-def test_announced_tools_stay(tmp_path: Path, hurried: None) -> None:
+def test_listed_tools_stay(tmp_path: Path, hurried: None) -> None:
     with raw("changed", tmp_path / "starts") as server:
         before = server.tools
         assert call(server, "renew").text == "changed"
@@ -334,7 +334,7 @@ def test_a_server_that_dies_is_restarted_by_the_next_call(good: McpServer) -> No
     assert run(good, "count").split()[0] == "1"
 
 
-def test_a_server_that_died_unnoticed_costs_nothing(odd: McpServer) -> None:
+def test_a_server_that_died_while_idle_costs_no_attempt(odd: McpServer) -> None:
     pid = pid_of(odd)
     os.kill(pid, signal.SIGKILL)
     assert eventually(lambda: not alive(pid))
@@ -410,17 +410,19 @@ def test_a_call_that_hangs_is_cut_off_and_the_others_go_on(good: McpServer) -> N
 
     async def both() -> tuple[ToolResult, ToolResult]:
         limits = {"hang": 0.3, "echo": 60.0}
-        box = Toolset(replace(tool, timeout=limits[tool.spec.name]) for tool in good.tools if tool.spec.name in limits)
-        hang = asyncio.create_task(call_tool(box, ToolCall("hang", {})))
+        toolset = Toolset(
+            replace(tool, timeout=limits[tool.spec.name]) for tool in good.tools if tool.spec.name in limits
+        )
+        hang = asyncio.create_task(call_tool(toolset, ToolCall("hang", {})))
         await asyncio.sleep(0.1)
-        return await call_tool(box, ToolCall("echo", {"text": "a"})), await hang
+        return await call_tool(toolset, ToolCall("echo", {"text": "a"})), await hang
 
     echo, hang = asyncio.run(both())
     assert (echo.text, hang.fault, hang.attempts) == ("a", Fault.TIMEOUT, 1)
     assert run(good, "count").split()[1] == pid
 
 
-def test_who_calls_a_tool_directly_is_not_held_for_ever_either(monkeypatch: pytest.MonkeyPatch, hurried: None) -> None:
+def test_direct_calls_of_a_tool_time_out_too(monkeypatch: pytest.MonkeyPatch, hurried: None) -> None:
     monkeypatch.setattr(module, "SLACK_SECONDS", 0.0)
     with raw(timeout=0.3) as server, pytest.raises(ToolError, match=r"stuck took longer than 0.3 seconds"):
         run(server, "stuck")
@@ -584,7 +586,7 @@ def test_lines_are_those_of_the_stream_and_long_ones_keep_their_ends(chunks: lis
         ('{"params": {"id": 3}}', None),
     ],
 )
-def test_the_request_that_a_long_answer_belongs_to(line: str, number: int | None) -> None:
+def test_the_request_of_a_long_response(line: str, number: int | None) -> None:
     answer = transport._too_long(line.encode())
     assert (None if answer is None else answer.id) == number
 
@@ -729,7 +731,7 @@ def test_headers_go_with_every_request_and_nowhere_else(web: Web) -> None:
     assert "s3cret" not in repr(server._manager.params)
 
 
-def test_a_server_that_forgot_the_session_is_greeted_again_once(web: Web) -> None:
+def test_a_server_that_lost_the_session_is_initialized_again_once(web: Web) -> None:
     with connect_mcp(name="w", url=web.url) as server:
         assert call(server, "echo", size=1).attempts == 1
         web.session = 2
@@ -752,7 +754,7 @@ def test_large_and_compressed_replies_and_http_errors(web: Web) -> None:
         connect_mcp(name="w", url=web.url)
 
 
-def test_nobody_listens(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_nothing_listens_at_the_url(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     url = f"http://127.0.0.1:{free_port()}/mcp"
     for name, title in (("w", f"w at {url}"), (url.replace("//", "//user:s3cret@"), url)):
         with pytest.raises(ArpoError) as error:

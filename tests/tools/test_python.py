@@ -1,4 +1,4 @@
-"""The Python tool: what a model reads after its code has run, and whose fault it was if it did not."""
+"""The Python tool: what the model is shown, and whose fault a failure is."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def sandbox() -> Iterator[Sandbox]:
 
 
 @pytest.fixture(params=[True, False], ids=["blocking", "async"])
-def box(sandbox: Sandbox, request: Any) -> Toolset:
+def toolset(sandbox: Sandbox, request: Any) -> Toolset:
     return Toolset([build_python(sandbox, timeout=60.0, max_tokens=LIMIT // 4, blocking=request.param)])
 
 
-def ask(box: Toolset, code: str) -> ToolResult:
-    return asyncio.run(call_tool(box, ToolCall("python", {"code": code})))
+def ask(toolset: Toolset, code: str) -> ToolResult:
+    return asyncio.run(call_tool(toolset, ToolCall("python", {"code": code})))
 
 
 @pytest.mark.parametrize(
@@ -49,8 +49,8 @@ def ask(box: Toolset, code: str) -> ToolResult:
         ("import sys; print('careful', file=sys.stderr); 5", "5\ncareful"),
     ],
 )
-def test_what_is_shown(box: Toolset, code: str, shown: str) -> None:
-    result = ask(box, code)
+def test_what_is_shown(toolset: Toolset, code: str, shown: str) -> None:
+    result = ask(toolset, code)
     assert (result.text, result.fault) == (shown, None)
 
 
@@ -71,8 +71,8 @@ def test_what_is_shown(box: Toolset, code: str, shown: str) -> None:
         ("a = [0] * 10**10", "Error: the code used more memory than it may."),
     ],
 )
-def test_a_mistake_in_the_code_comes_first_and_is_the_models(box: Toolset, code: str, shown: str) -> None:
-    result = ask(box, code)
+def test_a_mistake_in_the_code_comes_first_and_is_the_models(toolset: Toolset, code: str, shown: str) -> None:
+    result = ask(toolset, code)
     assert result.text.startswith(shown)
     assert "/" not in result.text.replace("1 / 0", "")  # no path of this machine
     assert (result.fault, result.attempts) == (Fault.MODEL, 1)
@@ -80,29 +80,29 @@ def test_a_mistake_in_the_code_comes_first_and_is_the_models(box: Toolset, code:
 
 @pytest.mark.slow
 def test_running_too_long(sandbox: Sandbox) -> None:
-    box = Toolset([build_python(sandbox, timeout=1.0)])
-    result = ask(box, "print('begun')\nwhile True: pass")
+    toolset = Toolset([build_python(sandbox, timeout=1.0)])
+    result = ask(toolset, "print('begun')\nwhile True: pass")
     assert result.text == ("Error: the code ran longer than 1 seconds and was stopped.\nPrinted before that:\nbegun")
     assert (result.fault, result.attempts) == (Fault.TIMEOUT, 1)
 
 
-def test_nothing_outlives_a_call_and_the_same_code_says_the_same(box: Toolset) -> None:
-    assert ask(box, "x = 5\nopen('kept', 'w').write('x')").fault is None
-    assert "NameError" in ask(box, "x").text
-    assert "FileNotFoundError" in ask(box, "open('kept')").text
+def test_nothing_outlives_a_call_and_the_same_code_says_the_same(toolset: Toolset) -> None:
+    assert ask(toolset, "x = 5\nopen('kept', 'w').write('x')").fault is None
+    assert "NameError" in ask(toolset, "x").text
+    assert "FileNotFoundError" in ask(toolset, "open('kept')").text
     drawn = "import random\nrandom.random(), list({'a', 'b', 'c'})"
-    assert ask(box, drawn).text == ask(box, drawn).text
+    assert ask(toolset, drawn).text == ask(toolset, drawn).text
 
 
-def test_long_output_keeps_its_ends(box: Toolset) -> None:
-    text = ask(box, "print('first'); print('x' * 5000); print('last')").text
+def test_long_output_keeps_its_ends(toolset: Toolset) -> None:
+    text = ask(toolset, "print('first'); print('x' * 5000); print('last')").text
     assert text.startswith("first\nxxx")
     assert text.endswith("xxx\nlast")
     assert "characters left out" in text
     assert len(text) < LIMIT + 60
 
 
-def test_the_end_of_a_flood_is_said_to_be_cut(sandbox: Sandbox) -> None:
+def test_truncated_output_is_marked(sandbox: Sandbox) -> None:
     cut = SandboxResult("x" * 10, "", "ok", 0.1, True)
     assert format_result(cut, 1.0, LIMIT) == "xxxxxxxxxx [output cut]"
 
@@ -110,17 +110,17 @@ def test_the_end_of_a_flood_is_said_to_be_cut(sandbox: Sandbox) -> None:
 @pytest.mark.parametrize(
     ("status", "error"), [("error", ToolError), ("memory", ToolError), ("killed", ToolError), ("timeout", ToolTimeout)]
 )
-def test_every_bad_end_is_told(status: str, error: type[Exception]) -> None:
+def test_every_failure_has_a_message(status: str, error: type[Exception]) -> None:
     with pytest.raises(error, match=r"Printed before that:\nabc$"):
         format_result(SandboxResult("abc\n", "Oops\n", status, 0.1, False), 1.0, LIMIT)
 
 
-def test_code_of_absurd_length_is_refused(box: Toolset) -> None:
-    result = ask(box, "#" * 300_000)
+def test_code_that_is_too_long_is_refused(toolset: Toolset) -> None:
+    result = ask(toolset, "#" * 300_000)
     assert (result.fault, "longer than" in result.text) == (Fault.MODEL, True)
 
 
-def test_a_closed_sandbox_is_nobodys_mistake() -> None:
+def test_a_closed_sandbox_is_an_infrastructure_failure() -> None:
     with Sandbox(workers=1) as gone:
         tool = build_python(gone)
     result = asyncio.run(call_tool({"python": tool}, ToolCall("python", {"code": "1"})))
@@ -128,10 +128,10 @@ def test_a_closed_sandbox_is_nobodys_mistake() -> None:
 
 
 def test_many_callers_share_the_workers(sandbox: Sandbox) -> None:
-    box = Toolset([build_python(sandbox)])
+    toolset = Toolset([build_python(sandbox)])
 
     async def all_of_them() -> list[ToolResult]:
-        return await asyncio.gather(*(call_tool(box, ToolCall("python", {"code": f"{n} + 1"})) for n in range(60)))
+        return await asyncio.gather(*(call_tool(toolset, ToolCall("python", {"code": f"{n} + 1"})) for n in range(60)))
 
     assert [result.text for result in asyncio.run(all_of_them())] == [str(n + 1) for n in range(60)]
-    assert box.stats()["python"].calls == 60
+    assert toolset.stats()["python"].calls == 60

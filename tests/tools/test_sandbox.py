@@ -1,4 +1,4 @@
-"""What the sandbox gives its callers: outputs, errors, limits, order, the same every time, for many at once.
+"""The sandbox for its callers: output, errors, limits, order, determinism, concurrency.
 
 What happens when parts of it die is in `test_sandbox_life`, what code cannot do in `test_sandbox_attacks`.
 """
@@ -69,14 +69,14 @@ def test_the_last_expression_is_shown_on_demand(sandbox: Sandbox, code: str, std
         ("class E(Exception):\n  def __str__(self): 1 / 0\nraise E", "<exception str() failed>\n"),
     ],
 )
-def test_errors_are_told_in_few_lines(sandbox: Sandbox, code: str, stderr: str) -> None:
+def test_tracebacks_are_short(sandbox: Sandbox, code: str, stderr: str) -> None:
     result = sandbox.run(code)
     assert (result.status, result.stdout) == ("error", "")
     assert stderr in result.stderr
     assert "zygote" not in result.stderr
 
 
-def test_wrong_syntax_is_told_with_its_place(sandbox: Sandbox) -> None:
+def test_syntax_errors_have_their_position(sandbox: Sandbox) -> None:
     result = sandbox.run("x = 1\ny = = 2\n")
     assert (result.status, result.stdout) == ("error", "")
     assert result.stderr == "  line 2\n    y = = 2\n        ^\nSyntaxError: invalid syntax\n"
@@ -107,7 +107,7 @@ def test_a_long_traceback_is_cut_in_the_middle(sandbox: Sandbox) -> None:
         ("import sys; sys.stdout = None", "ok"),
     ],
 )
-def test_how_it_ended(sandbox: Sandbox, code: str, status: str) -> None:
+def test_statuses(sandbox: Sandbox, code: str, status: str) -> None:
     assert sandbox.run(code).status == status
 
 
@@ -118,7 +118,7 @@ def test_streams_are_kept_apart_and_in_order(sandbox: Sandbox) -> None:
     assert (result.stdout, result.stderr) == ("0\n1\n2\nend", "0\n-1\n-2\n")
 
 
-def test_what_was_printed_is_not_lost_with_the_stream(sandbox: Sandbox) -> None:
+def test_output_survives_a_closed_stream(sandbox: Sandbox) -> None:
     code = "import io, sys\nprint('kept', end='')\nsys.stdout = io.StringIO()\nprint('lost')"
     assert sandbox.run(code).stdout == "kept"
 
@@ -154,14 +154,14 @@ def test_all_kinds_of_text(sandbox: Sandbox, code: str, stdout: str) -> None:
     assert sandbox.run(code) == SandboxResult(stdout, "", "ok", pytest.approx(0, abs=60), False)
 
 
-def test_text_that_is_no_code(sandbox: Sandbox) -> None:
+def test_text_that_is_not_code(sandbox: Sandbox) -> None:
     for code in ("a\0b", "\udc80\udcff(", "x = 'unclosed", "\x0c\x0b" * 10 + "?", "(" * 300):
         result = sandbox.run(code)
         assert result.status == "error", code
         assert "Error" in result.stderr
 
 
-def test_what_is_too_much_is_refused(sandbox: Sandbox) -> None:
+def test_code_and_stdin_that_are_too_long_are_refused(sandbox: Sandbox) -> None:
     for wrong in ({"code": "#" * (1 << 20) + "#"}, {"code": "", "stdin": "x" * ((1 << 24) + 1)}):
         with pytest.raises(ValueError, match="bytes"):
             sandbox.run(**wrong)
@@ -180,14 +180,14 @@ def test_long_output_is_cut(sandbox: Sandbox, size: int, cut: bool, stream: int)
     assert kept == ("abc" * size)[: min(size, 10_000)]
 
 
-def test_a_flood_is_ended_at_once(sandbox: Sandbox) -> None:
+def test_too_much_output_ends_the_call_at_once(sandbox: Sandbox) -> None:
     result = sandbox.run("while True: print('y' * 100)", 600)
     assert (result.status, result.truncated, len(result.stdout)) == ("killed", True, 10_000)
     assert result.seconds < 60
 
 
 @pytest.mark.slow
-def test_time_is_up_when_it_is_up(sandbox: Sandbox) -> None:
+def test_timeouts_are_exact(sandbox: Sandbox) -> None:
     for code in ("while True: pass", "import time; time.sleep(600)"):
         began = time.monotonic()
         result = sandbox.run(f"print('kept')\nprint('half', end='', flush=True)\n{code}", 1.0)
@@ -265,7 +265,7 @@ def test_many_coroutines_share_few_workers(sandbox: Sandbox) -> None:
     assert [result.stdout for result in asyncio.run(all_of_them())] == [f"{n}\n" for n in range(50)]
 
 
-def test_no_tier_no_sandbox() -> None:
+def test_without_a_tier_there_is_no_sandbox() -> None:
     with pytest.raises(ArpoError, match="no sandbox tier 'castle'; use one of: namespaces, landlock"):
         Sandbox(tier="castle")
     with pytest.raises(SandboxError, match="not open"):

@@ -30,7 +30,7 @@ CASES = [(who, tier, name) for who in USERS for tier in TIERS for name in (*(a.n
 Batches = dict[tuple[str, str], Future[dict[str, str]]]
 
 
-def test_there_is_something_to_hold_against() -> None:
+def test_there_are_attacks() -> None:
     for tier in TIERS:
         names = [attack.name for attack in attacks(tier)]
         assert len(names) > 100

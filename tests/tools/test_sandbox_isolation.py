@@ -13,7 +13,7 @@ import pytest
 from arpo.tools.sandbox import isolation, scratch, seccomp
 
 
-def test_wiping_follows_no_link_and_stops_at_nothing(tmp_path: Path) -> None:
+def test_clearing_follows_no_link_and_removes_everything(tmp_path: Path) -> None:
     outside, folder = tmp_path / "outside", tmp_path / "folder"
     outside.mkdir()
     (outside / "kept").write_text("kept")
@@ -46,7 +46,7 @@ def test_wiping_follows_no_link_and_stops_at_nothing(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
-def test_what_is_put_on_disk_is_counted(tmp_path: Path) -> None:
+def test_bytes_on_disk_are_counted(tmp_path: Path) -> None:
     disk = scratch.DiskMonitor(str(tmp_path), 1 << 20, os.getpid())
     disk.limit = 1 << 40
     assert not disk.exceeded()  # what this process has ever written does not matter below
@@ -172,7 +172,7 @@ def test_the_filter_looks_at_arguments(machine: str, namespaces: bool) -> None:
         assert allowed("mmap", 0, 4096, 1, kind, 3) is namespaces
 
 
-def test_the_filter_of_this_machine_is_installed_whole() -> None:
+def test_the_filter_of_this_machine_is_the_one_tested() -> None:
     assert seccomp.supported()
     assert seccomp.program(True) == seccomp.program(True, os.uname().machine)
     assert seccomp.program(True) != seccomp.program(False)

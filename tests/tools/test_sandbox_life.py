@@ -1,4 +1,4 @@
-"""Nothing is lost or left when calls are cancelled, parts of the sandbox die, or it is closed; or it will not open."""
+"""Cancelled calls, dying workers and zygotes, closing, and machines where the sandbox cannot start."""
 
 from __future__ import annotations
 
@@ -151,14 +151,14 @@ def test_a_process_that_is_killed_while_it_waits_is_not_blamed_on_the_code(fresh
     assert fresh.run("print('well')").stdout == "well\n"
 
 
-def test_a_killed_process_of_the_code_is_no_fault_of_the_worker(fresh: Sandbox) -> None:
+def test_a_killed_process_of_the_code_does_not_end_the_worker(fresh: Sandbox) -> None:
     call = in_thread(lambda: fresh.run(f"{MARKED.format('arpo-killed')}import time; time.sleep(600)", 600))
     os.kill(running(fresh, "arpo-killed")["cell"], signal.SIGKILL)
     assert call.result(60).status == "killed"
 
 
 @pytest.mark.parametrize("which", ["workers", "zygote"])
-def test_what_died_while_idle_is_not_used(fresh: Sandbox, which: str) -> None:
+def test_workers_that_died_while_idle_are_not_used(fresh: Sandbox, which: str) -> None:
     calls = [in_thread(lambda: fresh.run(WAITING.format("arpo-both"), 600)) for _ in range(2)]
     assert until(lambda: len(marked("arpo-both", family(zygote_pid(fresh)))) == 2)
     for pid in marked("arpo-both", family(zygote_pid(fresh))):
@@ -323,7 +323,7 @@ def run_without(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
-def test_where_nothing_isolates_it_refuses_and_says_what_is_missing() -> None:
+def test_without_isolation_start_refuses_and_says_what_is_missing() -> None:
     done = run_without()
     assert done.stdout.startswith("refused: code cannot be isolated on this machine: namespaces: "), done.stderr
     assert "unshare: Operation not permitted" in done.stdout
@@ -337,7 +337,7 @@ def test_without_isolation_only_on_demand_and_loudly() -> None:
     assert "WARNING: NO ISOLATION. Code that a model writes runs with all your rights." in done.stderr
 
 
-def test_on_a_machine_without_a_list_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_machine_without_a_list_of_system_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "riscv64")
     for tier in TIERS:
         assert isolation.missing_support(tier) == "the list of system calls is only known for x86_64 and aarch64"

@@ -1,4 +1,4 @@
-"""What a tool takes: schemas of functions, and arguments held against schemas."""
+"""JSON schemas of functions, and the check of arguments against schemas."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ POINT = {"type": "object", "properties": {"x": {"type": "number"}}, "required": 
         (False, "a", '"a" stands where nothing is allowed', "any"),
     ],
 )  # fmt: skip
-def test_schemas_of_others_are_explained_too(schema: Any, value: Any, problem: str, takes: str) -> None:
+def test_errors_in_other_schemas_are_explained(schema: Any, value: Any, problem: str, takes: str) -> None:
     assert checker({"x": schema}).problem({"x": value}) == f"{problem}; it takes x ({takes})"
 
 
@@ -227,11 +227,11 @@ UNREADABLE = "the arguments are not plain JSON, or too large or too deeply neste
 @pytest.mark.parametrize(
     "value", [math.nan, math.inf, nested(100_000), 10**5000, object(), {object(): 1}, b"a", {1, 2}], ids=type
 )
-def test_what_is_no_json_is_refused(value: Any) -> None:
+def test_arguments_that_are_not_json_are_refused(value: Any) -> None:
     assert checker({"x": {}}).problem({"x": value}) == UNREADABLE
 
 
-def test_regular_expressions_of_others_are_not_run() -> None:
+def test_regular_expressions_of_a_schema_are_not_run() -> None:
     check = checker(
         {"x": {"pattern": "^(a+)+$"}, "y": {"propertyNames": {"pattern": "^(a+)+$"}}},
         patternProperties={"^(a+)+$": {"type": "null"}},

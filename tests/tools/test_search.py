@@ -1,4 +1,4 @@
-"""Search by words: exactly BM25 however it is computed, and the same on disk and in memory; what the model is shown."""
+"""Search by words: exactly BM25, the same on disk and in memory; the text that the model sees."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_ranks_are_those_of_scoring_every_passage(texts: list[list[str]], query:
     assert found == plain_top(documents, " ".join(query), count)
 
 
-def test_what_a_word_adds_is_the_formula_to_the_last_bit() -> None:
+def test_impacts_equal_the_formula_to_the_last_bit() -> None:
     documents = made_up(40, seed=5)
     texts = [plain_words(document.text) for document in documents]
     mean = sum(map(len, texts)) / len(texts)
@@ -263,7 +263,7 @@ def test_shares_use_the_whole_budget_and_no_more(wanted: list[int], total: int) 
     assert all(share <= min(cut_short) + 1 for share in shares) if cut_short else True
 
 
-def test_a_passage_is_cut_behind_a_word() -> None:
+def test_a_passage_is_cut_after_a_word() -> None:
     assert shorten("one two three", 13) == "one two three"
     assert shorten("one two three", 12) == "one two..."
     assert shorten("one two three", 10) == "one two..."
@@ -273,7 +273,7 @@ def test_a_passage_is_cut_behind_a_word() -> None:
 
 
 @given(st.lists(st.builds(Document, st.text(max_size=30), st.text(min_size=1, max_size=300)), max_size=5))
-def test_what_is_shown_stays_within_the_budget(documents: list[Document]) -> None:
+def test_results_stay_within_the_budget(documents: list[Document]) -> None:
     for max_tokens in (10, 50, 1000):
         text = format_results(documents, max_tokens)
         assert len(text) <= max_tokens * CHARS_PER_TOKEN
@@ -335,7 +335,7 @@ def test_the_same_corpus_gives_the_same_files(tmp_path: Path, monkeypatch: pytes
     assert json.loads(files["manifest.json"])["passages"] == 60
 
 
-def test_a_name_that_is_taken(tmp_path: Path) -> None:
+def test_an_existing_directory(tmp_path: Path) -> None:
     corpus, index = write_lines(tmp_path / "docs.jsonl", DOCUMENTS), tmp_path / "deep" / "index"
     build_index(corpus, index)
     with pytest.raises(ArpoError, match="exists already; give another name, or --force"):
@@ -358,7 +358,7 @@ def test_a_failed_build_leaves_nothing_and_keeps_what_was_there(tmp_path: Path) 
     assert len(open_index(index)) == 5
 
 
-def test_an_index_that_is_not_whole(tmp_path: Path) -> None:
+def test_a_damaged_index(tmp_path: Path) -> None:
     with pytest.raises(ArpoError, match="is not a search index; build one with"):
         open_index(tmp_path)
     build_index(write_lines(tmp_path / "docs.jsonl", DOCUMENTS), tmp_path / "index")

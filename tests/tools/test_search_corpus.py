@@ -1,4 +1,4 @@
-"""Passages from files of every kind, and rows that do not fit."""
+"""Passages from files of every kind, and invalid rows."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_triples_become_one_passage_per_subject(tmp_path: Path) -> None:
         assert [document.title for document in index.search(query, 1)] == ["mira tolven"]
 
 
-def test_much_about_one_subject_goes_into_several_passages(tmp_path: Path) -> None:
+def test_many_facts_of_one_subject_make_several_passages(tmp_path: Path) -> None:
     path = tmp_path / "kb.tsv"
     path.write_text("".join(f"town\tcitizen\tperson_{number}\n" for number in range(200)))
     texts = [document.text for document in load_documents(path)]
@@ -99,7 +99,7 @@ def test_much_about_one_subject_goes_into_several_passages(tmp_path: Path) -> No
     assert values == [f"person {number}" for number in range(200)]
 
 
-def test_lines_that_are_no_triples(tmp_path: Path) -> None:
+def test_lines_that_are_not_triples(tmp_path: Path) -> None:
     path = tmp_path / "kb.txt"
     path.write_bytes(b"a\tb\tc\na\tb\n\t\t\na\t\tc\na\tb\tc\td\n\xff\tb\tc\n")
     with pytest.raises(ArpoError) as error:
@@ -124,7 +124,7 @@ def test_lines_that_are_no_triples(tmp_path: Path) -> None:
         (b'{"text": "\\ud800"}', "holds half a character"),
     ],
 )
-def test_a_bad_document_is_named_by_file_and_line(row: bytes, message: str, tmp_path: Path) -> None:
+def test_a_bad_document_is_reported_with_file_and_line(row: bytes, message: str, tmp_path: Path) -> None:
     path = tmp_path / "docs.jsonl"
     path.write_bytes(json.dumps({"text": "fine"}).encode() + b"\n" + row)
     with pytest.raises(ArpoError) as error:
@@ -132,7 +132,7 @@ def test_a_bad_document_is_named_by_file_and_line(row: bytes, message: str, tmp_
     assert str(error.value).startswith(f"{path}, line 2: {message}")
 
 
-def test_bad_documents_are_named_together_but_not_without_end(tmp_path: Path) -> None:
+def test_bad_documents_are_reported_together_up_to_a_limit(tmp_path: Path) -> None:
     path = tmp_path / "docs.jsonl"
     path.write_text('{"text": "fine"}\n' + "1\n" * 3 + '{"text": "fine"}\n' + "2\n")
     with pytest.raises(ArpoError) as error:
@@ -149,7 +149,7 @@ def test_bad_documents_are_named_together_but_not_without_end(tmp_path: Path) ->
     ]
 
 
-def test_documents_that_are_not_there(tmp_path: Path) -> None:
+def test_missing_files_of_documents(tmp_path: Path) -> None:
     for name in ("none.jsonl", "none.json", "none.parquet", "none.txt"):
         with pytest.raises(ArpoError, match=f"{name}: there is no such file"):
             load_documents(tmp_path / name)

@@ -1,4 +1,4 @@
-"""Dense and hybrid search, with a tiny random BERT made on the spot: exact, and the same from disk."""
+"""Dense and hybrid search with a tiny random BERT: exact, and the same from disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Search by asking others, against servers on this machine: what is sent, and what becomes of hostile answers."""
+"""Search by retrieval servers and web search engines: requests, and hostile replies."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_answers_that_are_not_json(server: Server, body: bytes) -> None:
     assert failure(http_search(server.url)) == f"{server.url} did not answer with JSON"
 
 
-def test_answers_without_end(server: Server) -> None:
+def test_replies_that_are_too_large(server: Server) -> None:
     server.body = b" " * (remote_module.MAX_BYTES + 1)
     assert "sends more than 4,000,000 bytes" in failure(http_search(server.url))
     server.body, server.headers = gzip.compress(server.body), {"Content-Encoding": "gzip"}
@@ -190,7 +190,7 @@ def test_answers_without_end(server: Server) -> None:
         (204, "the request failed"),
     ],
 )
-def test_statuses_are_told(server: Server, status: int, cause: str) -> None:
+def test_statuses_are_reported(server: Server, status: int, cause: str) -> None:
     server.status, server.headers = status, {"Location": server.url + "/elsewhere"}
     assert failure(http_search(server.url)) == f"{server.url}: {cause} (HTTP status {status})"
     assert len(server.requests) == 1
@@ -212,7 +212,7 @@ def test_a_server_that_is_slow_or_not_there(server: Server) -> None:
 
 
 @pytest.mark.parametrize("url", ["", "retrieve", "ftp://a/b", "http://", "http://[", "http://a:99999999/", "http:a"])
-def test_an_address_that_is_none(url: str) -> None:
+def test_invalid_addresses(url: str) -> None:
     with pytest.raises(ArpoError, match=r"expected an address like http://127\.0\.0\.1:8000/retrieve"):
         http_search(url)
 
@@ -298,7 +298,7 @@ def test_hostile_web_answers(server: Server, provider: str) -> None:
 
 
 @pytest.mark.parametrize("provider", PROVIDERS)
-def test_keys_show_nowhere(server: Server, provider: str) -> None:
+def test_keys_are_in_no_result_error_or_repr(server: Server, provider: str) -> None:
     tool = web_search(provider, base_url=server.url)
     escaped = "".join(f"&#{ord(letter)};" for letter in KEY)
     server.answer(filled(provider, [{"title": f"your key {KEY}", "TEXT": f"{KEY} {escaped} {KEY[:3]}<b>{KEY[3:]}"}]))
@@ -307,7 +307,7 @@ def test_keys_show_nowhere(server: Server, provider: str) -> None:
     assert KEY not in failure(tool) + repr(tool)
 
 
-def test_keys_that_are_missing_or_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_and_invalid_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, provider in PROVIDERS.items():
         monkeypatch.setenv(provider.variable, " ")
         with pytest.raises(ArpoError, match=f"{name}: the environment variable {provider.variable} is not set"):

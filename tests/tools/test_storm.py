@@ -1,4 +1,4 @@
-"""Two thousand calls from 128 paths, three in ten of them faulty: every path ends, every call is accounted for."""
+"""Two thousand calls from 128 trajectories, 30 % of them faulty: every trajectory ends, every call is counted."""
 
 from __future__ import annotations
 
@@ -91,9 +91,11 @@ class Killer:
 def test_a_storm_of_faults(tokenizer: Any) -> None:
     killer = Killer()
     with Sandbox(workers=6, packages=()) as sandbox:
-        box = Toolset([search, build_python(sandbox, timeout=SECONDS, max_tokens=50)])
+        toolset = Toolset([search, build_python(sandbox, timeout=SECONDS, max_tokens=50)])
         engine = ScriptedEngine(tokenizer, killer.script, max_context=1 << 20)
-        agent = Agent(engine, tokenizer, box, build_format("tags", [t.spec for t in box.values()]), result_tokens=40)
+        agent = Agent(
+            engine, tokenizer, toolset, build_format("tags", [t.spec for t in toolset.values()]), result_tokens=40
+        )
         how = Rollout(
             num_trajectories=LEAVES,
             num_initial=LEAVES,
@@ -113,7 +115,7 @@ def test_a_storm_of_faults(tokenizer: Any) -> None:
     assert [leaf.stop_reason for tree in trees for leaf in tree.leaves] == [StopReason.ANSWER] * TASKS * LEAVES
     assert len(nodes) == TASKS * LEAVES * CALLS >= 2000
 
-    stats = box.stats()
+    stats = toolset.stats()
     ends = Counter(node.result.fault for node in nodes if node.result)
     assert sum(tool.calls for tool in stats.values()) == len(nodes)
     assert all(tool.in_flight == tool.cancelled == 0 for tool in stats.values())

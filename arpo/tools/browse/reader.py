@@ -62,9 +62,9 @@ def decode(body: bytes, charset: str) -> str:
         if body.startswith(mark):
             return body[len(mark) :].decode(name, "replace")
     own = _META.search(body[:4096])
-    for wanted in (charset, own[1].decode("ascii", "replace") if own else ""):
+    for label in (charset, own[1].decode("ascii", "replace") if own else ""):
         with contextlib.suppress(LookupError, ValueError):
-            name = codecs.lookup(wanted).name
+            name = codecs.lookup(label).name
             if name in ("ascii", "iso8859-1"):  # as browsers do
                 name = "cp1252"
             if _ENCODINGS.fullmatch(name):

@@ -1,7 +1,7 @@
 """The connection to an MCP server: pipes of a program or HTTP, as the streams that the SDK reads and writes.
 
-Guarantees: a message takes bounded memory, and one that is too long becomes an error of its request if that can be
-told. The SDK sees only responses: requests of the server are refused, notifications and invalid messages are dropped.
+Guarantees: a message takes bounded memory, and one that is too long becomes an error of its request if that is known.
+The SDK sees only responses: requests of the server are refused, notifications and invalid messages are dropped.
 The stderr of a program is kept for error messages and never printed. When the streams are closed, the program and its
 process group have ended.
 Not covered: a program that leaves its process group; systems without process groups.
@@ -293,7 +293,7 @@ def _message(line: bytes) -> JSONRPCMessage | None:
 
 
 def _too_long(line: bytes) -> JSONRPCError | None:
-    """Return an error in place of a response that is too long, if its request can be told."""
+    """Return an error in place of a response that is too long, if its request can be identified."""
     from mcp_types import INVALID_PARAMS, ErrorData, JSONRPCError
 
     found = _ID.search(line)

@@ -163,8 +163,8 @@ class Sandbox:
                 os.unlink(place)
             written += [canary.name] * bool(canary.read())
         if written or result.status != "ok" or result.stdout != "held\n":
-            said = " ".join([*f"{result.stdout}{result.stderr}".split(), *written])
-            raise SandboxError(f"a probe got through ({result.status}): {said}")
+            output = " ".join([*f"{result.stdout}{result.stderr}".split(), *written])
+            raise SandboxError(f"a probe got through ({result.status}): {output}")
 
 
 _PROBES = """

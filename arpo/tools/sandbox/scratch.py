@@ -17,12 +17,12 @@ def clear(directory: str) -> None:
     """Empty a directory of any depth, by moving its contents up level by level."""
     os.chmod(directory, 0o777)
     root = os.open(directory, _DIRECTORY)
-    fresh = (f"{os.urandom(8).hex()}{number}" for number in itertools.count())
+    new_names = (f"{os.urandom(8).hex()}{number}" for number in itertools.count())
     try:
         while names := os.listdir(root):
             for name in names:
                 if _unlock_directory(name, root):
-                    _lift(name, root, fresh)
+                    _lift(name, root, new_names)
                 else:
                     os.unlink(name, dir_fd=root)
     finally:
@@ -36,13 +36,13 @@ def remove(directory: str) -> None:
         os.rmdir(directory)
 
 
-def _lift(name: str, root: int, fresh: Iterator[str]) -> None:
+def _lift(name: str, root: int, new_names: Iterator[str]) -> None:
     """Move the contents of a directory one level up, and remove it."""
     below = os.open(name, _DIRECTORY, dir_fd=root)
     try:
         for inner in os.listdir(below):
             _unlock_directory(inner, below)
-            os.rename(inner, next(fresh), src_dir_fd=below, dst_dir_fd=root)
+            os.rename(inner, next(new_names), src_dir_fd=below, dst_dir_fd=root)
     finally:
         os.close(below)
     os.rmdir(name, dir_fd=root)

@@ -182,16 +182,16 @@ class _Buffers:
 
 def _receive(supervisor: socket.socket, buffer: memoryview) -> memoryview | None:
     """Return the next complete request; None when the supervisor has closed the connection."""
-    received, wanted = 0, REQUEST.size
-    while received < wanted:
+    received, needed = 0, REQUEST.size
+    while received < needed:
         count = supervisor.recv_into(buffer[received:])
         if not count:
             return None
         received += count
         if received >= REQUEST.size:
             code, stdin, _, _ = REQUEST.unpack_from(buffer)
-            wanted = REQUEST.size + int(code) + int(stdin)
-    return buffer[:wanted]
+            needed = REQUEST.size + int(code) + int(stdin)
+    return buffer[:needed]
 
 
 class _ConfinedProcess:

@@ -161,8 +161,8 @@ def _prune(candidates: Ints, sums: Floats, lists: Sequence[Postings], threshold:
     for postings in lists:
         scores += _scores([postings], candidates)
         bound -= postings.peak
-        kept = scores >= threshold - bound
-        candidates, scores = candidates[kept], scores[kept]
+        possible = scores >= threshold - bound
+        candidates, scores = candidates[possible], scores[possible]
     return candidates
 
 

@@ -122,8 +122,8 @@ def web_search(
     client = HttpClient(base_url or engine.url, setting=provider, timeout=timeout, max_bytes=MAX_BYTES, trust_env=True)
 
     async def find(query: str) -> list[Document]:
-        asked = " ".join(_clean(query).split()[:MAX_WEB_WORDS])[:MAX_WEB_CHARS]
-        answer = await _request(client, f"; check {engine.variable}", **engine.request(key, asked, results))
+        words = " ".join(_clean(query).split()[:MAX_WEB_WORDS])[:MAX_WEB_CHARS]
+        answer = await _request(client, f"; check {engine.variable}", **engine.request(key, words, results))
         try:
             hits = engine.hits(answer)
         except (AttributeError, TypeError):
