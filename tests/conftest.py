@@ -23,7 +23,7 @@ TEXTS = [
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow tests go first, each to the process that is free; then the others, file by file, as a file shares fixtures."""
+    """Slow tests go first, each to the process that is free; then the others, file by file, which share fixtures."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     for item in items:
         if not (item.get_closest_marker("slow") or item.get_closest_marker("xdist_group")):

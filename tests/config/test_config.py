@@ -52,7 +52,8 @@ def test_without_anything_the_defaults_of_the_paper_hold() -> None:
 def test_an_algorithm_is_what_its_preset_says_whatever_the_file_has(tmp_path: Path) -> None:
     path = _file(
         tmp_path,
-        "[branching]\npolicy = 'always'\nalpha = 0.1\n[advantage]\nscale = 'none'\n[loss]\nclip_high = 0.9\nkl_coef = 0.1\n"
+        "[branching]\npolicy = 'always'\nalpha = 0.1\n[advantage]\nscale = 'none'\n[loss]\n"
+        "clip_high = 0.9\nkl_coef = 0.1\n"
         "[train]\ndynamic_sampling_rounds = 2\nlr = 1e-3\n[reward]\noverlong = 0.5\n",
     )
     config, plain = load_config(path, ["loss.clip_low=0.3"], "arpo"), Config()

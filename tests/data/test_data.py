@@ -175,7 +175,8 @@ def test_without_a_limit_what_the_model_cannot_hold_is_refused(here: Path, token
 
 TINY_RUN = [
     "world.entities=60", "world.train_questions=4", "world.test_questions=2", "train.batch_size=3", "train.steps=8",
-    "rollout.num_trajectories=4", "rollout.max_tokens=16", "train.lr=1e-3", "run.checkpoint_every=2", "data.curriculum=1",
+    "rollout.num_trajectories=4", "rollout.max_tokens=16", "train.lr=1e-3", "run.checkpoint_every=2",
+    "data.curriculum=1",
 ]  # fmt: skip
 
 

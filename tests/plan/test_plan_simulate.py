@@ -264,11 +264,14 @@ def plainly(load: Workload, decoder: Decoder, seed: int) -> Sampled:
 CASES = [
     {"spread": 0.5},
     {"spread": 0.6, "calls": 1.5, "result_tokens": 20.0, "tool_p50": 0.05, "tool_p95": 0.3},
-    {"spread": 0.4, "calls": 2.0, "result_tokens": 9.0, "num_trajectories": 6, "num_initial": 2, "branch_rate": 0.6, "tool_p50": 0.01,
+    {"spread": 0.4, "calls": 2.0, "result_tokens": 9.0, "num_trajectories": 6, "num_initial": 2,
+        "branch_rate": 0.6, "tool_p50": 0.01,
      "tool_p95": 0.02},
-    {"spread": 0.4, "calls": 2.5, "result_tokens": 9.0, "num_trajectories": 6, "num_initial": 3, "branch_rate": 0.7, "branch_width": 2,
+    {"spread": 0.4, "calls": 2.5, "result_tokens": 9.0, "num_trajectories": 6, "num_initial": 3,
+        "branch_rate": 0.7, "branch_width": 2,
      "concurrency": 5, "tool_p50": 0.001, "tool_p95": 0.1},
-    {"spread": 0.7, "calls": 1.0, "num_trajectories": 5, "num_initial": 2, "posthoc": True, "tool_blocks": True, "tool_p50": 0.01},
+    {"spread": 0.7, "calls": 1.0, "num_trajectories": 5, "num_initial": 2, "posthoc": True,
+        "tool_blocks": True, "tool_p50": 0.01},
     {"spread": 0.9, "calls": 3.0, "result_tokens": 30.0, "max_tokens": 150, "num_trajectories": 4, "num_initial": 2,
      "branch_rate": 1.0, "shared_prompt": 40.0, "probe_tokens": 3, "tool_p50": 0.2, "tool_p95": 3.0, "tool_limit": 1.0},
 ]  # fmt: skip

@@ -18,8 +18,10 @@ from arpo.types import Kind
 BASE = Path(arpo.__file__).parent / "builtin" / "base"  # the built-in model before its cold start
 SMALL = [
     "model.device=cpu", "world.entities=60", "world.train_questions=40", "world.test_questions=4", "eval.questions=3",
-    'tools.enabled=["search"]', "reward.bonus=0", "rollout.num_trajectories=4", "rollout.concurrency=4", "rollout.max_tokens=80",
-    "rollout.max_tool_calls=2", "train.batch_size=6", "train.lr=1e-3", "branching.rule=stochastic", "run.checkpoint_every=1",
+    'tools.enabled=["search"]', "reward.bonus=0", "rollout.num_trajectories=4", "rollout.concurrency=4",
+    "rollout.max_tokens=80",
+    "rollout.max_tool_calls=2", "train.batch_size=6", "train.lr=1e-3", "branching.rule=stochastic",
+    "run.checkpoint_every=1",
 ]  # fmt: skip
 
 

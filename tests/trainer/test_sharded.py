@@ -218,13 +218,16 @@ CASES = {
         steps(3, 4),
     ),
     "checkpointing": Case(
-        "llama-gqa", (*TRAIN, "loss.kind=cispo", "train.gradient_checkpointing=true", "train.max_microbatch_tokens=16"), steps(5, 6)
+        "llama-gqa", (*TRAIN, "loss.kind=cispo", "train.gradient_checkpointing=true",
+            "train.max_microbatch_tokens=16"), steps(5, 6)
     ),
     "one tree": Case("qwen2", (*TRAIN, "train.minibatches=1"), steps(7, 8, trees=1)),
-    "adapter": Case("qwen3", (*TRAIN, "train.lora_rank=2", "loss.kl_coef=0.1", "train.max_microbatch_tokens=20"), steps(9, 10)),
+    "adapter": Case("qwen3", (*TRAIN, "train.lora_rank=2", "loss.kl_coef=0.1",
+        "train.max_microbatch_tokens=20"), steps(9, 10)),
     "bfloat16": Case("llama", (*TRAIN, "train.max_microbatch_tokens=20"), steps(11, 12), "bfloat16"),
     "bfloat16, kl": Case(
-        "llama", (*TRAIN, "loss.kl_coef=0.1", "train.gradient_checkpointing=true", "train.max_microbatch_tokens=20"), steps(13, 14), "bfloat16"
+        "llama", (*TRAIN, "loss.kl_coef=0.1", "train.gradient_checkpointing=true",
+            "train.max_microbatch_tokens=20"), steps(13, 14), "bfloat16"
     ),
 }  # fmt: skip
 
@@ -365,7 +368,8 @@ def even(trajectory):
 SMALL = (
     "world.entities=60", "world.train_questions=12", "world.test_questions=4", "train.batch_size=3", "train.lr=1e-3",
     "rollout.num_trajectories=4", "rollout.max_tokens=40", "branching.rule=stochastic", "run.checkpoint_every=2",
-    "run.keep_checkpoints=9", "train.minibatches=2", "train.max_microbatch_tokens=60", "loss.kl_coef=0.05", "model.device=cpu",
+    "run.keep_checkpoints=9", "train.minibatches=2", "train.max_microbatch_tokens=60", "loss.kl_coef=0.05",
+    "model.device=cpu",
 )  # fmt: skip
 
 

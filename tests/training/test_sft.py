@@ -106,7 +106,8 @@ def test_it_teaches_how_to_call_tools(tmp_path: Path) -> None:
     held_out = [{"question": f"What is {a} plus {b}?", "answer": str(a + b)} for a, b in pairs[1000:1060]]
     questions = write_rows(tmp_path / "test.jsonl", held_out)
     config = sums_config(
-        tmp_path, "sft.lr=5e-3", "sft.batch_tokens=2000", "sft.epochs=8", "sft.warmup_steps=5", "run.checkpoint_every=1000",
+        tmp_path, "sft.lr=5e-3", "sft.batch_tokens=2000", "sft.epochs=8", "sft.warmup_steps=5",
+        "run.checkpoint_every=1000",
         f"data.train={questions}", f"data.test={questions}",
     )  # fmt: skip
     before = asyncio.run(evaluate(open_session(config)))
@@ -172,7 +173,7 @@ def test_results_and_prompts_teach_nothing_but_through_attention(folder: Path) -
 
 
 def test_a_run_has_the_settings_of_its_section(folder: Path) -> None:
-    """The loss is that of the definition, not that of `[loss]`, and the learning rate rises over `sft.warmup_steps` steps."""
+    """The loss is that of the definition, not that of `[loss]`; the learning rate rises in `sft.warmup_steps` steps."""
     for number, more in enumerate(("sft.warmup_steps=0", "sft.warmup_steps=1000", "sft.lr=1e-5")):
         run_to_the_end(sums_config(folder, *FAST, "rollout.temperature=0.5", more, f"run.dir={folder / str(number)}"))
     rows = [what_it_left(folder / str(number))[1] for number in range(3)]
