@@ -123,6 +123,7 @@ def parts_below(part: MicroBatch) -> list[MicroBatch]:
     return [part, *(below for child in part.children for below in parts_below(child))]
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=200)
 @given(st.randoms(use_true_random=False), st.integers(1, 40), st.booleans())
 def test_parts_hold_every_token_once_and_fit(rng: random.Random, budget: int, shared: bool) -> None:

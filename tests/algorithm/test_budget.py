@@ -78,6 +78,7 @@ def test_only_questions_with_unequal_rewards_get_all_their_paths(model_path: Pat
     ]
 
 
+@pytest.mark.slow
 def test_only_questions_that_teach_are_trained_on_and_all_sampling_is_charged(
     model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -74,6 +74,7 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
     assert "not an index" in refused(f"tools.search={tmp_path}") or "index" in refused(f"tools.search={tmp_path}")
 
 
+@pytest.mark.slow
 def test_tools_of_a_server_stand_beside_the_others(tmp_path: Path) -> None:
     pytest.importorskip("mcp")
     config = tmp_path / "run.toml"

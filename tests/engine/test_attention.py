@@ -61,6 +61,7 @@ def random_rows(rng: random.Random) -> tuple[Any, Any, Any]:
     return table, np.array(starts), np.array(counts)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 10**6), window=st.sampled_from([None, 1, 5, BLOCK_SIZE, BLOCK_SIZE + 1, 70]))
 @example(seed=0, window=None)

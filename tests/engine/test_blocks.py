@@ -7,6 +7,7 @@ from collections import Counter
 from itertools import count
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -176,7 +177,7 @@ class Blocks(RuleBasedStateMachine):
             assert all(block.ref_count == self.users[block.index] for block in path)
 
 
-TestBlocks = Blocks.TestCase
+TestBlocks = pytest.mark.slow(Blocks.TestCase)
 TestBlocks.settings = settings(max_examples=150, stateful_step_count=25, deadline=None, derandomize=True)
 
 

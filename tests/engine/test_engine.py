@@ -186,6 +186,7 @@ def test_preempted_requests_yield_what_they_would_have_yielded() -> None:
         assert_exact(plain_model("llama-gqa"), prefix, params, done)
 
 
+@pytest.mark.slow
 def test_a_thousand_requests_through_a_pool_for_fifty() -> None:
     """Each takes one block; all finish, and those looked at have the right numbers."""
     engine = small(max_num_seqs=128, kv_cache_tokens=50 * BLOCK_SIZE)

@@ -257,6 +257,7 @@ def test_json_holds_the_same(tmp_path: Path) -> None:
     assert values["hardware"]["network"] == 12e9 and values["measured"] is None
 
 
+@pytest.mark.slow
 def test_a_run_is_held_against_its_own_prediction(tmp_path: Path) -> None:
     seconds = {"rollout_seconds": 4.0, "train_seconds": 2.0, "engine_graph_seconds": 1.0}
     run = run_of(tmp_path / "run", [record(**seconds), record(**seconds, step_note=1)])

@@ -161,6 +161,7 @@ def test_long_names_are_cut_in_the_middle() -> None:
     assert figures._shorten("two\n lines", 12) == "two lines"
 
 
+@pytest.mark.slow
 def test_the_same_comparison_gives_the_same_bytes() -> None:
     found = []
     for size in (9, 30):
@@ -171,6 +172,7 @@ def test_the_same_comparison_gives_the_same_bytes() -> None:
     assert not re.search(rb"<dc:date>", found[0]["curves.svg"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [["grpo", "arpo"], MANY])
 def test_nothing_to_draw_is_no_failure(names: list[str]) -> None:
     nothing = comparison(*(trial(name, 1, [], "down") for name in names), baseline=names[0])

@@ -348,6 +348,7 @@ def test_the_files_say_the_same_and_come_out_the_same(tmp_path: Path) -> None:
     assert "| after python | 12 | 12 | 0.150 (0.150 to 0.150) | -1.000 (-1.000 to -1.000) | 0% | 0 |" in lines
 
 
+@pytest.mark.slow
 def test_hostile_names_are_text(tmp_path: Path) -> None:
     found = some_study((HOSTILE, "after $\\frac$", "-" * 300))
     write_study(tmp_path, Subject(HOSTILE, HOSTILE, 1.0), found)

@@ -376,6 +376,7 @@ def plainly_public(address: IPv4Address | IPv6Address) -> bool:
     return address.is_global and not (address.is_multicast or address.is_reserved or missed)
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(st.ip_addresses(), st.data())
 def test_an_address_is_refused_if_and_only_if_it_is_not_public(address: Address, data: st.DataObject) -> None:

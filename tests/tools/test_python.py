@@ -127,6 +127,7 @@ def test_a_closed_sandbox_is_an_infrastructure_failure() -> None:
     assert (result.fault, result.attempts) == (Fault.INFRA, tool.retries + 1)
 
 
+@pytest.mark.slow
 def test_many_callers_share_the_workers(sandbox: Sandbox) -> None:
     toolset = Toolset([build_python(sandbox)])
 

@@ -304,6 +304,7 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(invert_module, name, value)
 
 
+@pytest.mark.slow
 def test_an_index_on_disk_is_the_one_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     documents = [*made_up(200, seed=3), Document("Größe", "naïve 東京 a_b c d e f g h"), Document("", "?")]
     memory = memory_index(documents)

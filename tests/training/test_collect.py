@@ -144,6 +144,7 @@ def test_sampled_traces_are_read_back_with_the_tokens_that_were_sampled(
         assert asyncio.run(train_sft(run)) == 1
 
 
+@pytest.mark.slow
 def test_a_model_that_gets_nothing_right_leaves_no_file(taught: Path, tmp_path: Path) -> None:
     config = sums_config(
         taught, f"data.train={taught / 'questions.jsonl'}", "rollout.num_trajectories=2", "rollout.max_tokens=9"
