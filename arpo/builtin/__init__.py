@@ -1,0 +1,4 @@
+"""The built-in plug-in: a generated toy world, a small model cold-started for it, and the demo.
+
+May import every room except cli. Only cli imports it; all others load `arpo.builtin.plugin` by its name.
+"""

@@ -1,10 +1,11 @@
-"""Settings: sparse TOML in, one frozen and fully resolved `Config` out.
+"""Loading settings: sparse TOML in, one frozen and fully resolved `Config` out.
 
-Promises: defaults < preset < file < command line, but for an algorithm that is compared with others: its preset lies
-above the file. A preset is one of ours, or a TOML file of the user's (`preset = "mine.toml"`). Every value is checked
-for type and range, nothing is converted silently; all mistakes are reported at once as one `ArpoError`, one line each,
-in the user's own words.
-Does not cover: whether a path, a model or a tool named here exists; the code that uses it says so.
+Later layers win: defaults, preset, file, command line. A preset is one of the package's or a TOML file of the user's
+(`preset = "mine.toml"`). The preset of an algorithm in a comparison lies above the file.
+
+Guarantees: every value is checked for type and range, and none is converted silently. All mistakes are reported
+together in one `ArpoError`, one line each, with the source of the value.
+Not covered: whether a path, model or tool that a setting names exists.
 
     config = load_config(Path("run.toml"), ["rollout.num_trajectories=8", "model.path=Qwen/Qwen3-0.6B"])
 """
@@ -29,7 +30,7 @@ from arpo.errors import ArpoError
 
 COMMAND_LINE = "command line"
 _ABSENT = object()
-Layers = Sequence[tuple[str, Mapping[str, Any]]]  # (where it comes from, values), highest precedence first
+Layers = Sequence[tuple[str, Mapping[str, Any]]]  # (source, values), highest precedence first
 
 RENAMED = {
     "rollout.leaves": "rollout.num_trajectories",
@@ -51,7 +52,7 @@ RENAMED = {
     "advantage.entropy": "advantage.entropy_weight",
     "cluster.ahead": "cluster.max_off_policy_steps",
 }
-"""Old names of settings, which are refused with a message that gives the new one."""
+"""Old names of settings; the error message gives the new one."""
 RENAMED_VALUES = {
     ("branching.policy", "later"): "posthoc_random",
     ("branching.policy", "top"): "posthoc_entropy",
@@ -59,13 +60,13 @@ RENAMED_VALUES = {
     ("advantage.baseline", "others"): "leave_one_out",
     ("train.budget_unit", "paths"): "trajectories",
 }
-"""Old values of settings, likewise, by the setting's new name."""
+"""Old values by the new name of the setting, likewise."""
 
 
 def load_config(path: Path | None, overrides: Sequence[str] = (), algorithm: str | None = None) -> Config:
-    """The configuration in `path` (TOML, or a run's config.json; none: defaults), `key.sub=value` overrides on top.
+    """Load the configuration in `path` (TOML, or a run's config.json; None: defaults) with `key.sub=value` overrides.
 
-    What the preset `algorithm` says lies above what the file says, and so do the defaults of what makes an algorithm.
+    The preset `algorithm`, and the defaults of the settings that define an algorithm, take precedence over the file.
     """
     problems: list[str] = []
     from_file = {} if path is None else _read_file(path)
@@ -79,13 +80,13 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), algorithm: str
         nested = functools.reduce(lambda inner, part: {part: inner}, reversed(key.split(".")), _parse(key, value))
         from_command = _merge(from_command, nested)
     layers = [(COMMAND_LINE, from_command), (str(path), from_file)]
-    complete = path is not None and path.suffix == ".json"  # a run's: the preset is in it already
+    complete = path is not None and path.suffix == ".json"  # a run's config.json contains its preset
     if algorithm is not None:
         values = _preset(algorithm)
         if values is None:
             raise ArpoError(f"got the algorithm {_show(algorithm)}, expected {_preset_choices(algorithm)}")
         from_command["preset"] = algorithm
-        layers[1:1] = [(f'preset "{algorithm}"', values), ("defaults of an algorithm", _of_algorithms())]
+        layers[1:1] = [(f'preset "{algorithm}"', values), ("defaults of an algorithm", _algorithm_defaults())]
     elif not complete or "preset" in from_command:
         preset = from_command.get("preset", from_file.get("preset", "arpo"))
         values = _preset(preset) if isinstance(preset, str) else {}
@@ -103,19 +104,19 @@ def presets() -> list[str]:
 
 
 def _preset(name: str) -> dict[str, Any] | None:
-    """What a preset says: one of ours, or a file; None if it is neither."""
+    """The settings of a preset of the package or of a TOML file; None if it is neither."""
     if name in presets():
         return tomllib.loads(_preset_folder().joinpath(f"{name}.toml").read_text(encoding="utf-8"))
     if not name.endswith(".toml"):
         return None
     values = _read_file(Path(name).expanduser())
     if "preset" in values:
-        raise ArpoError(f"{name}: preset: a preset has none below it; write out the settings that you want of it")
+        raise ArpoError(f"{name}: preset: a preset cannot be based on another; copy the settings that you need from it")
     return values
 
 
-def _of_algorithms() -> dict[str, Any]:
-    """The defaults of what makes an algorithm: a preset that leaves them open means these, whatever a file says."""
+def _algorithm_defaults() -> dict[str, Any]:
+    """The defaults of the settings that define an algorithm; a preset that does not set them means these."""
     plain = Config()
     return {
         "branching": plain.branching.model_dump(mode="json", include={"policy", "rule", "fill", "penalty", "balance"}),
@@ -135,24 +136,24 @@ def _preset_folder() -> Traversable:
 
 
 def config_from_resolved(values: Mapping[str, Any]) -> Config:
-    """The inverse of `Config.resolved`."""
+    """The configuration whose `resolved()` is `values`."""
     return _check([("saved configuration", dict(values))], [])
 
 
 def shareable(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A resolved configuration without what MCP servers get in their environment: keys, often."""
+    """A resolved configuration without the environment variables of MCP servers, which often hold keys."""
     tools = config.get("tools", {})
     servers = [{**server, "env": dict.fromkeys(server.get("env", {}), "(left out)")} for server in tools.get("mcp", [])]
     return {**config, "tools": {**tools, "mcp": servers}} if servers else dict(config)
 
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """Dotted keys on which two resolved configurations differ, with both values: `train.lr: 1e-06 -> 1e-05`."""
+    """The settings in which two resolved configurations differ, as lines: `train.lr: 1e-06 -> 1e-05`."""
     return [f"{key}: {left} -> {right}" for key, left, right in changes(a, b)]
 
 
 def changes(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """The same as (key, value, value), the values as they are written in a settings file, or "unset"."""
+    """The same as (key, old value, new value), with values as written in a settings file, or "unset"."""
     left, right = _flatten(a), _flatten(b)
     return [
         (key, _show(left[key]) if key in left else "unset", _show(right[key]) if key in right else "unset")
@@ -164,14 +165,14 @@ def changes(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, str, 
 def settings_table() -> list[tuple[str, str, str, str]]:
     """(dotted key, type, default, description) of every setting, for the documentation."""
     return [
-        (key, _words(schema), _show(schema["default"]) if "default" in schema else "unset", schema["description"])
+        (key, _type_name(schema), _show(schema["default"]) if "default" in schema else "unset", schema["description"])
         for key, schema in _settings().items()
     ]
 
 
 @functools.cache
 def _settings() -> dict[str, dict[str, Any]]:
-    """Dotted key -> JSON schema of that setting: what all messages and the settings table are made from."""
+    """The JSON schema of every setting by its dotted key."""
     found: dict[str, dict[str, Any]] = {}
     top = Config.model_json_schema()["properties"]
     for name, field in Config.model_fields.items():
@@ -179,7 +180,7 @@ def _settings() -> dict[str, dict[str, Any]]:
             section = field.annotation.model_json_schema()
             for key, schema in section["properties"].items():
                 found[f"{name}.{key}"] = schema
-                if "$ref" in schema.get("items", {}):  # a list of tables: their settings too
+                if "$ref" in schema.get("items", {}):  # a list of tables
                     inner = section["$defs"][schema["items"]["$ref"].rpartition("/")[2]]["properties"]
                     found |= {f"{name}.{key}.{sub}": described for sub, described in inner.items()}
         else:
@@ -187,9 +188,10 @@ def _settings() -> dict[str, dict[str, Any]]:
     return found
 
 
-def _words(schema: Mapping[str, Any]) -> str:
+def _type_name(schema: Mapping[str, Any]) -> str:
+    """The type and range of a setting for messages: "whole number >= 1"."""
     if "anyOf" in schema:
-        return " or ".join(_words(option) for option in schema["anyOf"])
+        return " or ".join(_type_name(option) for option in schema["anyOf"])
     if "enum" in schema:
         return "one of " + ", ".join(_show(choice) for choice in schema["enum"])
     if schema["type"] == "array":
@@ -203,7 +205,7 @@ def _words(schema: Mapping[str, Any]) -> str:
 
 
 def _read_file(path: Path) -> dict[str, Any]:
-    """A TOML file, or the `config.json` of a run."""
+    """Read a TOML file, or the `config.json` of a run."""
     try:
         text = path.read_bytes().decode("utf-8-sig")
         values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
@@ -216,7 +218,7 @@ def _read_file(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise ArpoError(f"{path}: line {line} is not UTF-8 text; save the file as UTF-8") from None
-    except ValueError as error:  # tomllib's own, which names the line, and what int() says of absurdly long numbers
+    except ValueError as error:  # of tomllib, with the line, or of int() for absurdly long numbers
         raise ArpoError(f"{path}: not valid {'JSON' if path.suffix == '.json' else 'TOML'}: {error}") from None
     if not isinstance(values, dict):
         raise ArpoError(f"{path}: expected settings by name, got {_show(values)}")
@@ -224,7 +226,7 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 
 def _parse(key: str, text: str) -> Any:
-    """An override's value: TOML if it reads as such; for settings that are text, `run.dir=2025-01-01` is text."""
+    """The value of an override: TOML if it is valid TOML of the setting's type (run.dir=2025-01-01 is text)."""
     try:
         parsed = tomllib.loads(f"value = {text}")
     except ValueError:
@@ -237,7 +239,7 @@ def _parse(key: str, text: str) -> Any:
 
 
 def _check(layers: Layers, problems: list[str]) -> Config:
-    """Merge layers (highest first) and validate; raises with all problems, those found earlier included."""
+    """Merge the layers and validate; raise with all problems, including those found earlier."""
     merged: dict[str, Any] = functools.reduce(_merge, (values for _, values in reversed(layers)), {})
     try:
         config = Config.model_validate(merged)
@@ -258,9 +260,9 @@ def _problem(detail: Mapping[str, Any], layers: Layers, merged: Any) -> str | No
     if detail["type"] == "one_way":
         return f"{source}: {key}: got {given}, expected {detail['msg']}"
     if detail["type"] == "missing":
-        return f"{_source(layers, path[:-1])}: {key}: is missing, expected {_words(_settings()[key])}"
+        return f"{_source(layers, path[:-1])}: {key}: is missing, expected {_type_name(_settings()[key])}"
     if detail["type"] == "default_factory_not_called":
-        return None  # only says that another setting, which is reported itself, was wrong
+        return None  # follows from another error, which is reported
     renamed = RENAMED.get(key, key)
     renamed_value = RENAMED_VALUES.get((renamed, value)) if isinstance(value, str) else None
     if renamed != key and detail["type"] == "extra_forbidden":
@@ -275,15 +277,15 @@ def _problem(detail: Mapping[str, Any], layers: Layers, merged: Any) -> str | No
         return f"{source}: {key}: got {given}, expected a section with {', '.join(_siblings(key + '.'))}"
     if "enum" in schema:
         return f"{source}: {key}: got {given}, expected {_choices(value, schema['enum'])}"
-    return f"{source}: {key}: got {given}, expected {_words(schema)}"
+    return f"{source}: {key}: got {given}, expected {_type_name(schema)}"
 
 
 def _key(path: Sequence[str | int]) -> str:
-    return ".".join(part for part in path if isinstance(part, str))  # numbers are places in a list
+    return ".".join(part for part in path if isinstance(part, str))  # numbers are list indices
 
 
 def _setting_path(path: tuple[str | int, ...]) -> tuple[str | int, ...]:
-    """The part of the path that names a setting: what is wrong inside a list is told of the whole list."""
+    """The part of the path that names a setting: an error inside a list is reported for the whole list."""
     starts = (path[:end] for end in range(len(path), 0, -1))
     return next((part for part in starts if isinstance(part[-1], str) and _key(part) in _settings()), path)
 
@@ -295,7 +297,7 @@ def _choices(given: Any, valid: Sequence[str]) -> str:
 
 
 def _siblings(key: str) -> list[str]:
-    """Full names of the settings and sections that could stand where `key` does."""
+    """Full names of the settings and sections on the same level as `key`."""
     prefix = key.rpartition(".")[0]
     if not prefix:
         return list(dict.fromkeys(name.partition(".")[0] for name in _settings()))
@@ -314,7 +316,7 @@ def _nearest_setting(key: str) -> str:
 
 
 def _source(layers: Layers, *paths: Sequence[str | int]) -> str:
-    """Where the values at these paths come from, highest precedence first."""
+    """The sources of the values at these paths, highest precedence first."""
     found = [[name for name, values in layers if _lookup(values, path) is not _ABSENT][:1] for path in paths]
     return " and ".join(name for name, _ in layers if [name] in found) or "defaults"
 
@@ -329,12 +331,8 @@ def _lookup(values: Any, path: Sequence[str | int]) -> Any:
 
 
 def _merge(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
-    both = {key: _merge(low[key], high[key]) for key in low.keys() & high.keys() if _tables(low[key], high[key])}
-    return {**low, **high, **both}
-
-
-def _tables(*values: Any) -> bool:
-    return all(isinstance(value, Mapping) for value in values)
+    tables = [k for k in high if isinstance(high[k], Mapping) and isinstance(low.get(k), Mapping)]
+    return {**low, **high, **{key: _merge(low[key], high[key]) for key in tables}}
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -345,7 +343,7 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _show(value: Any) -> str:
-    """A value as the user would write it, on one line, cut if long."""
+    """A value as the user would write it, on one line, shortened if long."""
     if isinstance(value, datetime.date | datetime.time):
         return value.isoformat()
     text = json.dumps("none" if value is None else value, ensure_ascii=False, default=str)

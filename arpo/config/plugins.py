@@ -1,8 +1,8 @@
-"""Python objects that a setting names: `package.module:name`, or `path/to/file.py:name`.
+"""Python objects named by a setting: `package.module:name`, or `path/to/file.py:name`.
 
-Promises: a file is run once per process, however many settings name it; whatever is wrong (no such file, an error in
-it, no such name) is an ArpoError that names the setting.
-Does not cover: trust. What is named here is the user's own code and runs with all rights.
+Guarantees: a file is executed once per process, however many settings name it. Any failure (no such file, an error in
+it, no such name) is an `ArpoError` that names the setting.
+Not covered: isolation. The named code is the user's own and runs with all rights.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from arpo.errors import ArpoError
 
 
 def names_object(text: str) -> bool:
-    """Whether a setting's value is written like the name of a Python object."""
-    place, colon, name = text.rpartition(":")
-    return bool(place and colon) and name.isidentifier()
+    """Whether a setting's value has the form of an object's name."""
+    place, _, name = text.rpartition(":")
+    return bool(place) and name.isidentifier()
 
 
 def load_object(setting: str, text: str) -> Any:
-    """The object that `text`, the value of `setting`, stands for."""
+    """Load the object that `text`, the value of `setting`, names."""
     if not names_object(text):
         raise ArpoError(f"{setting}: got {text!r}, expected path/to/file.py:name or package.module:name")
     place, _, name = text.rpartition(":")
@@ -42,20 +42,20 @@ def load_object(setting: str, text: str) -> Any:
 
 def _run_file(setting: str, place: str) -> ModuleType:
     path = Path(place).expanduser().resolve()
-    known = f"arpo_file_{hashlib.sha256(str(path).encode()).hexdigest()[:16]}"
-    if known in sys.modules:
-        return sys.modules[known]
+    module_name = f"arpo_file_{hashlib.sha256(str(path).encode()).hexdigest()[:16]}"
+    if module_name in sys.modules:
+        return sys.modules[module_name]
     if not path.is_file():
         raise ArpoError(f"{setting}: there is no file {place} (relative paths start in {Path.cwd()})")
-    spec = importlib.util.spec_from_file_location(known, path)
+    spec = importlib.util.spec_from_file_location(module_name, path)
     assert spec is not None and spec.loader is not None  # its name ends in .py
     module = importlib.util.module_from_spec(spec)
-    sys.modules[known] = module  # before it runs: dataclasses and type hints look for it there
+    sys.modules[module_name] = module  # before it runs: dataclasses look it up there
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        del sys.modules[known]
-        raise ArpoError(f"{setting}: {place} fails{_line(error, path)}: {_words(error)}") from error
+        del sys.modules[module_name]
+        raise ArpoError(f"{setting}: {place} fails{_line(error, path)}: {_describe(error)}") from error
     return module
 
 
@@ -69,16 +69,16 @@ def _import(setting: str, place: str) -> ModuleType:
             f"{setting}: there is no installed module {place}; install it, or name a file: path/to/file.py:name"
         ) from None
     except Exception as error:
-        raise ArpoError(f"{setting}: {place} cannot be imported: {_words(error)}") from error
+        raise ArpoError(f"{setting}: {place} cannot be imported: {_describe(error)}") from error
 
 
 def _line(error: Exception, path: Path) -> str:
-    """Where in the file it went wrong."""
+    """The line of the file that raised the error."""
     if isinstance(error, SyntaxError):
         return f" in line {error.lineno}"
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     return f" in line {lines[-1]}" if lines else ""
 
 
-def _words(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error.msg if isinstance(error, SyntaxError) else error}"

@@ -108,7 +108,7 @@ def test_a_preset_may_be_a_file_and_an_algorithm_lies_above_the_file(tmp_path: P
     assert load_config(saved) == config  # complete without the preset
     assert "there is no such file" in _error(path)
     mine.write_text('preset = "dapo"\n')
-    assert "a preset has none below it" in _error(path)
+    assert "a preset cannot be based on another" in _error(path)
     with pytest.raises(ArpoError, match=r'got the algorithm "grop", expected one of .*did you mean "grpo".*TOML file'):
         load_config(None, [], "grop")
 
