@@ -1,8 +1,7 @@
-"""The built-in model: a Llama of a few million parameters and a small byte-level tokenizer, both made on the spot.
+"""The architecture of the built-in model: a small Llama with a small byte-level tokenizer, as Hugging Face objects.
 
-The tokenizer covers any text (bytes) and has every name word of the built-in world (with its leading space) and every
-number below 100 as one token, so that copying a name is copying two tokens and copying a number is copying one. Both
-are ordinary Hugging Face objects.
+The tokenizer covers any text. Every name word of the toy world (with its leading space) and every number below 100 is
+one token, so a name is two tokens and a number is one.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ CHAT_TEMPLATE = (
 
 
 def build_tokenizer(texts: Iterable[str], max_vocab: int = 2048) -> Any:
-    """Train the small tokenizer on `texts`. Its chat template shows the model nothing but the question."""
+    """Train the small tokenizer on `texts`. Its chat template contains only the question."""
     core = Tokenizer(models.BPE())
     numbers = pre_tokenizers.Split(Regex(r"\p{N}{1,2}"), "isolated")
     core.pre_tokenizer = pre_tokenizers.Sequence([numbers, pre_tokenizers.ByteLevel(add_prefix_space=False)])
@@ -46,7 +45,7 @@ def build_tokenizer(texts: Iterable[str], max_vocab: int = 2048) -> Any:
 
 
 def build_model(tokenizer: Any, hidden: int, layers: int, max_context: int, seed: int) -> Any:
-    """A freshly initialised Llama for `tokenizer`; the same seed gives the same weights."""
+    """A randomly initialized Llama for `tokenizer`; the same seed gives the same weights."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=hidden,

@@ -35,10 +35,9 @@ class WorldPlugin:
             raise ArpoError(
                 'rollout.format: the built-in model ("tiny") was trained with tags; use "tags" or another model.path'
             )
-        from arpo.builtin.cold_start import coldstart, world_tools
+        from arpo.builtin.cold_start import cold_start
 
-        world = _cached_world(config.world)
-        return coldstart(config.coldstart, world, lambda other: world_tools(config, other), progress)
+        return cold_start(config, progress)
 
 
 WORLD = WorldPlugin()

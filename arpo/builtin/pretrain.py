@@ -1,10 +1,9 @@
-"""Making the base of the built-in model from nothing: `python -m arpo.builtin.pretrain arpo/models/base`.
+"""Pretrains the base of the built-in model: `python -m arpo.builtin.pretrain arpo/builtin/base`.
 
-The base can read: it copies names and numbers out of what stands before, and has seen agents of every quality at work
-in many other worlds. Of the default world it has seen facts of the training half (in recitals) and nothing of the
-test half. It comes with the package, since learning to copy takes a small transformer far longer than all that follows;
-the cold start that gives it the habits to be unlearnt is done on the spot (`coldstart`). On a GPU this takes minutes,
-on a laptop hours.
+The base can read: it copies names and numbers from its context, and has seen agents of every quality in many other
+worlds. Of the default world it has seen facts of the training half (in recitals), and nothing of the test half. It is
+part of the package, because learning to copy takes a small transformer far longer than everything after it; the cold
+start, which gives it the habits to unlearn, runs on the user's machine. On a GPU this takes minutes, on a laptop hours.
 """
 
 from __future__ import annotations
@@ -18,32 +17,26 @@ from typing import Any
 import torch
 
 from arpo.agent.formats import build_format
-from arpo.builtin.cold_start import MAX_CONTEXT, caller, world_tools
-from arpo.builtin.imitate import Progress, Row, batches_of, imitate, trace_rows
+from arpo.builtin.cold_start import tool_caller, world_tools
+from arpo.builtin.imitation import Row, batch_rows, imitate, trace_rows
 from arpo.builtin.model import build_model, build_tokenizer
 from arpo.builtin.traces import write_traces
 from arpo.builtin.world import World, build_world, world_vocabulary
-from arpo.cli.display import progress_bar
 from arpo.config.loading import load_config
 from arpo.config.schema import Config
+from arpo.data.plugin import Progress
 from arpo.data.traces import Trace
 from arpo.models.load import pick_device
 from arpo.models.save import save_pretrained
 
-STEPS, BATCH_TOKENS, LR, TRACES, HIDDEN, LAYERS = 6_000, 16_384, 3e-3, 60_000, 160, 4
-SEED = 1  # of four that were tried, the one that learnt to copy soonest (docs/journal/LOG.md)
+STEPS, BATCH_TOKENS, LR, TRACES, HIDDEN, LAYERS, MAX_CONTEXT = 6_000, 16_384, 3e-3, 60_000, 160, 4, 512
+SEED = 1  # of four seeds, the one that learned to copy soonest (docs/LOG.md)
 RECITALS = 0.25  # share of batches
 
 
 def main(directory: Path) -> None:
     """Pretrain and save the base."""
-    config = load_config(None)
-    with progress_bar("pretraining", STEPS) as bar:
-
-        def show(step: int, steps: int, loss: float) -> None:
-            bar.update(bar.task_ids[0], completed=step, note=f"loss {loss:.3f}")
-
-        model, tokenizer = pretrain(config, show)
+    model, tokenizer = pretrain(load_config(None), _print_progress)
     save_pretrained(model.to(device="cpu", dtype=torch.bfloat16), tokenizer, directory)
 
 
@@ -56,29 +49,33 @@ def pretrain(
     hidden: int = HIDDEN,
     layers: int = LAYERS,
 ) -> tuple[Any, Any]:
-    """The base and its tokenizer, from nothing."""
+    """The base model and its tokenizer, trained from scratch."""
     world = build_world(config.world)
-    tools = world_tools(config, world)
-    written = write_traces(world, traces, lambda other: caller(world_tools(config, other)), seed=0, difficulty=None)
+    written = write_traces(world, traces, tool_caller(config), seed=0, difficulty=None)
     tokenizer = build_tokenizer(_texts(written))
     model = build_model(tokenizer, hidden, layers, MAX_CONTEXT, seed=SEED).to(pick_device(config.model.device))
-    rows = trace_rows(written, tokenizer, build_format("tags", [tool.spec for tool in tools.values()]))
-    imitate(model, _mixture(tokenizer, world, rows), steps, LR, progress)
+    fmt = build_format("tags", [tool.spec for tool in world_tools(config, world).values()])
+    imitate(model, _mixture(tokenizer, world, trace_rows(written, tokenizer, fmt)), steps, LR, progress)
     return model.eval(), tokenizer
+
+
+def _print_progress(step: int, steps: int, loss: float) -> None:
+    if step % 50 == 0:
+        print(f"step {step} of {steps}, loss {loss:.3f}", flush=True)
 
 
 def _mixture(tokenizer: Any, world: World, rows: list[Row]) -> Iterator[list[Row]]:
     rng = random.Random(SEED)
-    recitals = batches_of(lambda: [_recital(tokenizer, world, rng) for _ in range(512)], BATCH_TOKENS, rng)
-    imitations = batches_of(lambda: rows, BATCH_TOKENS, rng)
+    recitals = batch_rows(lambda: [_recital(tokenizer, world, rng) for _ in range(512)], BATCH_TOKENS, rng)
+    imitations = batch_rows(lambda: rows, BATCH_TOKENS, rng)
     while True:
         yield next(recitals if rng.random() < RECITALS else imitations)
 
 
 def _recital(tokenizer: Any, world: World, rng: random.Random) -> Row:
-    """A passage of facts and loose words, then three pieces of it again; all but the first token of each is trained on.
+    """A passage of facts and random words, then three pieces of it again; all but a piece's first token is trained on.
 
-    Pieces start and end anywhere: nothing but looking the last token up in the passage predicts the next one.
+    Pieces start and end anywhere, so the next token can only be predicted by finding the last one in the passage.
     """
     words = (*world_vocabulary(), *map(str, range(100)))
     facts = tuple(world.halves[0].facts.values())
@@ -94,7 +91,7 @@ def _recital(tokenizer: Any, world: World, rng: random.Random) -> Row:
 
 
 def _texts(traces: Sequence[Trace]) -> Iterator[str]:
-    """What the tokenizer is trained on: every name word of any world, numbers, traces."""
+    """The training text of the tokenizer: every name word of any world, numbers, traces."""
     yield from (f" {word}" for word in world_vocabulary() for _ in range(3))
     yield from (str(number) for number in range(100) for _ in range(3))
     for trace in traces[:2000]:

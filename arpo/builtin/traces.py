@@ -1,10 +1,9 @@
-"""Cold-start traces for the built-in world: how to use the tools, deliberately imperfect.
+"""Writes cold-start traces for the toy world: they show how to use the tools, with deliberate mistakes.
 
-A trace is a conversation in the ARPO tag format whose tool results come from the real tools. A perfect solver would
-leave nothing to learn, so at a rate that grows with difficulty the writer of the traces makes the mistakes that small
-models make: it stops one hop early, asks for the wrong relation (and sometimes notices), computes in its head, confuses
-two names, forgets the box around its answer. All of them are the writer's choices right after the question or a tool
-result: a model that imitates them is undecided exactly there.
+Tool results come from the real tools. A perfect solver would leave nothing to learn, so at rates that grow with the
+difficulty the writer makes the mistakes that small models make: it stops one hop early, looks up the wrong relation
+(and sometimes notices), computes without Python, confuses two values, or forgets the box around its answer. Each
+mistake is decided right after the question or a tool result, so a model that imitates them is uncertain exactly there.
 """
 
 from __future__ import annotations
@@ -17,49 +16,49 @@ from arpo.builtin.world import ENTITY_RELATIONS, NUMBER_RELATIONS, World, other_
 from arpo.data.traces import Segment, Trace
 from arpo.types import Kind, Task, derive_seed
 
-PER_WORLD = 100
-CallFn = Callable[[str, str], str]
-"""(tool name, argument) -> result text, by the real tool."""
+TRACES_PER_WORLD = 100
+CallTool = Callable[[str, str], str]
+"""(tool name, argument) -> text of the real tool's result."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mistakes:
-    """How often the writer of the traces errs, per opportunity."""
+    """The rate of each kind of mistake, per opportunity."""
 
     stop_early: float
     wrong_relation: float
-    in_the_head: float
-    confuse: float  # gives another name or number that it has seen
+    no_python: float  # guesses instead of computing
+    confuse: float  # answers with another name or number it has seen
     no_box: float
 
     @staticmethod
     def at(difficulty: float) -> Mistakes:
-        """Rates for a difficulty in [0, 1]."""
+        """The rates at a difficulty in [0, 1]."""
         return Mistakes(
             stop_early=0.7 * difficulty,
             wrong_relation=0.4 * difficulty,
-            in_the_head=0.9 * difficulty,
+            no_python=0.9 * difficulty,
             confuse=0.1 * difficulty,
             no_box=0.3 * difficulty,
         )
 
 
 class _Writer:
-    """Writes one trace: keeps the segments so far and the calls' results."""
+    """The segments of one trace, so far."""
 
-    def __init__(self, call: CallFn, rng: random.Random) -> None:
+    def __init__(self, call: CallTool, rng: random.Random) -> None:
         self.call, self.rng = call, rng
         self.segments: list[Segment] = []
 
-    def use(self, thought: str, tool: str, argument: str) -> str:
+    def call_tool(self, thought: str, tool: str, argument: str) -> str:
         self.segments.append((Kind.MODEL, f"<think> {thought}</think><{tool}> {argument}</{tool}>"))
         result = self.call(tool, argument)
         self.segments.append((Kind.TOOL, result))
         return result
 
     def search(self, relation: str, entity: str) -> str:
-        """Look one fact up and read its value from the first line of the result."""
-        first_line = self.use(f"Find the {relation}.", "search", f"{relation} of {entity}").partition("\n")[0]
+        """Look up one fact and return its value, read from the first line of the result."""
+        first_line = self.call_tool(f"Find the {relation}.", "search", f"{relation} of {entity}").partition("\n")[0]
         return first_line.rpartition(" is ")[2].rstrip(".")
 
     def answer(self, text: str, mistakes: Mistakes) -> None:
@@ -67,8 +66,8 @@ class _Writer:
         self.segments.append((Kind.MODEL, f"<think> Done.</think><answer>{boxed}</answer>"))
 
 
-def write_trace(task: Task, call: CallFn, rng: random.Random, mistakes: Mistakes) -> Trace:
-    """Solve `task` by its plan, erring at the given rates."""
+def write_trace(task: Task, call: CallTool, rng: random.Random, mistakes: Mistakes) -> Trace:
+    """Solve the task by its plan, with mistakes at the given rates."""
     writer = _Writer(call, rng)
     plan = task.meta["plan"]
     values: list[str] = []
@@ -80,7 +79,9 @@ def write_trace(task: Task, call: CallFn, rng: random.Random, mistakes: Mistakes
         subject = entity or values[-1]
         if rng.random() < mistakes.wrong_relation:
             wrong = writer.search(_other_relation(relation, rng), subject)
-            if i == len(plan["lookups"]) - 1 and "operator" not in plan and rng.random() < 0.5:  # it does not notice
+            if (
+                i == len(plan["lookups"]) - 1 and "operator" not in plan and rng.random() < 0.5
+            ):  # the mistake goes unnoticed
                 values.append(wrong)
                 break
         values.append(writer.search(relation, subject))
@@ -97,9 +98,9 @@ def write_trace(task: Task, call: CallFn, rng: random.Random, mistakes: Mistakes
 
 def _compute(writer: _Writer, values: list[str], plan: dict[str, list[str]], mistakes: Mistakes) -> str:
     rng = writer.rng
-    if rng.random() < mistakes.in_the_head:
+    if rng.random() < mistakes.no_python:
         return rng.choice(plan["choices"]) if "choices" in plan else str(rng.randint(10, 199))
-    result = writer.use("Compute.", "python", f"{values[0]} {plan['operator']} {values[1]}")
+    result = writer.call_tool("Compute.", "python", f"{values[0]} {plan['operator']} {values[1]}")
     return plan["choices"][result.startswith("-")] if "choices" in plan else result
 
 
@@ -109,20 +110,20 @@ def _other_relation(relation: str, rng: random.Random) -> str:
 
 
 def write_traces(
-    world: World, count: int, caller: Callable[[World], CallFn], seed: int, difficulty: float | None
+    world: World, count: int, tools_of: Callable[[World], CallTool], seed: int, difficulty: float | None
 ) -> list[Trace]:
-    """`count` traces, from many small worlds with facts of their own.
+    """Write `count` traces about many small worlds with facts of their own.
 
-    None shares an entity with the test questions, and no fact comes up often enough to be learnt by heart: a model that
-    imitates these traces has to read. `caller(world)` gives the tools over a world's documents. Without a difficulty,
-    every world has one of its own.
+    No trace shares an entity with the test questions, and no fact is frequent enough to be memorized: a model that
+    imitates the traces has to read. `tools_of(world)` calls the tools over a world's documents. If `difficulty` is
+    None, each world gets a random one.
     """
     rng = random.Random(derive_seed(seed, "traces"))
     traces: list[Trace] = []
-    for number in range(-(-count // PER_WORLD)):
+    for number in range(-(-count // TRACES_PER_WORLD)):
         other = other_world(world, number, entities=120)
-        call = caller(other)
+        call = tools_of(other)
         mistakes = Mistakes.at(rng.random() if difficulty is None else difficulty)
-        wanted = min(PER_WORLD, count - len(traces))
+        wanted = min(TRACES_PER_WORLD, count - len(traces))
         traces += [write_trace(sample_task(other, rng), call, rng, mistakes) for _ in range(wanted)]
     return traces

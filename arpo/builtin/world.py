@@ -1,14 +1,13 @@
-"""The built-in world: a seeded, fictional knowledge base with questions over it; this project's laptop-sized benchmark.
+"""The toy world: a generated, fictional knowledge base with questions about it; a benchmark for a laptop.
 
-Promises: the same settings give the same world, to the last letter; every question has exactly one answer, which
-follows from the documents; training and test questions speak of disjoint entities and facts never cross that border.
-All names are two words from fixed pools, so nothing can be known beforehand and every name must be copied from what was
-read.
+Questions are one-, two- and three-hop chains, sums and differences of two numbers, and comparisons. Each fact is one
+document, `The R of E is V.`, so a query must name the right entity and the right relation. All names are two words from
+fixed pools, so nothing can be known beforehand and every name must be copied from a document.
 
-Questions are one-, two- and three-hop chains, sums and differences of looked-up numbers, and comparisons. Each fact is
-one document, `The R of E is V.`, so a query must name the right entity AND the right relation.
+Guarantees: the same settings give the same world. Every question has exactly one answer, which follows from the
+documents. Training and test questions are about disjoint entities, and no fact connects the two.
 
-    world = make_world(settings.World(seed=1))
+    world = build_world(schema.World(seed=1))
     world.documents[0].text, world.train[0].question, world.test[0].answers
 """
 
@@ -33,25 +32,25 @@ class Fact:
 
     @property
     def text(self) -> str:
-        """The fact as its document says it."""
+        """The text of the fact's document."""
         return f"The {self.relation} of {self.entity} is {self.value}."
 
 
 @dataclass(frozen=True, slots=True)
 class Half:
-    """One side of the train/test border: entities by kind, and all facts about them."""
+    """The training or the test half: entities by kind, and all facts about them."""
 
     names: dict[str, tuple[str, ...]]
     facts: dict[tuple[str, str], Fact]
 
     def value(self, relation: str, entity: str) -> str:
-        """What the documents say `relation` of `entity` is."""
+        """The value of `relation` for `entity`."""
         return self.facts[relation, entity].value
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Documents to search in, and the two sets of questions."""
+    """Documents to search in, training questions and test questions."""
 
     settings: WorldSection
     halves: tuple[Half, Half]
@@ -60,7 +59,7 @@ class World:
     test: tuple[Task, ...]
 
 
-# relation -> (kind it belongs to, kind of its value); a number's kind is its range
+# relation -> (kind of its entity, kind of its value, which for numbers is a range)
 ENTITY_RELATIONS = {
     "birthplace": ("person", "town"),
     "employer": ("person", "firm"),
@@ -83,7 +82,7 @@ KINDS = ("hop1", "hop2", "hop3", "sum", "difference", "compare")
 
 
 def _words(count: int, seed: int, pattern: str) -> tuple[str, ...]:
-    """Invented words, the same on every machine; `pattern` mixes c(onsonant) and v(owel)."""
+    """`count` invented words after a pattern of c(onsonant) and v(owel); the same on every machine."""
     rng = random.Random(seed)
     letters = {"c": "bdfgklmnprstvz", "v": "aeiou"}
     found: dict[str, None] = {}
@@ -104,12 +103,12 @@ _POOLS = {
 
 
 def world_vocabulary() -> tuple[str, ...]:
-    """Every name word that any world can contain, whatever its seed."""
+    """Every word of a name that any world can contain."""
     return tuple(word for first, second in _POOLS.values() for word in (*first, *second))
 
 
 def build_world(settings: WorldSection, without: frozenset[str] = frozenset()) -> World:
-    """Build the world of these settings, using none of the names in `without`."""
+    """Generate the world of these settings, without the names in `without`."""
     names: dict[str, list[str]] = {}
     for kind, share in SHARES.items():
         first, second = _POOLS[kind]
@@ -146,7 +145,7 @@ def _half(names: dict[str, tuple[str, ...]], rng: random.Random) -> Half:
 
 
 def _questions(half: Half, split: str, count: int, settings: WorldSection) -> tuple[Task, ...]:
-    """`count` different questions; difficulty moves weight from short chains to long ones and computation."""
+    """`count` different questions; with the difficulty, long chains and computations become more frequent."""
     rng = _rng(settings, f"{split} questions")
     d = settings.difficulty
     weights = (1 - d, 1.0, d, d, d, d)
@@ -155,7 +154,7 @@ def _questions(half: Half, split: str, count: int, settings: WorldSection) -> tu
         if len(found) == count:
             break
         kind = rng.choices(KINDS, weights)[0]
-        text, answer, plan = _MAKERS[kind](half, rng)
+        text, answer, plan = _GENERATORS[kind](half, rng)
         if text not in found:
             task_id = f"world-{settings.seed}-{split}-{len(found)}"
             found[text] = Task(task_id, text, (answer,), kind, {"plan": plan})
@@ -167,13 +166,13 @@ def _questions(half: Half, split: str, count: int, settings: WorldSection) -> tu
     return tuple(found.values())
 
 
-# A plan is what a perfect solver would do: [relation, entity] per look-up (a `None` entity is the value just found),
-# and for computed questions the operator. Cold-start traces follow it; nothing else may look at it.
+# A plan is what a perfect solver would do: [relation, entity] per look-up (entity None: the value found before), and
+# for computed questions the operator. Only the writer of cold-start traces may use it.
 Plan = dict[str, object]
 
 
 def _chain(half: Half, rng: random.Random, hops: int) -> tuple[str, str, Plan]:
-    """A random walk over entity relations; the last hop may also end at a number."""
+    """A question about a random walk over relations; only the last hop may lead to a number."""
     while True:
         kind = rng.choice(tuple(SHARES))
         entity = rng.choice(half.names[kind])
@@ -185,7 +184,7 @@ def _chain(half: Half, rng: random.Random, hops: int) -> tuple[str, str, Plan]:
             relation = rng.choice(options)
             relations.append(relation)
             value = half.value(relation, value)
-            if value in seen:  # a walk that comes back has a shorter answer
+            if value in seen:  # a cycle would have a shorter solution
                 break
             seen.add(value)
             kind = ENTITY_RELATIONS[relation][1] if relation in ENTITY_RELATIONS else "number"
@@ -225,7 +224,7 @@ def _compare(half: Half, rng: random.Random) -> tuple[str, str, Plan]:
     return f"Which has the {more} {relation}, {a} or {b}?", a if x > y else b, plan
 
 
-_MAKERS: dict[str, Callable[[Half, random.Random], tuple[str, str, Plan]]] = {
+_GENERATORS: dict[str, Callable[[Half, random.Random], tuple[str, str, Plan]]] = {
     "hop1": lambda half, rng: _chain(half, rng, 1),
     "hop2": lambda half, rng: _chain(half, rng, 2),
     "hop3": lambda half, rng: _chain(half, rng, 3),
@@ -236,7 +235,7 @@ _MAKERS: dict[str, Callable[[Half, random.Random], tuple[str, str, Plan]]] = {
 
 
 def other_world(world: World, number: int, entities: int) -> World:
-    """A small world with facts of its own, and none of the names that `world`'s test questions are about."""
+    """A small world with facts of its own and none of the names in `world`'s test half."""
     taken = frozenset(name for names in world.halves[1].names.values() for name in names)
     settings = world.settings.model_copy(
         update={"seed": derive_seed(world.settings.seed, "other world", number), "entities": entities}
@@ -247,5 +246,5 @@ def other_world(world: World, number: int, entities: int) -> World:
 def sample_task(world: World, rng: random.Random) -> Task:
     """One more training question of a random kind, for cold-start traces."""
     kind = rng.choice(KINDS)
-    text, answer, plan = _MAKERS[kind](world.halves[0], rng)
+    text, answer, plan = _GENERATORS[kind](world.halves[0], rng)
     return Task("trace", text, (answer,), kind, {"plan": plan})

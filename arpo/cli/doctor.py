@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 import arpo
-from arpo.builtin.cold_start import cache_directory
+from arpo.builtin.cold_start import cache_dir
 from arpo.errors import ArpoError
 
 TIERS = {
@@ -35,7 +35,7 @@ def report() -> list[tuple[str, bool, str]]:
         ("tools by MCP", *_needs("mcp", "mcp", "stdio and streamable HTTP")),
         ("reward: math", *_needs("math_verify", "math-verify", "compares maths answers")),
         ("pictures", *_needs("matplotlib", "matplotlib", "of comparisons and entropies")),
-        ("model cache", *_writable(cache_directory())),
+        ("model cache", *_writable(cache_dir())),
     ]
 
 

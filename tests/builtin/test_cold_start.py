@@ -13,10 +13,11 @@ import arpo.builtin.demo
 from arpo.agent.agent import build_agent
 from arpo.agent.formats import build_format
 from arpo.algorithm.rollout import rollout
-from arpo.builtin.cold_start import coldstart, world_tools
-from arpo.builtin.imitate import batches_of, trace_rows
+from arpo.builtin.cold_start import cold_start, tool_caller, world_tools
+from arpo.builtin.imitation import batch_rows, trace_rows
 from arpo.builtin.pretrain import pretrain
-from arpo.builtin.world import World, build_world, world_vocabulary
+from arpo.builtin.world import build_world, world_vocabulary
+from arpo.cli.display import ConsoleReporter
 from arpo.config.loading import load_config
 from arpo.config.schema import Config, Model
 from arpo.errors import ArpoError
@@ -73,13 +74,10 @@ def test_the_cold_start_is_made_once_and_belongs_to_its_settings(
     def make(*overrides: str) -> Path:
         config = load_config(None, [*SMALL, "coldstart.steps=2", "coldstart.traces=20", *overrides])
 
-        def tools(world: World) -> Any:
-            return world_tools(config, world)
-
         def progress(step: int, steps: int, loss: float) -> None:
             seen.append(step)
 
-        return coldstart(config.coldstart, build_world(config.world), tools, progress)
+        return cold_start(config, progress)
 
     first = make()
     assert seen == [0, 1, 2]
@@ -103,9 +101,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("ARPO_CACHE", str(tmp_path / "file" / "cache"))
     config = load_config(None, SMALL)
     with pytest.raises(ArpoError, match="ARPO_CACHE"):
-        coldstart(
-            config.coldstart, build_world(config.world), lambda world: world_tools(config, world), lambda *_: None
-        )
+        cold_start(config, lambda *_: None)
 
 
 def test_pretraining_runs_from_nothing() -> None:
@@ -117,13 +113,12 @@ def test_pretraining_runs_from_nothing() -> None:
 
 
 def test_trace_rows_train_on_the_models_own_tokens_only(base: tuple[Any, Any]) -> None:
-    from arpo.builtin.cold_start import caller
     from arpo.builtin.traces import write_traces
 
     config = load_config(None, SMALL)
     world = build_world(config.world)
     tokenizer = base[1]
-    traces = write_traces(world, 5, lambda other: caller(world_tools(config, other)), seed=0, difficulty=0.5)
+    traces = write_traces(world, 5, tool_caller(config), seed=0, difficulty=0.5)
     fmt = build_format("tags", [tool.spec for tool in world_tools(config, world).values()])
     for trace, (tokens, trained) in zip(traces, trace_rows(traces, tokenizer, fmt), strict=True):
         own = "".join(text for kind, text in trace.segments if kind is Kind.MODEL)
@@ -136,7 +131,7 @@ def test_batches_respect_their_size() -> None:
     import random
 
     rows = [([1] * n, [True] * n) for n in (3, 50, 7, 9, 30, 4)]
-    stream = batches_of(lambda: rows, 40, random.Random(0))
+    stream = batch_rows(lambda: rows, 40, random.Random(0))
     drawn = [next(stream) for _ in range(8)]
     assert all(len(batch) * max(len(t) for t, _ in batch) <= 40 or len(batch) == 1 for batch in drawn)
     first_pass = [row for batch in drawn[:3] for row in batch]
@@ -163,7 +158,7 @@ def test_the_demo_from_end_to_end(
 
     monkeypatch.setattr(arpo.builtin.demo, "load_config", shortened)
     for expected in ("runs/demo", "runs/demo-2"):
-        arpo.builtin.demo.run_demo(0, asyncio.run)
+        arpo.builtin.demo.run_demo(0, asyncio.run, ConsoleReporter())
         said = capsys.readouterr().out
         assert "Before:" in said
         assert f"is in {expected};" in said

@@ -20,7 +20,7 @@ from pathlib import Path
 from arpo.config.loading import config_from_resolved, load_config
 from arpo.models.export import export_model
 from arpo.tools.build import build_tools
-from arpo.training.loop import open_run
+from arpo.training.loop import open_training
 from arpo.training.sft import open_sft, train_sft
 
 config = load_config(Path("run.toml"))
@@ -29,7 +29,7 @@ with open_sft(config) as run:
 export_model(Path("run"), Path("exported"))
 with build_tools(config) as tools:
     assert list(tools) == ["search", "python"]
-with open_run(load_config(Path("run.toml"), ["run.dir=other"])):
+with open_training(load_config(Path("run.toml"), ["run.dir=other"])):
     pass
 print(*sorted(name for name in sys.modules if name.startswith("arpo.builtin")))
 """

@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 
-from arpo.builtin.traces import PER_WORLD, CallFn, Mistakes, write_trace, write_traces
+from arpo.builtin.traces import TRACES_PER_WORLD, CallTool, Mistakes, write_trace, write_traces
 from arpo.builtin.world import KINDS, World, build_world, other_world, sample_task, world_vocabulary
 from arpo.config.schema import World as Settings
 from arpo.data.traces import Trace
@@ -30,7 +30,7 @@ def small_world() -> World:
     return build_world(SMALL)
 
 
-def real_tools(world: World) -> CallFn:
+def real_tools(world: World) -> CallTool:
     tools = {
         "search": build_search(world.documents, results=2),
         "python": build_python(open_sandbox(512, False), blocking=True),
@@ -274,12 +274,12 @@ def test_without_mistakes_the_plan_is_followed() -> None:
 
 def hard_traces() -> tuple[World, list[Trace]]:
     world = build_world(SMALL.model_copy(update={"difficulty": 1.0}))
-    return world, write_traces(world, PER_WORLD + 20, real_tools, seed=5, difficulty=1.0)
+    return world, write_traces(world, TRACES_PER_WORLD + 20, real_tools, seed=5, difficulty=1.0)
 
 
 def test_flawed_traces_are_real_conversations_about_other_entities() -> None:
     world, traces = hard_traces()
-    assert len(traces) == PER_WORLD + 20
+    assert len(traces) == TRACES_PER_WORLD + 20
     right = [given_answer(trace) == trace.task.answers[0] for trace in traces]
     formatted = [format_ok(text_of(trace))[0] for trace in traces]
     assert 10 < sum(right) < len(traces) - 10
@@ -288,7 +288,7 @@ def test_flawed_traces_are_real_conversations_about_other_entities() -> None:
     assert mentioned([trace.task.question + text_of(trace) for trace in traces], names_of(world, 1)) == set()
     for number in (0, 1):
         call = real_tools(other_world(world, number, entities=120))
-        for trace in traces[number * PER_WORLD : (number + 1) * PER_WORLD]:
+        for trace in traces[number * TRACES_PER_WORLD : (number + 1) * TRACES_PER_WORLD]:
             kinds = [kind for kind, _ in trace.segments]
             assert kinds == [Kind.MODEL, Kind.TOOL] * (len(kinds) // 2) + [Kind.MODEL]
             results = [text for kind, text in trace.segments if kind is Kind.TOOL]
@@ -315,7 +315,7 @@ def test_each_mistake_is_the_one_it_is_named_after() -> None:
         return [name for name, _ in calls_of(write_trace(of_kind[kind], call, rng, one_mistake(mistake)))]
 
     assert calls("hop3", "stop_early") == ["search"]
-    assert calls("sum", "in_the_head") == ["search", "search"]
+    assert calls("sum", "no_python") == ["search", "search"]
     assert calls("sum", "wrong_relation") == ["search"] * 4 + ["python"]
     assert format_ok(text_of(write_trace(of_kind["hop1"], call, rng, one_mistake("no_box")))) == (
         False,

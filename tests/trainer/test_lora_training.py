@@ -379,7 +379,7 @@ def test_an_adapter_may_be_trained_further_in_another_run(model_path: Path, tmp_
 
 
 def test_an_adapter_of_the_built_in_model(model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arpo.builtin.cold_start, "coldstart", lambda *_: model_path)
+    monkeypatch.setattr(arpo.builtin.cold_start, "cold_start", lambda *_: model_path)
     config = load_config(None, [f"run.dir={tmp_path / 'run'}", *SMALL, "train.steps=1", *LORA])
     tested = run_to_the_end(config)
     session = open_session(config_of(tmp_path / "run", []))
@@ -423,7 +423,7 @@ def test_an_adapter_of_the_built_in_model_can_be_built_on(
     again: tuple[str, ...], model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The base that such a run names is "tiny", which stands for a model that is made on the spot."""
-    monkeypatch.setattr(arpo.builtin.cold_start, "coldstart", lambda *_: model_path)
+    monkeypatch.setattr(arpo.builtin.cold_start, "cold_start", lambda *_: model_path)
     first, second = (config_for(Path("tiny"), tmp_path / name, "train.steps=1", *LORA) for name in ("a", "b"))
     run_to_the_end(first)
     config = config_for(tmp_path / "a", tmp_path / "b", "train.steps=1", *again)
