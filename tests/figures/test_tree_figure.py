@@ -12,57 +12,57 @@ from hypothesis import strategies as st
 from trees import branched, model, nested_branches, prompt, tool, tree
 
 from arpo.figures.style import BLUE, ORANGE, RED
-from arpo.figures.tree import GREY, LEAST, PROMPT, WIDTH, sketch, tree_png, tree_svg
+from arpo.figures.tree import GREY, MIN_WIDTH, PROMPT_WIDTH, WIDTH, sketch, tree_png, tree_svg
 from arpo.types import Credit, Fault, Reward, RolloutTree, ScoredTree, Task
 
 HOSTILE = "</title></svg><script>alert(1)</script>\x00\x1b[31m\u202e\ud800&amp;\"'"
 
 
-def scored(grown: RolloutTree, kept: bool = True) -> ScoredTree:
+def scored(grown: RolloutTree, used: bool = True) -> ScoredTree:
     count = len(grown.leaves)
     rewards = tuple(Reward(number / 4) for number in range(count))
-    return ScoredTree(grown, rewards, tuple(Credit(number - 0.5, {}, kept) for number in range(count)))
+    return ScoredTree(grown, rewards, tuple(Credit(number - 0.5, {}) for number in range(count)), (used,) * count)
 
 
-def test_a_path_is_a_row_and_a_node_as_wide_as_its_tokens() -> None:
+def test_a_trajectory_is_a_row_and_a_node_as_wide_as_its_tokens() -> None:
     made = sketch(scored(branched()))
     nodes = [box for box in made.boxes if box.title]
-    assert [box.colour for box in nodes] == [GREY, BLUE, ORANGE, BLUE, BLUE, BLUE]
-    scale = WIDTH / 6  # the longest path has 2 + 1 + 3 tokens behind the prompt
-    assert [box.width for box in nodes] == [PROMPT, *(scale * tokens for tokens in (2, 1, 3, 1, 4))]
+    assert [box.color for box in nodes] == [GREY, BLUE, ORANGE, BLUE, BLUE, BLUE]
+    scale = WIDTH / 6  # the longest trajectory has 2 + 1 + 3 tokens behind the prompt
+    assert [box.width for box in nodes] == [PROMPT_WIDTH, *(scale * tokens for tokens in (2, 1, 3, 1, 4))]
     rows = sorted({box.y for box in nodes})
     assert [rows.index(box.y) for box in nodes] == [0, 0, 0, 0, 1, 2]
     assert nodes[3].x == nodes[4].x > nodes[2].x + nodes[2].width  # both follow the result
     assert all(box.x >= 0 and box.x + box.width < made.width and box.y + box.height < made.height for box in made.boxes)
 
 
-def test_ends_and_branch_points_are_told() -> None:
+def test_ends_and_branch_points_are_labeled() -> None:
     texts = [label.text for label in sketch(scored(branched())).labels]
     assert [text for text in texts if text.startswith("dH")] == ["dH +0.125, +1"]
-    assert [text for text in texts if text.startswith("path")] == [
-        "path 1: answer, reward 0.00, advantage -0.50",
-        "path 2: answer, reward 0.25, advantage +0.50",
-        "path 3: answer, reward 0.50, advantage +1.50",
+    assert [text for text in texts if text.startswith("trajectory")] == [
+        "trajectory 1: answer, reward 0.00, advantage -0.50",
+        "trajectory 2: answer, reward 0.25, advantage +0.50",
+        "trajectory 3: answer, reward 0.50, advantage +1.50",
     ]
     assert "right answer: Upper Kelso" in texts
-    assert sum("left out" in label.text for label in sketch(scored(branched(), kept=False)).labels) == 3
+    assert sum("masked" in label.text for label in sketch(scored(branched(), used=False)).labels) == 3
 
 
-def test_paths_have_rows_of_their_own() -> None:
+def test_trajectories_have_rows_of_their_own() -> None:
     """Also those that end at one node, or where another goes on."""
     shared = tree([prompt(), model(0, [1]), tool(1), model(2, [2]), model(0, [3])], leaves=[1, 1, 3, 4])
     for grown in (nested_branches(), shared):
         made = sketch(scored(grown))
-        ends = [label.y for label in made.labels if label.text.startswith("path")]
+        ends = [label.y for label in made.labels if label.text.startswith("trajectory")]
         assert len(set(ends)) == len(grown.leaves)
         assert max(ends) < made.height - 16
 
 
-def test_failed_tools_are_told_apart_and_the_smallest_node_is_seen() -> None:
+def test_failed_tools_are_red_and_the_smallest_node_is_visible() -> None:
     grown = tree([prompt(), model(0, [1] * 9999), tool(1, [], fault=Fault.MODEL), model(2, [])], leaves=[3])
     nodes = [box for box in sketch(scored(grown)).boxes if box.title]
-    assert nodes[2].colour == RED
-    assert nodes[2].width == nodes[3].width == LEAST
+    assert nodes[2].color == RED
+    assert nodes[2].width == nodes[3].width == MIN_WIDTH
 
 
 @given(st.text() | st.just(HOSTILE) | st.just("<b>" * 400_000))
@@ -98,5 +98,5 @@ def test_a_png_has_the_same_size_whatever_it_shows() -> None:
     assert int.from_bytes(png[20:24]) == pytest.approx(made.height * 1.5, abs=2)
 
 
-def test_a_tree_without_paths_is_drawn() -> None:
+def test_a_tree_without_trajectories_is_drawn() -> None:
     assert ElementTree.fromstring(tree_svg(scored(tree([prompt()], []))))
