@@ -164,18 +164,9 @@ def _start_json(start: TurnStart) -> dict[str, str]:
 
 
 def _branch_json(stats: BranchStats, edges: Sequence[float]) -> dict[str, Any]:
-    return {
-        "decisions": stats.decisions,
-        "branched": stats.branched,
-        "not_branched": dict(stats.not_branched),
-        "rise": stats.rise and asdict(stats.rise),
-        "risen": stats.risen and asdict(stats.risen),
-        "branched_histogram": _histogram(stats.branched_deltas, edges),
-        "other_histogram": _histogram(stats.other_deltas, edges),
-        "compared": stats.compared,
-        "informative": stats.informative,
-        "auc": stats.auc,
-    }
+    values = asdict(stats)
+    branched, others = _histogram(values.pop("branched_deltas"), edges), _histogram(values.pop("other_deltas"), edges)
+    return {**values, "branched": stats.branched, "branched_histogram": branched, "other_histogram": others}
 
 
 def _branch_row(stats: BranchStats) -> list[str]:

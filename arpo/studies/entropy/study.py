@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import fmean
 
 import numpy as np
@@ -28,6 +28,7 @@ from arpo.types import Decision, Kind, Node, RolloutTree, ScoredTree
 
 Floats = npt.NDArray[np.float64]
 ROUNDING = 1e-9  # rewards that differ by less count as equal
+_Seen = tuple[Hashable, Decision, bool | None]  # question, decision, whether the branch point is informative
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,36 +108,35 @@ class Study:
 
 def study(trees: Iterable[ScoredTree], settings: Branching, tokens: int) -> Study:
     """Study trees that were sampled with these settings; at most `tokens` tokens of each turn."""
-    count, questions = 0, set[Hashable]()
-    curves: dict[TurnStart, _CurveSums] = {}
-    by_tool: dict[TurnStart, _BranchSums] = {}
-    by_call: dict[int, _BranchSums] = {}
+    count, questions, turn_counts = 0, set[Hashable](), Counter[TurnStart]()
+    curves: dict[TurnStart, _Sums] = {}
+    by_tool: dict[TurnStart, list[_Seen]] = {}
+    by_call: dict[int, list[_Seen]] = {}
     for scored in trees:
         tree = scored.tree
         question = (tree.task.id, tree.task.question)
         count += 1
         questions.add(question)
         for index, turns in _turns(tree).items():
-            curve = curves.setdefault(_turn_start(tree.nodes[index]), _CurveSums(_Sums(tokens + 1)))
-            curve.turns += len(turns)
-            curve.sums.add(question, _entropies(turns, settings.probe_tokens, tokens))
+            start = _turn_start(tree.nodes[index])
+            turn_counts[start] += len(turns)
+            entropies = _entropies(turns, settings.probe_tokens, tokens)
+            curves.setdefault(start, _Sums(tokens + 1)).add(question, entropies)
         informative = _informative(scored)
         for index, node in enumerate(tree.nodes):
             if node.decision is not None:
+                seen = question, node.decision, informative.get(index)
+                by_tool.setdefault(_turn_start(node), []).append(seen)
                 call = sum(tree.nodes[i].kind is Kind.TOOL for i in tree.prefix(index))
-                for sums in (
-                    by_tool.setdefault(_turn_start(node), _BranchSums()),
-                    by_call.setdefault(call, _BranchSums()),
-                ):
-                    sums.add(question, node.decision, informative.get(index))
+                by_call.setdefault(call, []).append(seen)
     return Study(
         count,
         len(questions),
         settings.probe_tokens,
         threshold(settings),
-        {start: curves[start].result() for start in sorted(curves, key=_order)},
-        {start: by_tool[start].result() for start in sorted(by_tool, key=_order)},
-        {call: by_call[call].result() for call in sorted(by_call)},
+        {start: _curve(curves[start], turn_counts[start]) for start in sorted(curves, key=_order)},
+        {start: _branch_stats(by_tool[start]) for start in sorted(by_tool, key=_order)},
+        {call: _branch_stats(by_call[call]) for call in sorted(by_call)},
     )
 
 
@@ -180,50 +180,32 @@ class _Sums:
         return means
 
 
-@dataclass(slots=True)
-class _CurveSums:
-    sums: _Sums
-    turns: int = 0
-
-    def result(self) -> Curve:
-        *positions, first = self.sums.means()
-        assert first is not None
-        return Curve(self.turns, first, tuple(mean for mean in positions if mean is not None))
+def _curve(sums: _Sums, turns: int) -> Curve:
+    *positions, first = sums.means()
+    assert first is not None
+    return Curve(turns, first, tuple(mean for mean in positions if mean is not None))
 
 
-@dataclass(slots=True)
-class _BranchSums:
-    decisions: int = 0
-    sums: _Sums = field(default_factory=lambda: _Sums(2))
-    not_branched: Counter[str] = field(default_factory=Counter)
-    branched_deltas: list[float] = field(default_factory=list)
-    other_deltas: list[float] = field(default_factory=list)
-    informative_deltas: list[float] = field(default_factory=list)
-    uninformative_deltas: list[float] = field(default_factory=list)
-
-    def add(self, question: Hashable, decision: Decision, informative: bool | None) -> None:
-        self.decisions += 1
-        if not decision.branches:
-            self.not_branched[decision.reason] += 1
-        if decision.probed_tokens:
-            self.sums.add(question, [decision.entropy - decision.initial_entropy, decision.delta > 0])
-            (self.branched_deltas if decision.branches else self.other_deltas).append(decision.delta)
-        if informative is not None:
-            (self.informative_deltas if informative else self.uninformative_deltas).append(decision.delta)
-
-    def result(self) -> BranchStats:
-        rise, risen = self.sums.means()
-        return BranchStats(
-            decisions=self.decisions,
-            rise=rise,
-            risen=risen,
-            not_branched=dict(sorted(self.not_branched.items())),
-            branched_deltas=tuple(self.branched_deltas),
-            other_deltas=tuple(self.other_deltas),
-            compared=len(self.informative_deltas) + len(self.uninformative_deltas),
-            informative=len(self.informative_deltas),
-            auc=_auc(self.informative_deltas, self.uninformative_deltas),
-        )
+def _branch_stats(seen: Sequence[_Seen]) -> BranchStats:
+    sums = _Sums(2)
+    probed = [(question, decision) for question, decision, _ in seen if decision.probed_tokens]
+    for question, decision in probed:
+        sums.add(question, [decision.entropy - decision.initial_entropy, decision.delta > 0])
+    rise, risen = sums.means()
+    positives = [decision.delta for _, decision, informative in seen if informative]
+    negatives = [decision.delta for _, decision, informative in seen if informative is False]
+    reasons = Counter(decision.reason for _, decision, _ in seen if not decision.branches)
+    return BranchStats(
+        decisions=len(seen),
+        rise=rise,
+        risen=risen,
+        not_branched=dict(sorted(reasons.items())),
+        branched_deltas=tuple(decision.delta for _, decision in probed if decision.branches),
+        other_deltas=tuple(decision.delta for _, decision in probed if not decision.branches),
+        compared=len(positives) + len(negatives),
+        informative=len(positives),
+        auc=_auc(positives, negatives),
+    )
 
 
 def _auc(positives: Sequence[float], negatives: Sequence[float]) -> float | None:
