@@ -45,14 +45,11 @@ PLUG_INS = {"builtin": {"cli"}, "arpo": {"cli"}}  # these are imported by no oth
 # Left over from the move into rooms; every entry still has to go.
 KNOWN = {
     "cluster -> cli",
-    "evaluation -> cli",
     "studies -> cli",
     "training -> cli",
     "agent: no docstring",
     "algorithm: no docstring",
-    "cli: no docstring",
     "engine: no docstring",
-    "evaluation: no docstring",
     "training: no docstring",
 }
 

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from arpo.cli.base import Overrides, config_of, run_async
 from arpo.cli.display import ConsoleReporter, console, printable, progress_bar, show_reading
+from arpo.cli.options import Overrides, load_target_config
 from arpo.config.loading import load_config
 from arpo.errors import ArpoError
+from arpo.training.interrupt import run_async
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -140,7 +141,7 @@ def sample_data(
     from arpo.training.context import open_context
 
     reporter = ConsoleReporter()
-    with closing(open_context(config_of(target, overrides or []), reporter)) as context:
+    with closing(open_context(load_target_config(target, overrides or []), reporter)) as context:
         run_async(sample_traces(context, out, questions, per_question, reporter))
 
 

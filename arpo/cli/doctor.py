@@ -1,4 +1,4 @@
-"""What is here: versions, devices, memory, which engines and tools can run, and why not."""
+"""`arpo doctor`: versions, devices, memory, which engines and tools can run, and why not."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ import platform
 import shutil
 from pathlib import Path
 
-import torch
-
 import arpo
-from arpo.builtin.cold_start import cache_dir
+from arpo.cli.display import console
 from arpo.errors import ArpoError
 
 TIERS = {
@@ -20,8 +18,19 @@ TIERS = {
 }
 
 
-def report() -> list[tuple[str, bool, str]]:
+def doctor() -> None:
+    """Check what is here: versions, devices, memory, which engines and tools can run, and why not."""
+    for what, usable, details in _checks():
+        console.print("ok " if usable else "no ", style="green" if usable else "yellow", end="")
+        console.print(f" {what:<18} {details}")
+
+
+def _checks() -> list[tuple[str, bool, str]]:
     """Rows of (what, whether it is usable, details)."""
+    import torch
+
+    from arpo.builtin.cold_start import cache_dir
+
     return [
         ("arpo", True, f"{arpo.__version__} on Python {platform.python_version()}, {platform.platform()}"),
         ("torch", True, f"{torch.__version__}, {torch.get_num_threads()} threads on {os.cpu_count()} cores"),
@@ -53,6 +62,8 @@ def _disk(path: Path) -> tuple[bool, str]:
 
 
 def _cuda() -> tuple[bool, str]:
+    import torch
+
     if not torch.cuda.is_available():
         why = "this build of torch has no CUDA" if torch.version.cuda is None else "torch has CUDA, but sees no device"
         return False, f"{why}; training runs on the CPU"

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from arpo.cli.base import Overrides
 from arpo.cli.display import console
+from arpo.cli.options import Overrides
 from arpo.config.loading import load_config
 from arpo.errors import ArpoError
 from arpo.runs.run_dir import CONFIG_FILE, is_run_dir

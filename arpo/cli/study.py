@@ -10,11 +10,12 @@ from typing import Annotated
 
 import typer
 
-from arpo.cli.base import Overrides, model_config, run_async
 from arpo.cli.display import ConsoleReporter, console, print_table
+from arpo.cli.options import Overrides, load_model_config
 from arpo.errors import ArpoError
 from arpo.figures.text import one_line
 from arpo.runs.run_dir import is_run_dir, open_run_dir
+from arpo.training.interrupt import run_async
 
 ALGORITHMS = "presets or TOML files, like arpo,grpo,mine.toml; an unknown name lists the presets"
 
@@ -115,7 +116,7 @@ def entropy(
     if fresh:
         from arpo.training.context import open_context
 
-        config = model_config(target, given)
+        config = load_model_config(target, given)
         out = study.make_output_dir(target, out)
         with closing(open_context(config, reporter)) as context:
             subject, found = run_async(study.study_model(target, context, questions or 100, tokens, reporter))

@@ -1,57 +1,58 @@
-"""An agent on benchmarks: every question asked several times, every answer kept, numbers with intervals at the end.
+"""Evaluate an agent on benchmarks: several answers per question, all saved, statistics with intervals.
 
-    run_benchmarks(config, Plan(("gsm8k",), Path("evals/mine"), samples=5, ks=(1, 5)), asyncio.run)
+    plan = BenchmarkPlan(("gsm8k",), Path("evals/mine"), samples=5, ks=(1, 5))
+    with open_benchmark_run(config, plan) as run:
+        asyncio.run(run.answer_all())
+        write_results(plan.out, run.results())
 
-Promises: an answer's seed follows from the run's seed, the benchmark, the question and the answer's number, so an
-evaluation that was stopped and goes on gives the answers that it would have given (on a CPU with deterministic tools
-and up to rounding; an endpoint may ignore seeds). Answers that the endpoint, a broken tool or the judge spoilt are not
-counted, and asked for again next time. More benchmarks, questions or samples go on from what is there.
-Does not cover: branching, which is for training: every answer is a path of its own.
+Guarantees: an answer's seed is derived from the run's seed, the benchmark, the question and the answer's number, so an
+evaluation that was stopped and resumed gives the same answers (on a CPU with deterministic tools and up to rounding; an
+endpoint may ignore seeds). Answers spoiled by the endpoint, a broken tool or the judge are not counted, and are asked
+for again next time. Adding benchmarks, questions or samples keeps the answers that exist.
+Not covered: branching, which is for training; every answer is a trajectory of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
-import re
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from arpo.agent.agent import Agent, build_agent, call_format, fit_prompts
+from arpo.agent.agent import build_agent, call_format, fit_prompts
 from arpo.agent.examples import read_examples
 from arpo.algorithm.rollout import rollout
-from arpo.cli.display import ConsoleReporter, console, print_table, progress_bar, tool_lines
-from arpo.config.schema import Branching, Config, Eval, Rewards, Rollout
+from arpo.config.schema import Branching, Config, Eval, Rewards
 from arpo.data.benchmarks import BENCHMARKS, load_benchmark
 from arpo.data.task_set import TaskSet
 from arpo.errors import ArpoError
 from arpo.evaluation.endpoint import EndpointAgent, endpoint_trajectory
 from arpo.evaluation.evaluate import evaluation_rollout
-from arpo.evaluation.report import Results, results_notes, results_table, write_results
-from arpo.evaluation.samples import Key, Sample, SampleLog, completion_tokens, open_samples, refuse_other, sample_of
+from arpo.evaluation.report import Results
+from arpo.evaluation.samples import Key, Sample, SampleStore, build_sample, open_samples, require_same_settings
 from arpo.evaluation.statistics import summarize
 from arpo.models.resolve import load_policy
 from arpo.net.chat import ChatClient
 from arpo.net.http import HttpError
 from arpo.rewards import RewardFn, Scorer, reward_from
+from arpo.runs.reporter import SILENT, Progress, Reporter
 from arpo.tools.build import build_tools
 from arpo.tools.executor import Toolset
 from arpo.types import RolloutTree, Task, derive_seed
 
-GIVE_UP = 20  # answers in a row that fail
-ENDPOINT_AT_ONCE = 8  # answers that an endpoint is asked for, unless rollout.concurrency is set
+MAX_CONSECUTIVE_FAILURES = 20
+ENDPOINT_CONCURRENCY = 8  # unless rollout.concurrency is set
 SUFFIXES = (".jsonl", ".json", ".parquet")
-Play = Callable[[Task, int], Awaitable[tuple[RolloutTree, int | None]]]
-"""From a question and a seed to a tree with one path, and the tokens that the model wrote."""
-Runner = Callable[[Coroutine[None, None, None]], None]
+AnswerFn = Callable[[Task, int], Awaitable[tuple[RolloutTree, int | None]]]
+"""From a question and a seed to a tree with one trajectory, and the number of tokens that the model generated."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What is asked: which benchmarks, how many questions of each (None: all), how often, and where all of it goes."""
+class BenchmarkPlan:
+    """The benchmarks to run, the number of questions of each (None: all), of answers per question, and the output."""
 
     benchmarks: tuple[str, ...]
     out: Path
@@ -66,8 +67,8 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """One answer that is to be given."""
+class AnswerJob:
+    """One answer to sample."""
 
     benchmark: str
     task: Task
@@ -75,119 +76,149 @@ class Job:
 
     @property
     def key(self) -> Key:
-        """Which answer of the benchmark it is."""
+        """Identifies the answer within its benchmark."""
         return self.task.id, self.number
 
 
-def the_plan(
-    config: Config, target: str, names: str, k: str, questions: int | None, data_dir: Path | None, out: Path | None
-) -> Plan:
-    """What the options of `arpo eval` ask for."""
-    chosen = tuple(dict.fromkeys(names.replace(",", " ").split()))
-    if not chosen:
-        raise ArpoError("--benchmarks: name some, like gsm8k,hotpotqa")
-    ks = k.replace(",", " ").split()
-    if not ks or not all(each.isascii() and each.isdigit() and int(each) for each in ks):
-        raise ArpoError(f"--k: got {k!r}, expected numbers from 1 on, like 1,3,5")
-    if data_dir is not None and not data_dir.is_dir():
-        raise ArpoError(f"--data-dir: there is no folder {str(data_dir)!r}")
-    name = "-".join(re.findall(r"[\w.-]+", target or agent_name(config)))
-    numbers = tuple(sorted(set(map(int, ks))))
-    return Plan(chosen, out or Path("evals", name), config.eval.samples, numbers, questions, data_dir)
-
-
-def run_benchmarks(config: Config, plan: Plan, run: Runner) -> Results:
-    """Ask what has not been answered yet, write the results and show them; `run` runs the work."""
-    endpoint, settings = _endpoint(config.eval), identity(config)
-    questions = load_questions(plan, config.data.bad_rows)
-    rewards = {name: reward_from(_judged_by(config.reward, BENCHMARKS[name].metric)) for name in plan.benchmarks}
-    refuse_other(plan.out, settings)
+@contextmanager
+def open_benchmark_run(config: Config, plan: BenchmarkPlan, reporter: Reporter = SILENT) -> Iterator[BenchmarkRun]:
+    """Load the questions, the tools and the model, and lock the output directory until left."""
+    endpoint, settings = _endpoint(config.eval), answer_settings(config)
+    questions = load_questions(plan, config.data.bad_rows, reporter)
+    rewards = {name: reward_from(_scored_by(config.reward, BENCHMARKS[name].metric)) for name in plan.benchmarks}
+    require_same_settings(plan.out, settings)
     if "search" in config.tools.enabled and config.tools.search is None:
         raise ArpoError(
-            "tools.search: name where to look for these questions (documents, an index, a server, the web: "
+            "tools.search: name where to search for these questions (documents, an index, a server, the web: "
             'docs/tools.md), or leave search out, like tools.enabled=["python"]'
         )
-    with ExitStack() as opened:
-        play, tools = _player(config, endpoint, questions, opened)
-        log = opened.enter_context(open_samples(plan.out, settings))
-        work = _Work(config, plan, questions, rewards, play, log)
+    config = config.model_copy(update={"reward": _scored_by(config.reward, "f1")})  # `rewards` are used instead
+    with ExitStack() as stack:
+        tools = stack.enter_context(build_tools(config))
+        if endpoint is not None:
+            answer = _endpoint_answers(config, endpoint, tools)
+        else:
+            answer = _model_answers(config, tools, questions, reporter)
+        store = stack.enter_context(open_samples(plan.out, settings))
+        yield BenchmarkRun(config, plan, questions, rewards, answer, tools, store, reporter)
+
+
+@dataclass(slots=True)
+class BenchmarkRun:
+    """Samples and scores all answers of a plan that do not exist yet, `rollout.concurrency` at a time."""
+
+    config: Config
+    plan: BenchmarkPlan
+    questions: Mapping[str, tuple[Task, ...]]
+    rewards: Mapping[str, RewardFn]
+    answer: AnswerFn
+    tools: Toolset
+    store: SampleStore
+    reporter: Reporter
+    samples: dict[str, dict[Key, Sample]] = field(default_factory=dict)
+    consecutive_failures: int = 0
+
+    async def answer_all(self) -> None:
+        """Sample the missing answers; raises ArpoError after too many failures in a row."""
+        missing = [job for name, tasks in self.questions.items() for job in self._missing(name, tasks)]
+        existing = sum(map(len, self.samples.values()))
+        total = existing + len(missing)
+        if existing:
+            self.reporter.message(f"{existing:,} of {total:,} answers already exist")
+        jobs, scoring = iter(missing), asyncio.Semaphore(self.config.reward.workers)
+        with self.reporter.progress("answering", total) as progress:
+            progress.update(existing)
+            counter = _Counter(self.reporter, progress, total, existing)
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for _ in range(min(_concurrency(self.config), len(missing))):
+                        group.create_task(self._work(jobs, scoring, counter))
+            except ExceptionGroup as several:
+                raise several.exceptions[0] from several
+
+    def results(self) -> Results:
+        """Statistics of all answers of the plan."""
+        summaries = {name: summarize(samples.values(), self.plan.ks) for name, samples in self.samples.items()}
+        every = [sample for samples in self.samples.values() for _, sample in sorted(samples.items())]
+        return Results(agent_name(self.config), summaries, [sample for sample in every if sample.failed is not None])
+
+    def _missing(self, name: str, tasks: tuple[Task, ...]) -> list[AnswerJob]:
+        """The answers of a benchmark that the plan has and the store lacks; the others become `samples`."""
+        stored = {key: sample for key, sample in self.store.read(name, tasks).items() if sample.failed is None}
+        jobs = [AnswerJob(name, task, number) for task in tasks for number in range(self.plan.samples)]
+        self.samples[name] = {job.key: stored[job.key] for job in jobs if job.key in stored}
+        return [job for job in jobs if job.key not in stored]
+
+    async def _work(self, jobs: Iterator[AnswerJob], scoring: asyncio.Semaphore, counter: _Counter) -> None:
+        for job in jobs:
+            sample = await self._sample(job, scoring)
+            self.samples[job.benchmark][sample.key] = sample
+            self.consecutive_failures = 0 if sample.failed is None else self.consecutive_failures + 1
+            if self.consecutive_failures >= MAX_CONSECUTIVE_FAILURES:
+                raise ArpoError(
+                    f"{MAX_CONSECUTIVE_FAILURES} answers in a row failed, the last because {sample.failed}\n"
+                    f"All earlier answers are saved in {self.plan.out}; the same command continues from there"
+                )
+            counter.advance()
+
+    async def _sample(self, job: AnswerJob, scoring: asyncio.Semaphore) -> Sample:
+        seed = derive_seed(self.config.seed, "benchmark", job.benchmark, job.task.id, job.number)
         try:
-            run(work.all())
-        except asyncio.CancelledError:
-            console.print(f"The answers so far are in {plan.out}; the same command goes on from there.")
-            raise
-        results = work.results()
-        written = write_results(plan.out, results)
-        print_table(*results_table(results))
-        for line in [*tool_lines(tools.stats()), *results_notes(results)]:
-            console.print(line)
-    console.print(f"{', '.join(written)} and all answers are in {plan.out}")
-    return results
+            tree, tokens = await self.answer(job.task, seed)
+        except HttpError as failure:
+            return Sample(job.benchmark, job.task.id, job.number, job.task.kind, failed=str(failure))
+        async with scoring:
+            with Scorer(self.rewards[job.benchmark], 1) as scorer:
+                scored = await scorer.score(tree)
+        sample = build_sample(job.benchmark, job.number, scored, tokens)
+        self.store.append(sample, scored)
+        return sample
 
 
-def load_questions(plan: Plan, bad_rows: str) -> dict[str, tuple[Task, ...]]:
-    """The questions of each benchmark, from DIR/NAME.jsonl (.json, .parquet) or from the hub; each id once."""
-    found = {}
+class _Counter:
+    """Counts answers; without a progress bar it sends a message for every tenth of them."""
+
+    def __init__(self, reporter: Reporter, progress: Progress, total: int, done: int) -> None:
+        self._reporter, self._progress, self._total, self._done = reporter, progress, total, done
+
+    def advance(self) -> None:
+        before, self._done = self._done, self._done + 1
+        self._progress.advance()
+        if 10 * self._done // self._total > 10 * before // self._total and not self._reporter.has_bars:
+            self._reporter.message(f"{self._done:,} of {self._total:,} answers")
+
+
+def load_questions(plan: BenchmarkPlan, bad_rows: str, reporter: Reporter = SILENT) -> dict[str, tuple[Task, ...]]:
+    """The questions of each benchmark, from DIR/NAME.jsonl (.json, .parquet) or from the hub; ids are made unique."""
+    questions = {}
     for name in plan.benchmarks:
         path = None
         if plan.data_dir is not None and name in BENCHMARKS:
             files = [plan.data_dir / f"{name}{suffix}" for suffix in SUFFIXES]
             path = next((str(file) for file in files if file.is_file()), None)
             if path is None:
-                console.print(f"{name}: {plan.data_dir} has no {name}.jsonl or .parquet; taken from the hub")
-        tasks = load_benchmark(name, path, bad_rows)[: plan.questions]
-        found[name] = _unique(tasks)
-    return found
+                reporter.message(f"{name}: {plan.data_dir} has no {name}.jsonl or .parquet; loading it from the hub")
+        questions[name] = _with_unique_ids(load_benchmark(name, path, bad_rows)[: plan.questions])
+    return questions
 
 
-def identity(config: Config) -> dict[str, Any]:
-    """The settings that decide an answer."""
-    whole = config.resolved()
+def answer_settings(config: Config) -> dict[str, Any]:
+    """The settings that answers depend on."""
+    resolved = config.resolved()
     chosen: dict[str, Any] = {
         "rollout": ("format", "examples", "max_tool_calls", "max_tokens", "max_seconds"),
         "reward": ("math_seconds", "judge_url", "judge_model"),
         "eval": ("temperature", "top_p", "top_k", "endpoint", "endpoint_model"),
     }
-    parts = {section: {name: whole[section][name] for name in names} for section, names in chosen.items()}
+    parts = {section: {name: resolved[section][name] for name in names} for section, names in chosen.items()}
     if config.eval.endpoint is None:
-        parts |= {name: whole[name] for name in ("model", "world", "coldstart")}
-    return {"seed": config.seed, "tools": whole["tools"], **parts}
+        parts |= {name: resolved[name] for name in ("model", "world", "coldstart")}
+    return {"seed": config.seed, "tools": resolved["tools"], **parts}
 
 
 def agent_name(config: Config) -> str:
-    """What the results call the agent."""
+    """The agent's name in the results."""
     return f"{config.eval.endpoint_model} at {config.eval.endpoint}" if config.eval.endpoint else config.model.path
-
-
-def _judged_by(settings: Rewards, metric: str) -> Rewards:
-    return settings.model_copy(update={"accuracy": metric, "function": None, "bonus": 0.0})
-
-
-def _unique(tasks: tuple[Task, ...]) -> tuple[Task, ...]:
-    seen: Counter[str] = Counter()
-    found = []
-    for task in tasks:
-        seen[task.id] += 1
-        found.append(task if seen[task.id] == 1 else replace(task, id=f"{task.id}#{seen[task.id]}"))
-    return tuple(found)
-
-
-def _player(
-    config: Config, endpoint: ChatClient | None, questions: Mapping[str, tuple[Task, ...]], opened: ExitStack
-) -> tuple[Play, Toolset]:
-    """What answers: the model that the config names, or an endpoint; and its tools."""
-    how = evaluation_rollout(config.eval, config.rollout, 1)
-    config = config.model_copy(update={"reward": _judged_by(config.reward, "f1")})  # it is not this one that judges
-    tools = opened.enter_context(build_tools(config))
-    if endpoint is not None:
-        fmt = call_format(config, tools)
-        examples = read_examples(config.rollout.examples, fmt)
-        remote = EndpointAgent(endpoint, tools, fmt, config.tools.max_result_tokens, examples)
-        return lambda task, seed: endpoint_trajectory(remote, task, how, seed), tools
-    asked = tuple(task for tasks in questions.values() for task in tasks)
-    agent = build_agent(config, tools, *load_policy(config, ConsoleReporter()))
-    fit_prompts(TaskSet(test=asked), agent.prompts, config.data.max_prompt_tokens)
-    return lambda task, seed: _local_path(agent, task, how, seed), tools
 
 
 def _endpoint(settings: Eval) -> ChatClient | None:
@@ -198,103 +229,45 @@ def _endpoint(settings: Eval) -> ChatClient | None:
     return ChatClient(settings.endpoint, settings.endpoint_model, settings.endpoint_key_env, settings.endpoint_timeout)
 
 
-async def _local_path(agent: Agent, task: Task, how: Rollout, seed: int) -> tuple[RolloutTree, int | None]:
-    tree = await rollout(agent, task, how, Branching(policy="never"), seed)
-    return tree, completion_tokens(tree)
+def _endpoint_answers(config: Config, endpoint: ChatClient, tools: Toolset) -> AnswerFn:
+    """Answers by the model behind an endpoint."""
+    fmt = call_format(config, tools)
+    examples = read_examples(config.rollout.examples, fmt)
+    agent = EndpointAgent(endpoint, tools, fmt, config.tools.max_result_tokens, examples)
+    settings = evaluation_rollout(config.eval, config.rollout, 1)
+    return lambda task, seed: endpoint_trajectory(agent, task, settings, seed)
 
 
-@dataclass(slots=True)
-class _Work:
-    """Goes through all answers that are still to be given, `rollout.concurrency` at a time."""
+def _model_answers(
+    config: Config, tools: Toolset, questions: Mapping[str, tuple[Task, ...]], reporter: Reporter
+) -> AnswerFn:
+    """Answers by the model that the config names."""
+    model, tokenizer = load_policy(config, reporter)
+    agent = build_agent(config, tools, model, tokenizer)
+    tasks = TaskSet(test=tuple(task for tasks in questions.values() for task in tasks))
+    fit_prompts(tasks, agent.prompts, config.data.max_prompt_tokens)
+    settings, never = evaluation_rollout(config.eval, config.rollout, 1), Branching(policy="never")
 
-    config: Config
-    plan: Plan
-    questions: Mapping[str, tuple[Task, ...]]
-    rewards: Mapping[str, RewardFn]
-    play: Play
-    log: SampleLog
-    given: dict[str, dict[Key, Sample]] = field(default_factory=dict)
-    failures_in_a_row: int = 0
-    scoring: asyncio.Semaphore = field(init=False)
+    async def answer(task: Task, seed: int) -> tuple[RolloutTree, int | None]:
+        tree = await rollout(agent, task, settings, never, seed)
+        return tree, tree.trajectories[0].completion_tokens
 
-    async def all(self) -> None:
-        """Give them all."""
-        self.scoring = asyncio.Semaphore(self.config.reward.workers)
-        left = [job for name, tasks in self.questions.items() for job in self._unanswered(name, tasks)]
-        there = sum(map(len, self.given.values()))
-        total = there + len(left)
-        if there:
-            console.print(f"{there:,} of {total:,} answers are there already")
-        with progress_bar("answering", total) as bar:
-            bar.update(bar.task_ids[0], completed=there)
-            count = _counter(total, there)
-
-            def advance() -> None:
-                bar.update(bar.task_ids[0], completed=count())
-
-            jobs = iter(left)
-            try:
-                async with asyncio.TaskGroup() as group:
-                    for _ in range(min(_at_once(self.config), len(left))):
-                        group.create_task(self._worker(jobs, advance))
-            except ExceptionGroup as several:
-                raise several.exceptions[0] from several
-
-    def _unanswered(self, name: str, tasks: tuple[Task, ...]) -> list[Job]:
-        """The answers that the plan wants and the log does not have."""
-        good = {key: sample for key, sample in self.log.read(name, tasks).items() if sample.failed is None}
-        wanted = [Job(name, task, number) for task in tasks for number in range(self.plan.samples)]
-        self.given[name] = {job.key: good[job.key] for job in wanted if job.key in good}
-        return [job for job in wanted if job.key not in good]
-
-    async def _worker(self, jobs: Iterator[Job], advance: Callable[[], None]) -> None:
-        for job in jobs:
-            sample = await self._answer(job)
-            self.given[job.benchmark][sample.key] = sample
-            self.failures_in_a_row = 0 if sample.failed is None else self.failures_in_a_row + 1
-            if self.failures_in_a_row >= GIVE_UP:
-                raise ArpoError(
-                    f"{GIVE_UP} answers in a row failed, the last because {sample.failed}\n"
-                    f"What was done before is kept in {self.plan.out}; the same command goes on from there"
-                )
-            advance()
-
-    async def _answer(self, job: Job) -> Sample:
-        seed = derive_seed(self.config.seed, "benchmark", job.benchmark, job.task.id, job.number)
-        try:
-            tree, tokens = await self.play(job.task, seed)
-        except HttpError as failure:
-            return Sample(job.benchmark, job.task.id, job.number, job.task.kind, failed=str(failure))
-        async with self.scoring:
-            with Scorer(self.rewards[job.benchmark], 1) as scorer:
-                scored = await scorer.score(tree)
-        sample = sample_of(job.benchmark, job.number, scored, tokens)
-        self.log.append(sample, scored)
-        return sample
-
-    def results(self) -> Results:
-        """The numbers of all answers that the plan asks for."""
-        summaries = {name: summarize(given.values(), self.plan.ks) for name, given in self.given.items()}
-        every = [sample for given in self.given.values() for _, sample in sorted(given.items())]
-        failures = [sample for sample in every if sample.failed is not None]
-        return Results(agent_name(self.config), summaries, failures)
+    return answer
 
 
-def _at_once(config: Config) -> int:
+def _scored_by(settings: Rewards, metric: str) -> Rewards:
+    return settings.model_copy(update={"accuracy": metric, "function": None, "bonus": 0.0})
+
+
+def _with_unique_ids(tasks: tuple[Task, ...]) -> tuple[Task, ...]:
+    count: Counter[str] = Counter()
+    unique = []
+    for task in tasks:
+        count[task.id] += 1
+        unique.append(task if count[task.id] == 1 else replace(task, id=f"{task.id}#{count[task.id]}"))
+    return tuple(unique)
+
+
+def _concurrency(config: Config) -> int:
     unset = config.eval.endpoint is not None and "concurrency" not in config.rollout.model_fields_set
-    return ENDPOINT_AT_ONCE if unset else config.rollout.concurrency
-
-
-def _counter(total: int, start: int) -> Callable[[], int]:
-    """Counts answers; where there is no bar, a line tells of every tenth of them."""
-    count, shown = start, 10 * start // total
-
-    def done() -> int:
-        nonlocal count, shown
-        count += 1
-        if 10 * count // total > shown and not console.is_terminal:
-            shown = 10 * count // total
-            console.print(f"{count:,} of {total:,} answers")
-        return count
-
-    return done
+    return ENDPOINT_CONCURRENCY if unset else config.rollout.concurrency

@@ -1,13 +1,13 @@
-"""The answers of an evaluation, kept as they are given: the only code that writes or reads an evaluation's samples.
+"""The answers of an evaluation on disk; the only code that writes or reads them.
 
-    settings.json         what decides the answers, written with the first one; anything else is refused from then on
-    samples/gsm8k.jsonl   one line per answer, appended: its numbers and, under `tree`, the path as `treejson` writes it
+    settings.json         the settings that answers depend on, written with the first answer; other settings are refused
+    samples/gsm8k.jsonl   one line per answer: its numbers, and the tree under `tree` (see `arpo.runs.trees`)
     run.lock              held by the process that writes
 
-Promises: one writer at a time; a line is written whole, at once, when its answer is scored, so a kill costs the answers
-under way and at most a last line that was cut off, which is dropped on opening. An answer that a broken tool or judge
-spoilt is kept with the reason, to look at; of several lines for one answer the last counts.
-Does not cover: power cuts (lines are not forced to the disk), files that other programs change.
+Guarantees: one writer at a time. A line is appended as soon as its answer is scored, so a kill costs only the answers
+in progress and at most a truncated last line, which is dropped when the file is read. Answers spoiled by a broken tool
+or judge are saved with the reason; of several lines for one answer the last counts.
+Not covered: power cuts (lines are not synced to disk), files that other programs change.
 """
 
 from __future__ import annotations
@@ -25,19 +25,18 @@ from arpo.rewards import fault_metrics, unjudged
 from arpo.runs.locks import LOCK, take_lock
 from arpo.runs.run_dir import write_atomically
 from arpo.runs.trees import tree_to_json
-from arpo.types import Kind, RolloutTree, ScoredTree, Task
+from arpo.types import ScoredTree, Task
 
 SETTINGS, FOLDER = "settings.json", "samples"
 Key = tuple[str, int]
-"""A question's id and the number of the answer, from 0."""
+"""A question's id and the number of the answer, counted from 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One answer: how right it is, what it took, and `failed`, why it does not count, if so.
+    """One answer: its scores, what it took, and `failed`, the reason why it does not count, if any.
 
-    `calls` are those really made; `tokens` those the model wrote, None if nobody counted them; `faults` say why an
-    answer that counts could not be judged.
+    `tokens` is None if the endpoint did not count them; `faults` say why an answer that counts could not be judged.
     """
 
     benchmark: str
@@ -55,12 +54,12 @@ class Sample:
 
     @property
     def key(self) -> Key:
-        """Which answer it is."""
+        """Identifies the answer within its benchmark."""
         return self.task, self.number
 
 
-def sample_of(benchmark: str, number: int, scored: ScoredTree, tokens: int | None) -> Sample:
-    """The sample of a tree with one trajectory."""
+def build_sample(benchmark: str, number: int, scored: ScoredTree, tokens: int | None) -> Sample:
+    """The sample of a scored tree with one trajectory."""
     tree, (reward,), (trajectory,) = scored.tree, scored.rewards, scored.tree.trajectories
     spoiled = "a tool was unavailable" if trajectory.infra_fault else None
     if unjudged(reward):
@@ -81,20 +80,15 @@ def sample_of(benchmark: str, number: int, scored: ScoredTree, tokens: int | Non
     )
 
 
-def completion_tokens(tree: RolloutTree) -> int:
-    """Tokens that the model wrote, on all paths, shared ones once."""
-    return sum(len(node.tokens) for node in tree.nodes if node.kind is Kind.MODEL)
-
-
-class SampleLog:
-    """The samples in one directory; made by `open_samples`, which locks it."""
+class SampleStore:
+    """The samples in a locked directory; opened by `open_samples`."""
 
     def __init__(self, directory: Path, settings: Mapping[str, Any], lock: IO[str]) -> None:
         self.directory = directory
         self._settings, self._lock = settings, lock
         self._files: dict[str, IO[bytes]] = {}
 
-    def __enter__(self) -> SampleLog:
+    def __enter__(self) -> SampleStore:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -107,63 +101,63 @@ class SampleLog:
         return self.directory / FOLDER / f"{benchmark}.jsonl"
 
     def read(self, benchmark: str, tasks: Sequence[Task]) -> dict[Key, Sample]:
-        """What there is; a last line that was cut off is dropped for good. Other questions than those are refused."""
+        """All samples of a benchmark; deletes a truncated last line. Raises if a question differs from those given."""
         path, known = self.path(benchmark), {task.id: task for task in tasks}
         found: dict[Key, Sample] = {}
         if not path.exists():
             return found
-        whole = 0
+        size = 0
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if not line.endswith(b"\n"):
                     break
-                whole += len(line)
+                size += len(line)
                 sample, asked = _parse(path, number, line)
                 found[sample.key] = sample
                 task = known.get(sample.task)
                 if task is not None and asked != (task.question, list(task.answers)):
                     raise ArpoError(
-                        f"{path}, line {number}: question {sample.task!r} is another one than in the file or data set "
-                        "that is given now; choose another --out"
+                        f"{path}, line {number}: question {sample.task!r} differs from the one in the data set; "
+                        "choose another --out"
                     )
-        os.truncate(path, whole)
+        os.truncate(path, size)
         return found
 
     def append(self, sample: Sample, scored: ScoredTree) -> None:
-        """Save an answer."""
+        """Save an answer and its tree."""
         line = json.dumps({**asdict(sample), "tree": tree_to_json(scored)}, allow_nan=False) + "\n"
         if sample.benchmark not in self._files:
-            self._begin(self.path(sample.benchmark))
+            self._create(self.path(sample.benchmark))
             self._files[sample.benchmark] = self.path(sample.benchmark).open("ab")
         file = self._files[sample.benchmark]
         file.write(line.encode("ascii"))
         file.flush()
 
-    def _begin(self, path: Path) -> None:
+    def _create(self, path: Path) -> None:
         if not (self.directory / SETTINGS).exists():
             content = json.dumps(self._settings, indent=2, allow_nan=False) + "\n"
             write_atomically(self.directory / SETTINGS, content.encode("ascii"))
         path.parent.mkdir(exist_ok=True)
 
 
-def open_samples(directory: Path, settings: Mapping[str, Any]) -> SampleLog:
-    """An evaluation with these settings, to begin or go on with."""
-    refuse_other(directory, settings)
+def open_samples(directory: Path, settings: Mapping[str, Any]) -> SampleStore:
+    """Create or continue an evaluation with these settings; locks the directory."""
+    require_same_settings(directory, settings)
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ArpoError(f"{directory}: cannot be made: {error.strerror}") from error
+        raise ArpoError(f"{directory}: cannot be created: {error.strerror}") from error
     lock = take_lock(directory, "evaluation", "--out")
     try:
-        refuse_other(directory, settings)  # another process may have been faster
+        require_same_settings(directory, settings)  # another process may have been faster
     except BaseException:
         lock.close()
         raise
-    return SampleLog(directory, settings, lock)
+    return SampleStore(directory, settings, lock)
 
 
-def refuse_other(directory: Path, settings: Mapping[str, Any]) -> None:
-    """Raise if the directory holds other things, or answers that other settings gave."""
+def require_same_settings(directory: Path, settings: Mapping[str, Any]) -> None:
+    """Raise if the directory holds anything else, or answers with other settings."""
     if not directory.exists():
         return
     if not directory.is_dir():
@@ -180,13 +174,13 @@ def refuse_other(directory: Path, settings: Mapping[str, Any]) -> None:
     if changed:
         listed = "\n".join(f"  {line}" for line in changed)
         raise ArpoError(
-            f"{directory}: holds answers that were given with other settings:\n{listed}\n"
-            "Give those again to go on, or choose another --out"
+            f"{directory}: holds answers of other settings:\n{listed}\n"
+            "Use the same settings to continue, or choose another --out"
         )
 
 
 def _parse(path: Path, number: int, line: bytes) -> tuple[Sample, tuple[str, list[str]]]:
-    """The sample in a line, and the question and answers it was about."""
+    """The sample in a line, and its question and right answers."""
     try:
         record = json.loads(line)
         task = record.pop("tree")["task"]

@@ -25,7 +25,7 @@ from arpo.data.task_set import load_task_set
 from arpo.data.traces import Trace
 from arpo.engine.scripted import ScriptedEngine
 from arpo.errors import ArpoError
-from arpo.evaluation.benchmarks import identity
+from arpo.evaluation.benchmarks import answer_settings
 from arpo.evaluation.endpoint import EndpointAgent, endpoint_trajectory
 from arpo.models.save import save_pretrained
 from arpo.net.chat import ChatClient
@@ -224,7 +224,7 @@ def test_the_setting_reaches_the_agent_and_mistakes_are_found_before_a_model_is_
         agent = build_agent(config, tools, build_model(tokenizer, 32, 1, 1024, seed=1), tokenizer)
     read = read_examples(str(tmp_path / "shots.jsonl"), agent.format)
     assert agent.examples == encode_examples(read, tokenizer, agent.format, 7) != ()
-    assert identity(config)["rollout"]["examples"] == str(tmp_path / "shots.jsonl")
+    assert answer_settings(config)["rollout"]["examples"] == str(tmp_path / "shots.jsonl")
     write_rows(tmp_path / "shots.jsonl", [{"question": "1?", "text": "3"}])
     with pytest.raises(ArpoError, match=r"shots\.jsonl, line 1"):
         load_tasks_and_tools(config)

@@ -24,7 +24,6 @@ from arpo.agent.agent import Agent
 from arpo.agent.conversation import Answer, Conversation
 from arpo.agent.formats import build_format, encode_follow_up, encode_prompt, encode_result
 from arpo.builtin.model import build_model
-from arpo.cli.base import model_config
 from arpo.cli.chat import (
     COMMANDS,
     LEGEND,
@@ -37,6 +36,7 @@ from arpo.cli.chat import (
     summary,
 )
 from arpo.cli.main import main
+from arpo.cli.options import load_model_config
 from arpo.config.schema import Config, Rollout
 from arpo.engine.scripted import Script, ScriptedEngine
 from arpo.errors import ArpoError
@@ -468,7 +468,7 @@ def test_what_chat_takes_for_a_model(tmp_path: Path) -> None:
     (model / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with runlog.create_run_dir(run, Config().resolved()) as log:
         with pytest.raises(ArpoError, match="has no checkpoint yet"):
-            model_config(str(run), [])
+            load_model_config(str(run), [])
         log.commit_checkpoint(3, lambda directory: (directory / "model").mkdir(), keep=1)
     toml.write_text('[model]\npath = "owner/name"\n[rollout]\nmax_tool_calls = 7\n')
     for given_, path in [
@@ -479,10 +479,10 @@ def test_what_chat_takes_for_a_model(tmp_path: Path) -> None:
         (str(run), str(run / "checkpoints" / "step_000003" / "model")),
         (str(toml), "owner/name"),
     ]:
-        assert model_config(given_, []).model.path == path
-    assert model_config(str(toml), []).rollout.max_tool_calls == 7
+        assert load_model_config(given_, []).model.path == path
+    assert load_model_config(str(toml), []).rollout.max_tool_calls == 7
     with pytest.raises(ArpoError, match="no such file"):
-        model_config(str(tmp_path / "absent.toml"), [])
+        load_model_config(str(tmp_path / "absent.toml"), [])
 
 
 def test_chat_answers_piped_questions(

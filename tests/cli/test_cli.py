@@ -84,7 +84,7 @@ def test_eval_of_a_run_and_of_a_file(arpo: Arpo, trained: Path) -> None:
         assert outcome.code == 0
         lines = outcome.out.splitlines()
         assert lines[0] == "accuracy 0.0% over 4 questions"
-        told = [line for line in lines if line.startswith("right format ")]
+        told = [line for line in lines if line.startswith("correct format ")]
         assert len(told) == 1 and told[0].endswith(" tool calls per trajectory")
         assert lines[-1].split()[0] in ("search", "python", "(no") and lines[lines.index(told[0]) + 1].startswith(
             "tool "
@@ -359,5 +359,5 @@ def test_ctrl_c_says_how_to_go_on(arpo: Arpo, monkeypatch: pytest.MonkeyPatch) -
     outcome = arpo("train", "small.toml")
     assert (outcome.code, outcome.err) == (
         130,
-        "stopped; what was trained is saved in run, go on with --resume\n",
+        "stopped; the run is saved in run, continue with --resume\n",
     )

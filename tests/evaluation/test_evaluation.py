@@ -26,7 +26,7 @@ from arpo.data.benchmarks import BENCHMARKS
 from arpo.data.published import PUBLISHED
 from arpo.errors import ArpoError
 from arpo.evaluation import benchmarks as module
-from arpo.evaluation.benchmarks import Plan, identity, load_questions
+from arpo.evaluation.benchmarks import BenchmarkPlan, answer_settings, load_questions
 from arpo.evaluation.report import (
     NO_FIGURE,
     Results,
@@ -160,7 +160,7 @@ def test_the_same_again_asks_nothing_and_more_goes_on(arpo: Arpo, model_dir: Pat
     assert arpo(*command, "--out", "out", "--samples", 2, "--questions", 2).code == 0
     before = Path("out/samples/gsm8k.jsonl").read_bytes()
     outcome = arpo(*command, "--out", "out", "--samples", 2, "--questions", 2, "rollout.concurrency=3")
-    assert "4 of 4 answers are there already" in outcome.out
+    assert "4 of 4 answers already exist" in outcome.out
     assert Path("out/samples/gsm8k.jsonl").read_bytes() == before
     assert arpo(*command, "--out", "out", "--samples", 3, "--questions", 4).code == 0
     assert Path("out/samples/gsm8k.jsonl").read_bytes().startswith(before)
@@ -181,19 +181,19 @@ def test_other_settings_are_refused(arpo: Arpo, model_dir: Path) -> None:
         "  eval.temperature: 0.6 -> 0.9",
     ]
     Path("sets/gsm8k.jsonl").write_text(rows({"question": "Another?", "answer": "#### 1"}))
-    assert "is another one" in mistake(arpo(*command))
+    assert "differs from the one in the data set" in mistake(arpo(*command))
 
 
 SHORT_LIVED = """
 import signal
 from arpo.cli.main import main
-from arpo.evaluation.samples import SampleLog
-append = SampleLog.append
+from arpo.evaluation.samples import SampleStore
+append = SampleStore.append
 def and_die(log, sample, *rest):
     append(log, sample, *rest)
     if log.path("gsm8k").stat().st_size > 10_000 and not any(signal.getitimer(signal.ITIMER_REAL)):
         signal.setitimer(signal.ITIMER_REAL, 0.002)  # the kernel kills it then, whatever it is doing
-SampleLog.append = and_die
+SampleStore.append = and_die
 main()
 """
 
@@ -209,7 +209,7 @@ def test_killed_at_any_moment_and_gone_on_with_it_equals_one_that_was_not(arpo: 
     with path.open("ab") as file:
         file.write(b'{"benchmark": "gsm8k", "task')  # as if it had been in the middle of a line
     outcome = arpo(*command, "--out", "out")
-    assert outcome.code == 0 and "of 50 answers are there already" in outcome.out
+    assert outcome.code == 0 and "of 50 answers already exist" in outcome.out
     there = int(outcome.out.split()[0])
     assert 1 <= there < 50
     assert arpo(*command, "--out", "whole").code == 0
@@ -308,8 +308,10 @@ def test_an_endpoint_that_is_down_is_given_up(arpo: Arpo, server: ChatServer, mo
     monkeypatch.setattr("arpo.net.chat.RETRIES", 0)
     server.reply = lambda request: (503, b"")
     message = mistake(arpo(*endpoint_command(server, "--samples", 50)))
-    assert message.startswith(f"{module.GIVE_UP} answers in a row failed, the last because the endpoint answers with ")
-    assert len(server.requests) <= module.GIVE_UP + 8
+    assert message.startswith(
+        f"{module.MAX_CONSECUTIVE_FAILURES} answers in a row failed, the last because the endpoint answers with "
+    )
+    assert len(server.requests) <= module.MAX_CONSECUTIVE_FAILURES + 8
     server.reply = lambda request: (401, b"")
     assert "check eval.endpoint" in mistake(arpo(*endpoint_command(server)))
     server.reply = solving
@@ -342,8 +344,8 @@ def test_mistakes(arpo: Arpo, model_dir: Path) -> None:
     assert message == "--k 5 needs at least as many --samples; there are 3"
     assert mistake(arpo(*base)).endswith("need --benchmarks")
     assert mistake(arpo("eval", model_dir, "--k", "3")).endswith("need --benchmarks")
-    assert "name what is to be evaluated" in mistake(arpo("eval"))
-    assert "tools.search: name where to look" in mistake(arpo(*base, "--benchmarks", "gsm8k"))
+    assert "name what to evaluate" in mistake(arpo("eval"))
+    assert "tools.search: name where to search" in mistake(arpo(*base, "--benchmarks", "gsm8k"))
     Path("sets/webwalker.jsonl").write_text(rows({"question": "Q?", "answer": "A"}))
     assert "reward.judge_url" in mistake(arpo(*base, "--benchmarks", "webwalker", *SMALL))
     assert "go together" in mistake(
@@ -357,11 +359,11 @@ def test_sets_come_from_files_or_the_hub_and_gated_ones_say_so(
 ) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     outcome = arpo("eval", model_dir, "--benchmarks", "gaia", "--data-dir", "sets", *SMALL)
-    assert "GAIA is gated" in mistake(outcome) and "taken from the hub" in outcome.out
+    assert "GAIA is gated" in mistake(outcome) and "loading it from the hub" in outcome.out
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     parquet.write_table(pyarrow.Table.from_pylist(GSM8K), "sets/aime24.parquet")
     Path("sets/bamboogle.json").write_text(json.dumps(HOTPOTQA))
-    plan = Plan(("aime24", "bamboogle", "math500"), Path("out"), questions=2, data_dir=Path("sets"))
+    plan = BenchmarkPlan(("aime24", "bamboogle", "math500"), Path("out"), questions=2, data_dir=Path("sets"))
     found = load_questions(plan, "refuse")
     assert [(name, len(tasks)) for name, tasks in found.items()] == [("aime24", 2), ("bamboogle", 2), ("math500", 1)]
     assert found["math500"][0].kind == "level 2"
@@ -369,13 +371,13 @@ def test_sets_come_from_files_or_the_hub_and_gated_ones_say_so(
 
 def test_questions_with_the_same_id_stay_apart(tmp_path: Path) -> None:
     (tmp_path / "hotpotqa.jsonl").write_text(rows(*[HOTPOTQA[0]] * 3, HOTPOTQA[1]))
-    tasks = load_questions(Plan(("hotpotqa",), tmp_path / "out", data_dir=tmp_path), "refuse")["hotpotqa"]
+    tasks = load_questions(BenchmarkPlan(("hotpotqa",), tmp_path / "out", data_dir=tmp_path), "refuse")["hotpotqa"]
     assert [task.id for task in tasks] == ["h0", "h0#2", "h0#3", "h1"]
 
 
 def test_what_decides_an_answer() -> None:
     def changed(*overrides: str) -> bool:
-        return identity(load_config(None, overrides)) != identity(load_config(None))
+        return answer_settings(load_config(None, overrides)) != answer_settings(load_config(None))
 
     same = (
         "eval.samples=3",
@@ -389,8 +391,8 @@ def test_what_decides_an_answer() -> None:
     other = ("seed=1", "model.path=x", "tools.timeout=3", "rollout.max_tool_calls=9", "eval.top_p=0.5", "eval.top_k=5")
     assert all(map(changed, (*other, "reward.judge_model=x", "rollout.format=json", "eval.endpoint=http://x")))
     remote = ("eval.endpoint=http://x", "eval.endpoint_model=m")
-    with_key = identity(load_config(None, [*remote, "eval.endpoint_key_env=K", "model.path=x"]))
-    assert with_key == identity(load_config(None, remote))
+    with_key = answer_settings(load_config(None, [*remote, "eval.endpoint_key_env=K", "model.path=x"]))
+    assert with_key == answer_settings(load_config(None, remote))
 
 
 # What is shown.
@@ -475,7 +477,7 @@ def test_the_real_sets(arpo: Arpo, server: ChatServer) -> None:
     assert len(names) >= 8
     golds = {
         task.question.strip(): task.answers[0]
-        for tasks in load_questions(Plan(tuple(names), Path("x"), data_dir=folder), "refuse").values()
+        for tasks in load_questions(BenchmarkPlan(tuple(names), Path("x"), data_dir=folder), "refuse").values()
         for task in tasks
     }
     server.reply = lambda request: said(

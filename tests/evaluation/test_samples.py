@@ -11,7 +11,7 @@ import pytest
 from trees import TASK, model, prompt, searched, tool, tree
 
 from arpo.errors import ArpoError
-from arpo.evaluation.samples import Sample, SampleLog, completion_tokens, open_samples, refuse_other, sample_of
+from arpo.evaluation.samples import Sample, SampleStore, build_sample, open_samples, require_same_settings
 from arpo.rewards import build_reward
 from arpo.runs.trees import tree_from_json
 from arpo.types import Fault, Reward, RolloutTree, ScoredTree, Task
@@ -26,17 +26,17 @@ def scored(tree: RolloutTree) -> ScoredTree:
 
 
 def sample(tree: RolloutTree, number: int = 0, tokens: int | None = None) -> Sample:
-    return sample_of("hotpotqa", number, scored(tree), tokens)
+    return build_sample("hotpotqa", number, scored(tree), tokens)
 
 
 def answered(task: Task, text: str = "Upper Kelso") -> RolloutTree:
     return replace(searched(last=f"<think>so</think><answer>\\boxed{{{text}}}</answer>"), task=task)
 
 
-def fill(log: SampleLog, count: int) -> None:
+def fill(store: SampleStore, count: int) -> None:
     for number in range(count):
         tree = answered(TASKS[number % 3], "Lower Kelso" if number % 2 else "Upper Kelso")
-        log.append(sample(tree, number // 3), scored(tree))
+        store.append(sample(tree, number // 3), scored(tree))
 
 
 def test_scores_of_trees_made_by_hand() -> None:
@@ -53,26 +53,26 @@ def test_scores_of_trees_made_by_hand() -> None:
     assert sample(searched(fault=Fault.INFRA)).failed == "a tool was unavailable"
     timed = replace(searched(), nodes=tuple(replace(node, seconds=1.5) for node in searched().nodes))
     assert sample(timed).seconds == 6.0
-    assert completion_tokens(searched()) == 2
+    assert searched().trajectories[0].completion_tokens == 2
 
 
 def test_what_the_judge_could_not_say() -> None:
     parts = {"accuracy": 0.0, "correct": 0.0, "format": 1.0}
-    long = sample_of("gaia", 0, ScoredTree(searched(), (Reward(0.0, {**parts, "judge.long": 1.0}),)), None)
+    long = build_sample("gaia", 0, ScoredTree(searched(), (Reward(0.0, {**parts, "judge.long": 1.0}),)), None)
     assert (long.faults, long.failed) == (("judge.long",), None)
     unjudged = ScoredTree(searched(), (Reward(0.0, {**parts, "judge.unavailable": 1.0}),))
-    down = sample_of("gaia", 0, unjudged, None)
+    down = build_sample("gaia", 0, unjudged, None)
     assert down.failed == "the judge was unavailable"
 
 
 def test_what_is_kept_can_be_read_again(tmp_path: Path) -> None:
-    with open_samples(tmp_path / "out", SETTINGS) as log:
+    with open_samples(tmp_path / "out", SETTINGS) as store:
         assert not (tmp_path / "out" / "settings.json").exists()  # nothing is settled before the first answer
-        assert log.read("hotpotqa", TASKS) == {}
-        fill(log, 5)
-    with open_samples(tmp_path / "out", json.loads(json.dumps(SETTINGS))) as log:
-        found = log.read("hotpotqa", TASKS)
-        lines = log.path("hotpotqa").read_text().splitlines()
+        assert store.read("hotpotqa", TASKS) == {}
+        fill(store, 5)
+    with open_samples(tmp_path / "out", json.loads(json.dumps(SETTINGS))) as store:
+        found = store.read("hotpotqa", TASKS)
+        lines = store.path("hotpotqa").read_text().splitlines()
     assert list(found) == [("q0", 0), ("q1", 0), ("q2", 0), ("q0", 1), ("q1", 1)]
     assert [s.correct for s in found.values()] == [1.0, 0.0, 1.0, 0.0, 1.0]
     assert found["q0", 0] == sample(answered(TASKS[0]))
@@ -81,68 +81,68 @@ def test_what_is_kept_can_be_read_again(tmp_path: Path) -> None:
 
 
 def test_a_line_that_was_cut_off_anywhere_is_dropped(tmp_path: Path) -> None:
-    with open_samples(tmp_path, SETTINGS) as log:
-        fill(log, 3)
-        path = log.path("hotpotqa")
+    with open_samples(tmp_path, SETTINGS) as store:
+        fill(store, 3)
+        path = store.path("hotpotqa")
     whole = path.read_bytes()
     last = whole.rindex(b"\n", 0, -1) + 1
     for cut in [*range(last, len(whole), 97), len(whole) - 1]:
         path.write_bytes(whole[:cut])
-        with open_samples(tmp_path, SETTINGS) as log:
-            found = log.read("hotpotqa", TASKS)
+        with open_samples(tmp_path, SETTINGS) as store:
+            found = store.read("hotpotqa", TASKS)
             assert list(found) == [("q0", 0), ("q1", 0)]
             assert path.read_bytes() == whole[:last]  # what is appended next starts on a line of its own
-            log.append(sample(answered(TASKS[2])), scored(answered(TASKS[2])))
-            assert list(log.read("hotpotqa", TASKS)) == [("q0", 0), ("q1", 0), ("q2", 0)]
+            store.append(sample(answered(TASKS[2])), scored(answered(TASKS[2])))
+            assert list(store.read("hotpotqa", TASKS)) == [("q0", 0), ("q1", 0), ("q2", 0)]
 
 
 @pytest.mark.parametrize("damage", [b"{}\n", b"nonsense\n", b"[1]\n", b'{"tree": 3}\n'])
 def test_other_damage_is_named(tmp_path: Path, damage: bytes) -> None:
-    with open_samples(tmp_path, SETTINGS) as log:
-        fill(log, 2)
-        path = log.path("hotpotqa")
+    with open_samples(tmp_path, SETTINGS) as store:
+        fill(store, 2)
+        path = store.path("hotpotqa")
         first, second = path.read_bytes().splitlines(keepends=True)
         path.write_bytes(first + damage + second)
         with pytest.raises(ArpoError, match=r"hotpotqa\.jsonl: line 2 is damaged"):
-            log.read("hotpotqa", TASKS)
+            store.read("hotpotqa", TASKS)
 
 
 def test_of_two_lines_for_an_answer_the_last_counts(tmp_path: Path) -> None:
-    with open_samples(tmp_path, SETTINGS) as log:
+    with open_samples(tmp_path, SETTINGS) as store:
         broken = replace(searched(fault=Fault.INFRA), task=TASKS[0])
-        log.append(sample(broken), scored(broken))
-        assert log.read("hotpotqa", TASKS)["q0", 0].failed is not None
-        fill(log, 1)
-        assert log.read("hotpotqa", TASKS)["q0", 0].failed is None
+        store.append(sample(broken), scored(broken))
+        assert store.read("hotpotqa", TASKS)["q0", 0].failed is not None
+        fill(store, 1)
+        assert store.read("hotpotqa", TASKS)["q0", 0].failed is None
 
 
 def test_other_questions_are_refused(tmp_path: Path) -> None:
-    with open_samples(tmp_path, SETTINGS) as log:
-        fill(log, 2)
+    with open_samples(tmp_path, SETTINGS) as store:
+        fill(store, 2)
         for change in ({"question": "Who?"}, {"answers": ("Nowhere",)}):
-            with pytest.raises(ArpoError, match="line 2: question 'q1' is another one"):
-                log.read("hotpotqa", [TASKS[0], replace(TASKS[1], **change)])
-        assert len(log.read("hotpotqa", TASKS[:1])) == 2  # that some are not asked now is no reason
+            with pytest.raises(ArpoError, match="line 2: question 'q1' differs"):
+                store.read("hotpotqa", [TASKS[0], replace(TASKS[1], **change)])
+        assert len(store.read("hotpotqa", TASKS[:1])) == 2  # that some are not asked now is no reason
 
 
 def test_other_settings_are_refused_with_what_differs(tmp_path: Path) -> None:
-    with open_samples(tmp_path, SETTINGS) as log:
-        fill(log, 1)
+    with open_samples(tmp_path, SETTINGS) as store:
+        fill(store, 1)
     other: dict[str, Any] = {"seed": 1, "rollout": {"format": "tags", "max_tool_calls": 3, "max_tokens": 5}}
-    for attempt in (open_samples, refuse_other):
+    for attempt in (open_samples, require_same_settings):
         with pytest.raises(ArpoError) as caught:
             attempt(tmp_path, other)
         assert str(caught.value) == (
-            f"{tmp_path}: holds answers that were given with other settings:\n  seed: 0 -> 1\n"
-            "  rollout.max_tokens: unset -> 5\nGive those again to go on, or choose another --out"
+            f"{tmp_path}: holds answers of other settings:\n  seed: 0 -> 1\n"
+            "  rollout.max_tokens: unset -> 5\nUse the same settings to continue, or choose another --out"
         )
     open_samples(tmp_path, SETTINGS).__exit__()
 
 
 def test_settings_may_change_as_long_as_nothing_was_answered(tmp_path: Path) -> None:
     open_samples(tmp_path, {"seed": 1}).__exit__()
-    with open_samples(tmp_path, SETTINGS) as log:
-        fill(log, 1)
+    with open_samples(tmp_path, SETTINGS) as store:
+        fill(store, 1)
     assert json.loads((tmp_path / "settings.json").read_text()) == SETTINGS
 
 

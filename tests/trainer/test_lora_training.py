@@ -20,8 +20,8 @@ from training_runs import config_for as any_config
 from training_runs import even_share
 
 import arpo.builtin.cold_start
-from arpo.cli.base import config_of
 from arpo.cli.main import main
+from arpo.cli.options import load_target_config
 from arpo.config.loading import load_config
 from arpo.config.schema import Config, Model, Train
 from arpo.engine.local.engine import LocalEngine
@@ -315,7 +315,7 @@ def test_a_run_trains_stops_resumes_and_is_evaluated(kind: str, model_path: Path
     with_masters = any("/master/" in key for key in tensors)
     assert with_masters == (kind != "lora")
     # The checkpoint is the model that was trained: it gives the very numbers of the test above.
-    session = open_session(config_of(tmp_path / "straight", []))
+    session = open_session(load_target_config(tmp_path / "straight", []))
     session = replace(session, reward=even_share)
     assert nodes_of(asyncio.run(run_test(session)).trees) == tested
     session.close()
@@ -382,7 +382,7 @@ def test_an_adapter_of_the_built_in_model(model_path: Path, tmp_path: Path, monk
     monkeypatch.setattr(arpo.builtin.cold_start, "cold_start", lambda *_: model_path)
     config = load_config(None, [f"run.dir={tmp_path / 'run'}", *SMALL, "train.steps=1", *LORA])
     tested = run_to_the_end(config)
-    session = open_session(config_of(tmp_path / "run", []))
+    session = open_session(load_target_config(tmp_path / "run", []))
     assert nodes_of(asyncio.run(run_test(session)).trees) == tested
     session.close()
 

@@ -489,7 +489,7 @@ def test_ctrl_c_saves_and_export_writes_what_was_saved(given: list[str], tmp_pat
                 os.kill(process.pid or 0, number)
         time.sleep(0.02)
     assert rank_jobs.finish(ranks) == [130, 0]
-    assert "go on with --resume" in (tmp_path / "rank_0.txt").read_text()
+    assert "continue with --resume" in (tmp_path / "rank_0.txt").read_text()
     (step,) = read_run(run).checkpoint_steps()
     assert step == len(read_run(run).read_metrics()) >= 2
     assert export_model(run, tmp_path / "plain") == step

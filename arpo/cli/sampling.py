@@ -1,0 +1,99 @@
+"""`arpo rollout` and `arpo chat`: let a model answer on the terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import io
+import json
+import random
+import sys
+from contextlib import closing
+from typing import Annotated
+
+import typer
+
+from arpo.cli.display import ConsoleReporter, console, print_tree
+from arpo.cli.options import Overrides, Target, load_model_config, load_target_config
+from arpo.errors import ArpoError
+from arpo.training.interrupt import run_async
+from arpo.types import ScoredTree, Task, derive_seed
+
+# Defaults of a chat: a lower temperature than in training, one sequence at a time, no bonus.
+CHAT_SETTINGS = ("rollout.temperature=0.7", "rollout.concurrency=1", "reward.bonus=0")
+
+
+def rollout(
+    target: Target,
+    overrides: Overrides = None,
+    number: Annotated[int, typer.Option(min=0, help="which held-out question, counted from 0")] = 0,
+    ask: Annotated[str | None, typer.Option(help="ask this instead; accuracy is not scored")] = None,
+) -> None:
+    """Sample the rollout tree of one question and print it."""
+    from arpo.algorithm.rollout import rollout as sample_tree
+    from arpo.training.context import open_context
+    from arpo.training.loop import require_test_tasks
+
+    with closing(open_context(load_target_config(target, overrides or []), ConsoleReporter())) as context:
+        held_out = context.tasks.test
+        if ask is None and number >= len(held_out) > 0:
+            raise ArpoError(f"--number {number}: there are {len(held_out)} held-out questions, counted from 0")
+        if ask is None:
+            require_test_tasks(context.tasks)
+        try:
+            task = held_out[number] if ask is None else Task("asked", ask, ("unknown",))
+        except ValueError as error:
+            raise ArpoError(f"--ask: {error}") from None
+        config = context.config
+        seed = derive_seed(config.seed, "show", number)
+        tree = run_async(sample_tree(context.agent, task, config.rollout, config.branching, seed))
+        print_tree(ScoredTree(tree, tuple(map(context.reward, tree.trajectories))))
+        shared = 1 - tree.unique_tokens / tree.total_tokens
+        console.print(
+            f"{len(tree.leaves)} trajectories, {tree.tool_calls} tool calls, {tree.branch_points} branch points, "
+            f"{shared:.0%} of tokens shared"
+        )
+
+
+def chat(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help='"tiny" (built in), a Hugging Face directory, a hub name, a .gguf file, a run directory (its last '
+            "checkpoint is used) or a TOML file"
+        ),
+    ],
+    overrides: Overrides = None,
+    tools: Annotated[str | None, typer.Option(help='tools the model may call, like python,search; "" for none')] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="repeats a conversation; default: random")] = None,
+) -> None:
+    """Talk to a model and watch it call tools. The temperature is 0.7 unless rollout.temperature=... is given here."""
+    from arpo.agent.conversation import Conversation
+    from arpo.cli.chat import Screen, open_agent
+    from arpo.cli.chat import chat as run_chat
+
+    enabled = [] if tools is None else [f"tools.enabled={json.dumps(tools.replace(',', ' ').split())}"]
+    config = load_model_config(model, [*CHAT_SETTINGS, *(overrides or []), *enabled])
+    seed = random.SystemRandom().randrange(2**32) if seed is None else seed
+    interactive = _prepare_input()
+    try:
+        with open_agent(config) as agent:
+            screen = Screen(console, agent.tokenizer)
+            names = ", ".join(agent.tools) or "none"
+            screen.note(f"{model}; tools: {names}; temperature {config.rollout.temperature:g}; seed {seed}; /help")
+            conversation = Conversation(agent, config.rollout, config.branching.probe_tokens, seed)
+            run_chat(conversation, screen, lambda: input("> " if interactive else ""), interactive)
+    except KeyboardInterrupt:  # typer would swallow it, and with it the message of `main`
+        raise asyncio.CancelledError from None
+
+
+def _prepare_input() -> bool:
+    """Accept any bytes as input, and edit lines if a person types; returns whether a person does."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
+    if not sys.stdin.isatty():
+        return False
+    with contextlib.suppress(ImportError):
+        importlib.import_module("readline")  # lets `input` edit lines and remember them
+    return True
