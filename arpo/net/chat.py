@@ -79,8 +79,8 @@ class ChatClient:
 
         return await retry(attempt, self.retries)
 
-    async def content(self, messages: Sequence[Mapping[str, str]], **options: Any) -> str:
-        """Return the content of one reply, without retries and surrounding space; empty if it is not a text."""
+    async def complete(self, messages: Sequence[Mapping[str, str]], **options: Any) -> str:
+        """Return the content of one reply, stripped; empty if it is not a text. Does not retry."""
         answer = await self.request(messages, **options)
         return _clean(_choice(answer)["message"]["content"]).strip()
 

@@ -60,10 +60,6 @@ class TooLarge(HttpError):
     """The reply is larger than allowed."""
 
 
-class Undecodable(Unavailable):
-    """The reply is compressed in a way that cannot be read."""
-
-
 class HttpClient:
     """Sends requests to one server.
 
@@ -178,7 +174,7 @@ async def decode(response: Any, max_bytes: int, name: str) -> AsyncGenerator[byt
     """The body of an httpx2 response in chunks, decompressed piece by piece so that it never exceeds its limit."""
     coding = response.headers.get("Content-Encoding", "").strip().lower()
     if coding not in ("", "identity", "gzip", "x-gzip"):
-        raise Undecodable(f"{name} sends a compression that cannot be read")
+        raise Unavailable(f"{name} sends a compression that cannot be read")
     unzip = zlib.decompressobj(wbits=31) if coding.endswith("gzip") else None
     received = size = 0
     async for raw in response.aiter_raw():
@@ -186,7 +182,7 @@ async def decode(response: Any, max_bytes: int, name: str) -> AsyncGenerator[byt
         try:
             chunk = raw if unzip is None else unzip.decompress(raw, max_bytes + 1 - size)
         except zlib.error:
-            raise Undecodable(f"{name} sends a compression that cannot be read") from None
+            raise Unavailable(f"{name} sends a compression that cannot be read") from None
         size += len(chunk)
         if max(received, size) > max_bytes:
             raise TooLarge(f"{name} sends more than {max_bytes:,} bytes")

@@ -101,7 +101,7 @@ class LlmJudge:
     def _ask(self, asked: dict[str, Any]) -> float:
         async def attempt() -> str:
             with self._slots:  # not held during the pauses between attempts
-                return await self._chat.content(messages(asked), temperature=0, max_tokens=MAX_REPLY_TOKENS)
+                return await self._chat.complete(messages(asked), temperature=0, max_tokens=MAX_REPLY_TOKENS)
 
         try:
             verdict = asyncio.run(retry(attempt, RETRIES))

@@ -54,7 +54,7 @@ def openai_condenser(
 
     async def run(text: str, question: str) -> str:
         try:
-            content = await client.content(build_messages(text, question), max_tokens=max_tokens, temperature=0)
+            content = await client.complete(build_messages(text, question), max_tokens=max_tokens, temperature=0)
         except Rejected as error:  # its message quotes the endpoint
             raise ToolUnavailable(f"{client.name} answers with HTTP status {error.status}") from None
         except (HttpError, ArpoError) as error:

@@ -15,7 +15,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from arpo.net.http import TooLarge, Undecodable, decode
+from arpo.net.http import TooLarge, Unavailable, decode
 from arpo.tools.base import ToolError, ToolUnavailable
 from arpo.tools.browse.address import Address, Resolver, find_addresses, host_of, parse_url
 
@@ -134,7 +134,7 @@ class Fetcher:
                 return b"".join([chunk async for chunk in chunks])
         except TooLarge:
             raise ToolError(f"the page is larger than {self.max_bytes} bytes") from None
-        except Undecodable:
+        except Unavailable:
             raise ToolError("the page is compressed in a way that cannot be read") from None
 
 
