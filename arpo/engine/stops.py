@@ -1,4 +1,4 @@
-"""Where a turn ends: at a stop string, which is found without decoding every token, or at an eos token."""
+"""Where a turn ends: at an eos token, at a stop string (found without decoding every token), or at its limit."""
 
 from __future__ import annotations
 
@@ -37,8 +37,26 @@ class StopFinder:
         return min(found)[2] if found else None
 
 
-def eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Return the tokens that end a turn: those of the model's generation config, and the tokenizer's eos."""
-    declared = getattr(model.generation_config, "eos_token_id", None)
-    ids = declared if isinstance(declared, list) else [declared]
-    return frozenset(token for token in [*ids, tokenizer.eos_token_id] if token is not None)
+class TurnEnds:
+    """Decides whether a turn has ended. `eos`: the tokens of the model's generation config, and the tokenizer's."""
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        declared = getattr(model.generation_config, "eos_token_id", None)
+        ids = declared if isinstance(declared, list) else [declared]
+        self.eos = frozenset(token for token in [*ids, tokenizer.eos_token_id] if token is not None)
+        self._tokenizer = tokenizer
+        self._finders: dict[tuple[str, ...], tuple[StopFinder, frozenset[int]]] = {}
+
+    def check(
+        self, tokens: Sequence[int], start: int, stops: tuple[str, ...], max_length: int
+    ) -> tuple[str | None, str | None]:
+        """Return why the turn tokens[start:] has ended, or None, and the stop string that its last token completes."""
+        if stops not in self._finders:
+            finder = StopFinder(self._tokenizer, stops)
+            self._finders[stops] = finder, finder.candidates | self.eos
+        finder, candidates = self._finders[stops]
+        finish, stop = "length" if len(tokens) == max_length else None, None
+        if tokens[-1] in candidates:
+            stop = finder.find(tokens[start:])
+            finish = "eos" if tokens[-1] in self.eos else "stop" if stop is not None else finish
+        return finish, stop

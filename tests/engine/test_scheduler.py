@@ -20,7 +20,7 @@ CONTEXT = 400
 def request(tokens: list[int], new: int, seed: int = 0, **params: Any) -> Request:
     done: Any = Future()
     settled = SamplingParams(new, seed=seed, **params)
-    return Request(list(tokens), settled, len(tokens) + new, None, done, random.Random(seed), frozenset(), len(tokens))
+    return Request(list(tokens), settled, len(tokens) + new, None, done, random.Random(seed), len(tokens))
 
 
 def text(length: int, seed: int = 0) -> list[int]:

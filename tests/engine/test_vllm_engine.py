@@ -129,11 +129,11 @@ def test_a_sampled_token_that_is_not_among_the_likeliest_sets_no_bound() -> None
     turn.add(SampledToken(5, math.log(0.001), (math.log(0.001), math.log(0.4), math.log(0.3))))
     likeliest = entropy_bounds([math.log(0.4), math.log(0.3)], VOCAB)
     assert turn.entropies == [likeliest.estimate]
-    assert turn.builder.entropy_errors.stats() == {
+    assert turn.builder.entropy_stats() == {
         "entropy_error": likeliest.error,
         "entropy_error_max": likeliest.error,
     }
-    assert turn.builder.entropy_errors.stats() == {"entropy_error": 0.0, "entropy_error_max": 0.0}
+    assert turn.builder.entropy_stats() == {"entropy_error": 0.0, "entropy_error_max": 0.0}
 
 
 HALF = math.log(0.5)

@@ -23,9 +23,8 @@ from arpo.engine.local import kernels, sampling
 from arpo.engine.local.fused import fused
 from arpo.engine.local.kernels import Tiles
 from arpo.engine.local.kv_cache import BLOCK_SIZE, KVCache
-from arpo.engine.local.runner import NO_OUTPUT, StepOutput
+from arpo.engine.local.runner import NO_OUTPUT, Runner, StepOutput
 from arpo.engine.local.scheduler import Batch
-from arpo.models.network import Network, install_attention
 
 MIN_PROGRAMS = 264  # two per multiprocessor of a large GPU: with fewer rows, the keys of a row are split
 
@@ -61,12 +60,11 @@ class _CudaPlan:
         )
 
 
-class CudaRunner:
+class CudaRunner(Runner):
     """Runs steps on the model's GPU, for at most `max_num_seqs` rows."""
 
     def __init__(self, model: Any, cache: KVCache, max_num_seqs: int) -> None:
-        install_attention(model)
-        self._model, self._network, self._cache = model, Network(model), cache
+        super().__init__(model, cache)
         rows = max_num_seqs
         config = model.config
         self._group = config.num_attention_heads // config.num_key_value_heads

@@ -24,7 +24,7 @@ from arpo.engine.base import Capabilities, OnToken, check_request
 from arpo.engine.local.kv_cache import BLOCK_SIZE, KVCache, kv_bytes_per_token
 from arpo.engine.local.runner import StepOutput, build_runner
 from arpo.engine.local.scheduler import Batch, Request, Scheduler
-from arpo.engine.stops import StopFinder, eos_ids
+from arpo.engine.stops import TurnEnds
 from arpo.errors import ArpoError
 from arpo.models.network import check_supported
 from arpo.types import Completion, SamplingParams
@@ -56,7 +56,6 @@ class LocalEngine:
         threaded: bool = True,
     ) -> None:
         check_supported(model.config)
-        self._model, self._tokenizer = model, tokenizer
         devices = {parameter.device for parameter in model.parameters()}
         device = next(iter(devices))
         if len(devices) > 1 or device.type not in PREFILL_TOKENS:
@@ -73,8 +72,7 @@ class LocalEngine:
         self._in_step, self._threaded = False, threaded
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="arpo-engine")
         self._loop_task: asyncio.Task[None] | None = None
-        self._finders: dict[tuple[str, ...], tuple[StopFinder, frozenset[int]]] = {}
-        self._eos = eos_ids(model, tokenizer)
+        self._turn_ends = TurnEnds(model, tokenizer)
         self.version = 0
         self.capabilities = Capabilities(context, model.config.vocab_size, True)
 
@@ -95,11 +93,7 @@ class LocalEngine:
                 f"{self.kv_cache_tokens}: raise rollout.kv_cache_tokens, or lower rollout.max_tokens"
             )
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        if params.stop not in self._finders:
-            finder = StopFinder(self._tokenizer, params.stop)
-            self._finders[params.stop] = finder, self._eos | finder.candidates
-        stop_candidates, rng = self._finders[params.stop][1], random.Random(params.seed)
-        request = Request(list(prefix), params, max_length, on_token, future, rng, stop_candidates, len(prefix))
+        request = Request(list(prefix), params, max_length, on_token, future, random.Random(params.seed), len(prefix))
         self._scheduler.waiting.append(request)
         if self._loop_task is None or self._loop_task.done():
             self._loop_task = asyncio.create_task(self._run_loop())
@@ -140,8 +134,7 @@ class LocalEngine:
                 await asyncio.sleep(0)  # let other tasks add requests to this step
                 batch = scheduler.schedule()
                 if batch is not None:
-                    output = await self._run_in_thread(batch) if self._threaded else self._runner.run(batch)
-                    self._process(batch, output)
+                    self._process(batch, await self._run(batch))
         except BaseException as error:  # also if the event loop ends and cancels this task
             self._abort_all(error)
             if not isinstance(error, Exception):
@@ -158,7 +151,9 @@ class LocalEngine:
             self._scheduler.finish(request)
         self._scheduler.reset_prefix_cache()
 
-    async def _run_in_thread(self, batch: Batch) -> StepOutput:
+    async def _run(self, batch: Batch) -> StepOutput:
+        if not self._threaded:
+            return self._runner.run(batch)
         self._in_step = True
         try:
             return await asyncio.get_running_loop().run_in_executor(self._executor, self._runner.run, batch)
@@ -188,25 +183,14 @@ class LocalEngine:
                     request.cut_logprobs.append(logprob)
                     request.cut_entropies.append(entropy)
         for request in requests:
-            if request.tokens[-1] in request.stop_candidates or len(request.tokens) == request.max_length:
-                self._complete_if_finished(request)
+            finish, stop = self._turn_ends.check(
+                request.tokens, request.num_prefix_tokens, request.params.stop, request.max_length
+            )
+            if finish is not None and not request.future.done():
+                request.future.set_result(request.completion(finish, stop, self.version))
         for request in [*self._scheduler.running, *self._scheduler.waiting]:  # some were cancelled meanwhile
             if request.future.done():
                 self._scheduler.finish(request)
-
-    def _complete_if_finished(self, request: Request) -> None:
-        finder = self._finders[request.params.stop][0]
-        stop = finder.find(request.tokens[request.num_prefix_tokens :])
-        if request.tokens[-1] in self._eos:
-            finish = "eos"
-        elif stop is not None:
-            finish = "stop"
-        elif len(request.tokens) == request.max_length:
-            finish = "length"
-        else:
-            return
-        if not request.future.done():
-            request.future.set_result(request.completion(finish, stop, self.version))
 
 
 def default_kv_cache_tokens(model: Any, max_num_seqs: int) -> int:

@@ -25,25 +25,22 @@ _LOCK = threading.RLock()  # engines of one family patch the same module
 @contextmanager
 def fused(model: Any) -> Iterator[None]:
     """Within the context, the model's norms and rotary embeddings are single kernels in this thread."""
-    with _LOCK:
-        yield from _patch(model, threading.get_ident())
-
-
-def _patch(model: Any, thread: int) -> Iterator[None]:
+    thread = threading.get_ident()
     norms = [m for m in model.modules() if type(m).__name__.endswith("RMSNorm") and m.weight.dtype == model.dtype]
     modules = {sys.modules[type(m).__module__] for m in model.modules()}
-    rotary = {module: module.apply_rotary_pos_emb for module in modules if hasattr(module, "apply_rotary_pos_emb")}
-    try:
-        for norm in norms:
-            norm.forward = _fused_norm(norm, thread)
-        for module, original in rotary.items():
-            module.apply_rotary_pos_emb = _fused_rotary(original, thread)  # type: ignore[attr-defined]
-        yield
-    finally:
-        for norm in norms:
-            vars(norm).pop("forward", None)
-        for module, original in rotary.items():
-            module.apply_rotary_pos_emb = original  # type: ignore[attr-defined]
+    with _LOCK:
+        rotary = {module: module.apply_rotary_pos_emb for module in modules if hasattr(module, "apply_rotary_pos_emb")}
+        try:
+            for norm in norms:
+                norm.forward = _fused_norm(norm, thread)
+            for module, original in rotary.items():
+                module.apply_rotary_pos_emb = _fused_rotary(original, thread)  # type: ignore[attr-defined]
+            yield
+        finally:
+            for norm in norms:
+                vars(norm).pop("forward", None)
+            for module, original in rotary.items():
+                module.apply_rotary_pos_emb = original  # type: ignore[attr-defined]
 
 
 def _fused_norm(module: Any, thread: int) -> Callable[[Tensor], Tensor]:
@@ -61,13 +58,8 @@ def _fused_norm(module: Any, thread: int) -> Callable[[Tensor], Tensor]:
 
 def _fused_rotary(original: Callable[..., tuple[Tensor, Tensor]], thread: int) -> Callable[..., tuple[Tensor, Tensor]]:
     def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if (
-            threading.get_ident() != thread
-            or not torch.is_inference_mode_enabled()
-            or q.shape[0] != 1
-            or args
-            or kwargs
-        ):
+        own = threading.get_ident() == thread and torch.is_inference_mode_enabled()
+        if not own or q.shape[0] != 1 or args or kwargs:
             return original(q, k, cos, sin, *args, **kwargs)
         return rotate(q, cos, sin), rotate(k, cos, sin)
 

@@ -1,13 +1,13 @@
 """Runs one step of the model: a batch of tokens in, one new token for every sampling row out.
 
-`CpuRunner` runs steps on a CPU; `build_runner` picks the runner for the model's device.
+`Runner` runs steps on a CPU, `arpo.engine.local.cuda.CudaRunner` on a GPU.
 
 Shape suffixes: T tokens, E hidden size, A sampling rows.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,22 +32,6 @@ class StepOutput(NamedTuple):
 NO_OUTPUT = StepOutput([], [], [])
 
 
-class Runner(Protocol):
-    """Computes steps on one device."""
-
-    def run(self, batch: Batch) -> StepOutput:
-        """Compute the batch and sample."""
-        ...
-
-    def sync_weights(self) -> None:
-        """Adapt to the model's new weights."""
-        ...
-
-    def graph_stats(self) -> tuple[int, float]:
-        """Return the CUDA graphs captured since the last call, and the seconds it took."""
-        ...
-
-
 def build_runner(model: Any, cache: KVCache, max_num_seqs: int) -> Runner:
     """Return the runner for the model's device."""
     if cache.data.is_cuda:
@@ -57,15 +41,15 @@ def build_runner(model: Any, cache: KVCache, max_num_seqs: int) -> Runner:
             raise ArpoError("the engine on a GPU needs Triton: pip install triton") from error
 
         return CudaRunner(model, cache, max_num_seqs)
-    return CpuRunner(model, cache)
+    return Runner(model, cache)
 
 
-class CpuRunner:
+class Runner:
     """Runs steps on a CPU."""
 
     def __init__(self, model: Any, cache: KVCache) -> None:
         install_attention(model)
-        self._network, self._cache = Network(model), cache
+        self._model, self._network, self._cache = model, Network(model), cache
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> StepOutput:
@@ -83,8 +67,8 @@ class CpuRunner:
         return StepOutput(*(column.tolist() for column in sampled if column is not None))
 
     def sync_weights(self) -> None:
-        """Do nothing: nothing here depends on the weights."""
+        """Adapt to the model's new weights."""
 
     def graph_stats(self) -> tuple[int, float]:
-        """Return zeros: there are no graphs on a CPU."""
+        """Return the CUDA graphs captured since the last call, and the seconds it took."""
         return 0, 0.0

@@ -37,8 +37,7 @@ class Request:
     on_token: OnToken | None
     future: asyncio.Future[Completion]
     rng: random.Random
-    stop_candidates: frozenset[int]  # tokens after which it might be finished
-    num_prefix_tokens: int = 0
+    num_prefix_tokens: int
     considered: bool = False  # the scheduler has looked at it before
     logprobs: list[float] = field(default_factory=list)
     entropies: list[float] = field(default_factory=list)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from arpo.engine.base import Capabilities, OnToken, check_request
-from arpo.engine.stops import StopFinder, eos_ids
+from arpo.engine.stops import TurnEnds
 from arpo.engine.vllm.entropy_bounds import entropy_bounds
 from arpo.errors import ArpoError
 from arpo.types import Completion, SamplingParams
@@ -34,45 +34,31 @@ class SampledToken(NamedTuple):
     top_logprobs: Sequence[float]
 
 
-@dataclass(slots=True)
-class EntropyErrors:
-    """How far off the estimated entropies may be, since the last call of `stats`."""
-
-    tokens: int = 0
-    total: float = 0.0
-    largest: float = 0.0
-
-    def add(self, error: float) -> None:
-        """Count one more token."""
-        self.tokens += 1
-        self.total += error
-        self.largest = max(self.largest, error)
-
-    def stats(self) -> dict[str, float]:
-        """Return the mean and the largest possible error, and start again."""
-        stats = {"entropy_error": self.total / max(1, self.tokens), "entropy_error_max": self.largest}
-        self.tokens, self.total, self.largest = 0, 0.0, 0.0
-        return stats
-
-
 class CompletionBuilder:
     """Starts completions for one model, with `top_logprobs` log-probs per token."""
 
     def __init__(self, model: Any, tokenizer: Any, top_logprobs: int) -> None:
         self.capabilities = Capabilities(model.config.max_position_embeddings, model.config.vocab_size, False)
-        self.eos = eos_ids(model, tokenizer)
+        self.turn_ends = TurnEnds(model, tokenizer)
         self.top_logprobs = min(top_logprobs, self.capabilities.vocab_size)
-        self.entropy_errors = EntropyErrors()
-        self._tokenizer = tokenizer
-        self._finders: dict[tuple[str, ...], StopFinder] = {}
+        self._entropy_errors = (0, 0.0, 0.0)  # of tokens since the last stats: number, sum, largest
 
     def start(self, prefix: Sequence[int], params: SamplingParams, on_token: OnToken | None) -> PartialCompletion:
         """Return an empty completion after `prefix`; raise if the request is invalid."""
         check_request(self.capabilities, prefix, params)
-        if params.stop not in self._finders:
-            self._finders[params.stop] = StopFinder(self._tokenizer, params.stop)
         max_tokens = min(params.max_tokens, self.capabilities.max_context - len(prefix))
-        return PartialCompletion(self, tuple(prefix), params, max_tokens, on_token, self._finders[params.stop])
+        return PartialCompletion(self, tuple(prefix), params, max_tokens, on_token)
+
+    def entropy_stats(self) -> dict[str, float]:
+        """Return the mean and the largest possible error of entropies since the last call."""
+        tokens, total, largest = self._entropy_errors
+        self._entropy_errors = (0, 0.0, 0.0)
+        return {"entropy_error": total / max(1, tokens), "entropy_error_max": largest}
+
+    def add_entropy_error(self, error: float) -> None:
+        """Count the possible error of one more token's entropy."""
+        tokens, total, largest = self._entropy_errors
+        self._entropy_errors = (tokens + 1, total + error, max(largest, error))
 
 
 @dataclass(slots=True)
@@ -84,7 +70,6 @@ class PartialCompletion:
     params: SamplingParams
     max_tokens: int
     on_token: OnToken | None
-    finder: StopFinder
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     entropies: list[float] = field(default_factory=list)
@@ -97,17 +82,11 @@ class PartialCompletion:
             return
         token, logprob = sampled.token, sampled.logprob
         bounds = entropy_bounds(self._checked_top(sampled), self.builder.capabilities.vocab_size)
-        self.builder.entropy_errors.add(bounds.error)
+        self.builder.add_entropy_error(bounds.error)
         self.tokens.append(token)
         self.logprobs.append(min(logprob, 0.0))
         self.entropies.append(bounds.estimate)
-        self.stop = self.finder.find(self.tokens)
-        if token in self.builder.eos:
-            self.finish = "eos"
-        elif self.stop is not None:
-            self.finish = "stop"
-        elif len(self.tokens) == self.max_tokens:
-            self.finish = "length"
+        self.finish, self.stop = self.builder.turn_ends.check(self.tokens, 0, self.params.stop, self.max_tokens)
         if self.on_token is not None:
             self.on_token(token, self.logprobs[-1], bounds.estimate)
 

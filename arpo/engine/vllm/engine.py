@@ -142,7 +142,7 @@ class VllmEngine:
         """Return counters since the last call: prefix tokens computed and cached, mean and largest entropy error."""
         counts = {"prefill_tokens": self._prefill_tokens, "cached_tokens": self._cached_tokens}
         self._prefill_tokens = self._cached_tokens = 0
-        return {**counts, **self._builder.entropy_errors.stats()}
+        return {**counts, **self._builder.entropy_stats()}
 
     async def _reload(self, directory: str) -> None:
         if self._streams:  # cancelled ones
@@ -269,7 +269,7 @@ def _vllm_params(params: SamplingParams, max_tokens: int, builder: CompletionBui
         top_k=params.top_k,
         seed=params.seed % 2**63,
         ignore_eos=True,
-        stop_token_ids=sorted(builder.eos),
+        stop_token_ids=sorted(builder.turn_ends.eos),
         detokenize=False,
         logprobs=builder.top_logprobs,
         flat_logprobs=True,

@@ -164,7 +164,7 @@ class ServerEngine:
         """Return counters since the last call: retries, loads of weights, mean and largest error of entropies."""
         counts = {"retries": self._retries, "weight_loads": self._weight_loads}
         self._retries = self._weight_loads = 0
-        return {**counts, **self._builder.entropy_errors.stats()}
+        return {**counts, **self._builder.entropy_stats()}
 
     @property
     def _weight_version(self) -> str:
@@ -225,7 +225,7 @@ class ServerEngine:
                 "top_k": params.top_k,
                 "seed": derive_seed(params.seed, "goes on", done) if done else params.seed % 2**63,
                 "ignore_eos": True,
-                "stop_token_ids": sorted(self._builder.eos),
+                "stop_token_ids": sorted(self._builder.turn_ends.eos),
                 "detokenize": False,
                 "logprobs": self._builder.top_logprobs,
             },
