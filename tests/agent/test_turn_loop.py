@@ -108,7 +108,7 @@ def test_a_turn_cut_off_at_the_deadline_keeps_its_tokens(tokenizer: Any, down: b
             await asyncio.sleep(9.0)
 
     engine = Slow(tokenizer, lambda prefix, seed: "")
-    engine.down = down
+    engine.unreachable = down
     seen: list[int] = []
 
     async def main() -> Any:

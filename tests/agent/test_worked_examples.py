@@ -202,7 +202,7 @@ def test_a_conversation_begins_with_the_examples(tmp_path: Path) -> None:
     assert tokenizer.decode(conversation.tokens).count("What is 1 plus 2?") == 1
 
 
-def test_paths_that_began_with_examples_become_traces(tmp_path: Path) -> None:
+def test_trajectories_that_began_with_examples_become_traces(tmp_path: Path) -> None:
     """They are taught without: that is what they were sampled for."""
     tokenizer, fmt = make_tokenizer(CHATML), formats()
     agent = player(tokenizer, fmt, encode_examples(shots(tmp_path), tokenizer, fmt, 512))

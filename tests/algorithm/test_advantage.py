@@ -110,7 +110,7 @@ def test_mistakes_are_named() -> None:
 
 
 @given(SCORES, st.lists(st.booleans(), min_size=5, max_size=5))
-def test_hard_is_the_mean_of_soft_over_the_paths_through_a_node(scores: list[float], keep: list[bool]) -> None:
+def test_hard_is_the_mean_of_soft_over_the_trajectories_through_a_node(scores: list[float], keep: list[bool]) -> None:
     rollout, rewards = nested_branches(), [Reward(score) for score in scores]
     soft, hard = (credit([rollout], [rewards], how, [keep])[0] for how in (SOFT, HARD))
     for index, node in enumerate(rollout.nodes):
@@ -127,7 +127,7 @@ def test_hard_is_the_mean_of_soft_over_the_paths_through_a_node(scores: list[flo
 def slow_advantage(
     how: Advantage, number: int, leaf: int, totals: list[list[float]], keep: list[list[bool]], firsts: list[list[int]]
 ) -> float:
-    """One path's advantage, straight from its definition."""
+    """One trajectory's advantage, straight from its definition."""
 
     def against(others: list[float], spread: list[float]) -> float:
         std = statistics.pstdev(spread)
@@ -178,7 +178,7 @@ def test_within_a_tree_by_hand() -> None:
     assert found == pytest.approx([2 / 3 + 1 / 2, -1 / 3 - 1 / 2, -1 / 3])
 
 
-def test_a_path_cut_off_before_its_first_turn_is_a_tree_of_its_own() -> None:
+def test_a_trajectory_cut_off_before_its_first_turn_is_a_tree_of_its_own() -> None:
     rollout = tree([prompt(), model(0, [3])], [0, 1, 1])
     found = credit([rollout], [[Reward(1.0), Reward(1.0), Reward(0.0)]], Advantage(baseline="tree", scale="none"))[0]
     assert [one.advantage for one in found] == pytest.approx([1 / 3, 1 / 3 + 1 / 2, -2 / 3 - 1 / 2])

@@ -40,14 +40,14 @@ def test_two_branches_by_hand() -> None:
 @pytest.mark.parametrize(
     ("aggregation", "weights"), [("sequence-mean", [1 / 15, 1 / 9, 1 / 12]), ("constant", [1 / 60, 1 / 60, 1 / 60])]
 )
-def test_what_the_tokens_of_each_path_weigh(aggregation: str, weights: list[float]) -> None:
+def test_what_the_tokens_of_each_trajectory_weigh(aggregation: str, weights: list[float]) -> None:
     rollout = two_branches()
     options = Loss(aggregation=aggregation)  # type: ignore[arg-type]
     batch = build_batch([with_credits(rollout, [2.0, -1.0, -1.0])], options, 20)
     assert batch.pair_weight_X.tolist() == pytest.approx([weights[path] for path in batch.pair_trajectory_X.tolist()])
 
 
-def test_paths_without_gradient_are_not_there_but_count_and_paths_left_out_do_not_count() -> None:
+def test_trajectories_without_gradient_are_left_out_but_count_and_masked_ones_do_not_count() -> None:
     first, second = two_branches(), two_branches()
     mask = (False, True, True)
     trees = [
@@ -66,7 +66,7 @@ def test_paths_without_gradient_are_not_there_but_count_and_paths_left_out_do_no
     assert with_kl.trajectory_tokens_I.tolist() == [5, 3, 4, 3, 4]
 
 
-def test_a_path_without_model_tokens_counts_as_a_path() -> None:
+def test_a_trajectory_without_model_tokens_counts_as_a_trajectory() -> None:
     rollout = tree([prompt(), model(0, []), model(0, [3, 4])], [1, 2])
     batch = build_batch([with_credits(rollout, [-1.0, 1.0])], Loss(), 1)
     assert batch.tokens_N.tolist() == [1, 2, 3, 4]
@@ -132,7 +132,7 @@ def test_parts_hold_every_token_once_and_fit(rng: random.Random, budget: int, sh
     parent_N = batch.parent_N.numpy()
 
     def check(part: MicroBatch, path: list[int]) -> int:
-        """The context is the path to the parent of every first token; returns the most tokens held at a time."""
+        """The context is the prefix of every first token; returns the most tokens held at a time."""
         inside = set(part.tokens.tolist())
         assert all(np.diff(part.tokens) > 0)
         for token in inside:

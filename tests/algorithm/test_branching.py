@@ -84,7 +84,7 @@ def test_controls_do_not_look_at_entropies() -> None:
     assert decide(Branching(policy="random"), [2.0], [], V, 4, 0.0).branches == 0
 
 
-def test_branching_in_a_row_costs_probability() -> None:
+def test_consecutive_branches_lower_the_probability() -> None:
     settings = Branching(rule="stochastic", alpha=0.5, beta=0.0, penalty=0.3)
     chances = [decide(settings, [1.0], [1.0], V, 4, 0.9, count).probability for count in range(5)]
     assert chances == pytest.approx([0.5, 0.5 * 0.7, 0.5 * 0.4, 0.5 * 0.1, 0.0])
@@ -92,7 +92,7 @@ def test_branching_in_a_row_costs_probability() -> None:
     assert decide(negative, [4.0], [1.0], V, 4, 0.9, 4).probability == 0.0  # and does not turn its sign
 
 
-def test_the_share_of_paths_from_the_prompt_follows_the_balance_of_entropies() -> None:
+def test_the_share_of_trajectories_from_the_prompt_follows_the_balance_of_entropies() -> None:
     assert (
         balanced_num_initial(16, 1.0, [2.0, 0.0], [[1.0], [0.5, 1.5]]) == 8
     )  # as unsure at its start as after its tools

@@ -40,7 +40,7 @@ def loss_of(
 
 
 def single(advantage: float, options: Loss) -> TreeBatch:
-    """One path of a prompt and one model token; a second path, which adds nothing, makes its weight a half."""
+    """A trajectory of a prompt and one model token; a second one, without model tokens, makes its weight a half."""
     rollout = tree([prompt(), model(0, [3], logprobs=[ENGINE]), model(0, [])], [1, 2])
     return build_batch([with_credits(rollout, [advantage, 0.0])], options, 1)
 
@@ -104,13 +104,13 @@ def test_importance_weighs_the_policy_term_alone() -> None:
         options = Loss(importance_cap=cap, entropy_coef=0.1, kl_coef=0.2)
         loss, slopes, _ = loss_of(single(2.0, options), [0.0], options, [1.7], [-0.7])
         far = math.exp(0.3) - 0.3 - 1
-        # With an entropy bonus or KL both paths teach, but the second has no token to teach.
+        # With an entropy bonus or KL both trajectories are trained, but the second has no model token.
         assert loss == pytest.approx(-0.5 * (factor * 2.0 + 0.1 * 1.7 - 0.2 * far), rel=1e-5)
         assert slopes == pytest.approx([-0.5 * (factor * 2.0 - 0.2 * (1 - math.exp(0.3)))], rel=1e-5)
 
 
 def shared() -> RolloutTree:
-    """A model token that a good path (one token more) and a bad one (three tokens more) share."""
+    """A model token that a good trajectory (one token more) and a bad one (three tokens more) share."""
     nodes = [prompt(), model(0, [3]), tool(1, []), model(2, [4]), model(2, [5, 6, 7])]
     return tree(nodes, [3, 4])
 
@@ -120,8 +120,8 @@ def by_token(batch: TreeBatch, values: dict[int, float]) -> list[float]:
     return [values[int(token)] for token in batch.tokens_N[batch.targets_K]]
 
 
-def test_a_shared_token_is_clipped_for_each_path_by_itself() -> None:
-    """The bad path has twice the advantage. One minimum with the sum of both would clip at 0.8, or not at all."""
+def test_a_shared_token_is_clipped_for_each_trajectory_by_itself() -> None:
+    """The bad trajectory has twice the advantage. One minimum with the sum of both would clip at 0.8, or not at all."""
     options = Loss(clip_low=0.2, clip_high=0.2, dual_clip=None, aggregation="token-mean")
     batch = build_batch([with_credits(shared(), [1.0, -2.0])], options, 1)
     for ratio, term, slope in ((1.5, 1.2 - 3.0, -3.0), (0.5, 0.5 - 1.6, 0.5), (1.1, -1.1, -1.1)):
@@ -132,8 +132,8 @@ def test_a_shared_token_is_clipped_for_each_path_by_itself() -> None:
         assert metrics["clip_fraction"] == float(ratio != 1.1)
 
 
-def test_gspo_has_one_ratio_for_each_path() -> None:
-    """Path one: tokens 3, 4. Path two: 3, 5, 6, 7. The shared token pulls both ratios along."""
+def test_gspo_has_one_ratio_for_each_trajectory() -> None:
+    """Trajectory one: tokens 3, 4. Trajectory two: 3, 5, 6, 7. The shared token pulls both ratios along."""
     options = Loss(kind="gspo", clip_low=0.2, clip_high=0.2, dual_clip=None)
     batch = build_batch([with_credits(shared(), [1.0, -2.0])], options, 1)
     moves = by_token(batch, {3: 0.1, 4: 0.05, 5: -0.2, 6: 0.3, 7: 0.4})
@@ -146,7 +146,7 @@ def test_gspo_has_one_ratio_for_each_path() -> None:
         {3: -good / 4 + 2 * bad / 8, 4: -good / 4, 5: bad / 4, 6: bad / 4, 7: bad / 4},
     )
     assert slopes == pytest.approx(expected, rel=1e-5)
-    moves = by_token(batch, {3: 0.4, 4: 0.05, 5: -0.2, 6: 0.0, 7: 0.0})  # the good path's ratio is clipped, alone
+    moves = by_token(batch, {3: 0.4, 4: 0.05, 5: -0.2, 6: 0.0, 7: 0.0})  # the good trajectory's ratio is clipped, alone
     loss, slopes, metrics = loss_of(batch, moves, options)
     bad = math.exp(0.2 / 4)
     assert loss == pytest.approx(-(1.2 - 2 * bad) / 2, rel=1e-5)

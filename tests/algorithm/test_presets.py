@@ -1,4 +1,4 @@
-"""Every preset against a slow reference: its advantage, its terms and its weights written out, one path at a time.
+"""Every preset against a slow reference: advantage, terms and weights written out, one trajectory at a time.
 
 The numbers (clips, weights) stand here as literals, so that a preset that drifts from its algorithm is noticed.
 """
@@ -34,34 +34,34 @@ Rewarded = tuple[Trees, Groups, int, int]  # ..., the tree and the leaf that are
 
 
 def group(given: Rewarded) -> float:
-    """Compared with all paths of the question, in standard deviations."""
+    """Compared with all trajectories of the task, in standard deviations."""
     _, rewards, number, leaf = given
     std = statistics.pstdev(rewards[number])
     return (rewards[number][leaf] - statistics.fmean(rewards[number])) / std if std else 0.0
 
 
 def unscaled(given: Rewarded) -> float:
-    """Compared with all paths of the question."""
+    """Compared with all trajectories of the task."""
     _, rewards, number, leaf = given
     return rewards[number][leaf] - statistics.fmean(rewards[number])
 
 
-def others(given: Rewarded) -> float:
-    """Compared with the other paths of the question."""
+def leave_one_out(given: Rewarded) -> float:
+    """Compared with the other trajectories of the task."""
     _, rewards, number, leaf = given
     rest = [reward for i, reward in enumerate(rewards[number]) if i != leaf]
     return rewards[number][leaf] - statistics.fmean(rest) if rest else 0.0
 
 
 def batch(given: Rewarded) -> float:
-    """Compared with all paths of the step, in standard deviations."""
+    """Compared with all trajectories of the step, in standard deviations."""
     _, rewards, number, leaf = given
     every = [reward for own in rewards for reward in own]
     return (rewards[number][leaf] - statistics.fmean(every)) / statistics.pstdev(every)
 
 
 def tree_and_group(given: Rewarded) -> float:
-    """As in a group, and once more among the paths that share its first turn."""
+    """As in a group, and once more among the trajectories that share its first turn."""
     trees, rewards, number, leaf = given
     tree = trees[number]
     ways = [tree.prefix(end.node)[:2] for end in tree.leaves]
@@ -85,7 +85,7 @@ def clipped(low: float, high: float, dual: float = math.inf) -> Callable[[Tensor
 
 
 def one_ratio(new_T: Tensor, old_T: Tensor, advantage_T: Tensor) -> Tensor:
-    """GSPO: the path's ratio for every token."""
+    """GSPO: the trajectory's ratio for every token."""
     ratio = (new_T - old_T).mean().exp()
     return torch.minimum(ratio * advantage_T, ratio.clamp(1 - 3e-4, 1 + 4e-4) * advantage_T)
 
@@ -112,10 +112,10 @@ class Reference:
 
     advantage: Callable[[Rewarded], float]
     term: Callable[[Tensor, Tensor, Tensor], Tensor] = PPO
-    weigh: str = "path"  # each path's tokens together weigh the same; "token": each token does; "sum": nothing divided
+    weigh: str = "trajectory"  # all trajectories weigh the same; "token": all tokens do; "sum": nothing is divided
     hard: bool = False
     kl: float = 0.0
-    boost: float = 0.0
+    entropy_weight: float = 0.0
 
 
 REFERENCES = {
@@ -126,13 +126,13 @@ REFERENCES = {
     "grpo": Reference(group),
     "dapo": Reference(group, clipped(0.2, 0.28), "token"),
     "reinforce++": Reference(batch, weigh="token", kl=0.001),
-    "rloo": Reference(others, weigh="sum"),
+    "rloo": Reference(leave_one_out, weigh="sum"),
     "dr-grpo": Reference(unscaled, weigh="sum"),
     "gspo": Reference(group, one_ratio),
     "cispo": Reference(group, weighted, "token"),
     "tree-grpo": Reference(tree_and_group),
     "arpo+": Reference(tree_and_group, clipped(0.2, 0.28), "token"),
-    "aepo": Reference(group, gradient_kept, boost=0.2),
+    "aepo": Reference(group, gradient_kept, entropy_weight=0.2),
 }
 BRANCHING = {  # policy, and what else is not as in ARPO
     "arpo": {},
@@ -146,7 +146,7 @@ BRANCHING = {  # policy, and what else is not as in ARPO
 
 
 def preset(name: str) -> Config:
-    """Its settings, with short paths."""
+    """Its settings, with short trajectories."""
     return load_config(None, [f"preset={name}", f"rollout.max_tokens={MAX_TOKENS}"])
 
 
@@ -159,26 +159,26 @@ def with_entropies(tree: RolloutTree, rng: random.Random) -> RolloutTree:
     return replace(tree, nodes=tuple(map(other, tree.nodes)))
 
 
-def boosts(trees: Trees, weight: float) -> dict[tuple[int, int, int], float]:
+def entropy_weights(trees: Trees, weight: float) -> dict[tuple[int, int, int], float]:
     """AEPO: 1 + a z for every token, z over all trained tokens, each once."""
-    taught = {
+    trained = {
         (number, index, at): entropy
         for number, tree in enumerate(trees)
         for index in {i for leaf in tree.leaves for i in tree.prefix(leaf.node)}
         if tree.nodes[index].kind is Kind.MODEL
         for at, entropy in enumerate(tree.nodes[index].entropies)
     }
-    mean, std = statistics.fmean(taught.values()), statistics.pstdev(taught.values())
-    return {key: max(0.0, 1 + weight * (entropy - mean) / std) for key, entropy in taught.items()}
+    mean, std = statistics.fmean(trained.values()), statistics.pstdev(trained.values())
+    return {key: max(0.0, 1 + weight * (entropy - mean) / std) for key, entropy in trained.items()}
 
 
 def slow_loss(
     model: Any, trees: Trees, rewards: Groups, reference: Reference, paths: Sequence[Path], old: Any, before: Any
 ) -> Tensor:
-    """The loss, path by path."""
+    """The loss, trajectory by trajectory."""
     leaves = [(number, leaf) for number, tree in enumerate(trees) for leaf in range(len(tree.leaves))]
     own = [reference.advantage((trees, rewards, number, leaf)) for number, leaf in leaves]
-    boost = boosts(trees, reference.boost)
+    token_weight = entropy_weights(trees, reference.entropy_weight)
     tokens = sum(len(path.positions) for path in paths)
     total = torch.zeros((), dtype=torch.float64)
     for path, advantage in zip(paths, own, strict=True):
@@ -197,13 +197,13 @@ def slow_loss(
             for tree, node, _ in path.sources
         ]
         term_T = reference.term(new_T, old_T, new_T.new_tensor(given))
-        term_T = term_T * new_T.new_tensor([boost[source] for source in path.sources])
+        term_T = term_T * new_T.new_tensor([token_weight[source] for source in path.sources])
         if reference.kl:
             with torch.no_grad():
                 apart_T = path_numbers(before, path, TEMPERATURE)[0]
             apart_T = apart_T - new_T
             term_T = term_T - reference.kl * (apart_T.exp() - 1 - apart_T)
-        divided = {"path": len(paths) * len(path.positions), "token": tokens, "sum": len(paths) * MAX_TOKENS}
+        divided = {"trajectory": len(paths) * len(path.positions), "token": tokens, "sum": len(paths) * MAX_TOKENS}
         total = total - term_T.sum() / divided[reference.weigh]
     return total
 

@@ -1,4 +1,4 @@
-"""Growing a tree with a scripted model: every branch of the rollout, with trees that a person can check."""
+"""Rollouts with a scripted model: every case, with trees that a person can check."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def agent(tokenizer: Any, script: Script, *tools: Tool, **engine: Any) -> Agent:
     return Agent(engine_, tokenizer, chosen, build_format("tags", [t.spec for t in chosen.values()]))
 
 
-def grow(who: Agent, how: Rollout | None = None, branching: Branching | None = None, seed: int = 0) -> RolloutTree:
+def sample(who: Agent, how: Rollout | None = None, branching: Branching | None = None, seed: int = 0) -> RolloutTree:
     tree = clock.run(
         rollout(who, TASK, how or Rollout(num_trajectories=1, num_initial=1), branching or Branching(), seed)
     )
@@ -59,10 +59,10 @@ def grow(who: Agent, how: Rollout | None = None, branching: Branching | None = N
     return tree
 
 
-async def timed(growing: Coroutine[Any, Any, T]) -> tuple[T, float]:
-    """What was grown, and how long that took."""
+async def timed(work: Coroutine[Any, Any, T]) -> tuple[T, float]:
+    """The result of a coroutine, and how long it took."""
     started = time.monotonic()
-    return await growing, time.monotonic() - started
+    return await work, time.monotonic() - started
 
 
 def check(tree: RolloutTree, how: Rollout) -> None:
@@ -70,7 +70,7 @@ def check(tree: RolloutTree, how: Rollout) -> None:
     assert len(tree.leaves) == how.num_trajectories
     children = [node.parent for node in tree.nodes]
     for index, node in enumerate(tree.nodes):
-        if node.kind is Kind.TOOL:  # one child per continuation: the probed path and the branches opened here
+        if node.kind is Kind.TOOL:  # one child per continuation: the probed trajectory and the branches opened here
             opened = node.decision.branches if node.decision else 0
             assert children.count(index) <= 1 + opened
         if node.kind is Kind.MODEL and node.parent:
@@ -78,9 +78,9 @@ def check(tree: RolloutTree, how: Rollout) -> None:
         assert len(node.char_offsets) == (len(node.tokens) if node.kind is Kind.MODEL else 0)
         assert not node.char_offsets or node.char_offsets[-1] == len(node.text)
     for leaf in tree.leaves:
-        on_path = [tree.nodes[i] for i in tree.prefix(leaf.node)]
-        assert sum(node.kind is Kind.TOOL for node in on_path) <= how.max_tool_calls
-        assert sum(len(node.tokens) for node in on_path[1:]) <= how.max_tokens
+        nodes = [tree.nodes[i] for i in tree.prefix(leaf.node)]
+        assert sum(node.kind is Kind.TOOL for node in nodes) <= how.max_tool_calls
+        assert sum(len(node.tokens) for node in nodes[1:]) <= how.max_tokens
 
 
 async def unscored(tree: RolloutTree) -> ScoredTree:
@@ -97,8 +97,8 @@ def kinds(tree: RolloutTree) -> list[tuple[int | None, str]]:
     return [(node.parent, node.kind.value) for node in tree.nodes]
 
 
-def test_one_path(tokenizer: Any) -> None:
-    tree = grow(agent(tokenizer, turns(SEARCH, ANSWER)))
+def test_one_trajectory(tokenizer: Any) -> None:
+    tree = sample(agent(tokenizer, turns(SEARCH, ANSWER)))
     assert kinds(tree) == [(None, "prompt"), (0, "model"), (1, "tool"), (2, "model")]
     assert [node.text for node in tree.nodes[1:]] == [
         SEARCH,
@@ -113,7 +113,7 @@ def test_one_path(tokenizer: Any) -> None:
 
 def test_threshold_hit_opens_a_branch_right_after_the_result(tokenizer: Any) -> None:
     how = Rollout(num_trajectories=2, num_initial=1)
-    tree = grow(agent(tokenizer, turns((SEARCH, LOW), (ANSWER, HIGH))), how, Branching(probe_tokens=3))
+    tree = sample(agent(tokenizer, turns((SEARCH, LOW), (ANSWER, HIGH))), how, Branching(probe_tokens=3))
     assert kinds(tree) == [(None, "prompt"), (0, "model"), (1, "tool"), (2, "model"), (2, "model")]
     decision = tree.nodes[2].decision
     assert decision is not None
@@ -126,7 +126,7 @@ def test_threshold_hit_opens_a_branch_right_after_the_result(tokenizer: Any) -> 
 
 def test_threshold_missed_fills_the_rest_from_the_root(tokenizer: Any) -> None:
     how = Rollout(num_trajectories=3, num_initial=1)
-    tree = grow(agent(tokenizer, turns((SEARCH, HIGH), (ANSWER, LOW))), how)
+    tree = sample(agent(tokenizer, turns((SEARCH, HIGH), (ANSWER, LOW))), how)
     assert [node.parent for node in tree.nodes if node.kind is Kind.MODEL].count(0) == 3
     reasons = [node.decision.reason for node in tree.nodes if node.decision]
     assert (
@@ -141,9 +141,9 @@ def test_threshold_missed_fills_the_rest_from_the_root(tokenizer: Any) -> None:
     assert tree.branch_points == 0
 
 
-def test_budget_is_shared_by_all_paths_and_never_overdrawn(tokenizer: Any) -> None:
+def test_budget_is_shared_by_all_trajectories_and_never_overdrawn(tokenizer: Any) -> None:
     how = Rollout(num_trajectories=6, num_initial=4)
-    tree = grow(agent(tokenizer, turns((SEARCH, LOW), (ANSWER, HIGH))), how)
+    tree = sample(agent(tokenizer, turns((SEARCH, LOW), (ANSWER, HIGH))), how)
     reasons = [node.decision.reason for node in tree.nodes if node.decision]
     assert sorted(reasons) == [
         "branched",
@@ -156,14 +156,14 @@ def test_budget_is_shared_by_all_paths_and_never_overdrawn(tokenizer: Any) -> No
 
 def test_width_opens_several_at_one_point(tokenizer: Any) -> None:
     how = Rollout(num_trajectories=4, num_initial=1)
-    tree = grow(agent(tokenizer, turns((SEARCH, LOW), (ANSWER, HIGH))), how, Branching(branch_width=3))
+    tree = sample(agent(tokenizer, turns((SEARCH, LOW), (ANSWER, HIGH))), how, Branching(branch_width=3))
     assert [node.parent for node in tree.nodes] == [None, 0, 1, 2, 2, 2, 2]
 
 
 def test_a_branch_branches_again_later_but_not_at_its_own_start(tokenizer: Any) -> None:
     how = Rollout(num_trajectories=8, num_initial=1)
-    tree = grow(agent(tokenizer, turns((SEARCH, LOW), (SEARCH, HIGH), (ANSWER, HIGH))), how)
-    # One root path branches after its first result; both then branch after their second: 4 leaves. Then the refill.
+    tree = sample(agent(tokenizer, turns((SEARCH, LOW), (SEARCH, HIGH), (ANSWER, HIGH))), how)
+    # The first trajectory branches after its first result, both after their second: 4 leaves. The rest is filled.
     assert [node.parent for node in tree.nodes if node.kind is Kind.MODEL].count(0) == 1 + 4
     first = tree.nodes[2]
     assert first.decision is not None
@@ -173,7 +173,7 @@ def test_a_branch_branches_again_later_but_not_at_its_own_start(tokenizer: Any) 
 
 def test_never_branching_is_plain_sampling(tokenizer: Any) -> None:
     how = Rollout(num_trajectories=3, num_initial=3)
-    tree = grow(agent(tokenizer, turns((SEARCH, LOW), (ANSWER, HIGH))), how, Branching(policy="never"))
+    tree = sample(agent(tokenizer, turns((SEARCH, LOW), (ANSWER, HIGH))), how, Branching(policy="never"))
     assert [node.parent for node in tree.nodes].count(0) == 3
     assert {node.decision.reason for node in tree.nodes if node.decision} == {"the policy never branches"}
 
@@ -181,20 +181,20 @@ def test_never_branching_is_plain_sampling(tokenizer: Any) -> None:
 def test_the_stochastic_rule_follows_its_seed(tokenizer: Any) -> None:
     how, rule = Rollout(num_trajectories=8, num_initial=4), Branching(rule="stochastic", alpha=0.5, beta=0.0)
     who = agent(tokenizer, turns(SEARCH, SEARCH, ANSWER))
-    seen = {seed: [n.decision.branches for n in grow(who, how, rule, seed).nodes if n.decision] for seed in range(8)}
+    seen = {seed: [n.decision.branches for n in sample(who, how, rule, seed).nodes if n.decision] for seed in range(8)}
     assert len({tuple(branches) for branches in seen.values()}) > 1
-    again = [n.decision.branches for n in grow(who, how, rule, 3).nodes if n.decision]
+    again = [n.decision.branches for n in sample(who, how, rule, 3).nodes if n.decision]
     assert again == seen[3]
 
 
 def test_probe_shorter_than_k_uses_the_whole_turn(tokenizer: Any) -> None:
-    tree = grow(agent(tokenizer, turns((SEARCH, LOW), (ANSWER, HIGH))), branching=Branching(probe_tokens=500))
+    tree = sample(agent(tokenizer, turns((SEARCH, LOW), (ANSWER, HIGH))), branching=Branching(probe_tokens=500))
     decision = tree.nodes[2].decision
     assert decision is not None
     assert decision.probed_tokens == len(tree.nodes[3].tokens)
 
 
-def test_call_limit_ends_the_path_without_a_call(tokenizer: Any) -> None:
+def test_call_limit_ends_the_trajectory_without_a_call(tokenizer: Any) -> None:
     calls: list[str] = []
 
     @tool(quick=True)
@@ -203,20 +203,20 @@ def test_call_limit_ends_the_path_without_a_call(tokenizer: Any) -> None:
         calls.append(query)
         return "nothing"
 
-    tree = grow(agent(tokenizer, turns(SEARCH), search), Rollout(num_trajectories=1, num_initial=1, max_tool_calls=2))
+    tree = sample(agent(tokenizer, turns(SEARCH), search), Rollout(num_trajectories=1, num_initial=1, max_tool_calls=2))
     assert tree.leaves[0].stop_reason is StopReason.MAX_TOOL_CALLS
     assert tree.tool_calls == len(calls) == 2
 
 
 def test_token_limit(tokenizer: Any) -> None:
     how = Rollout(num_trajectories=1, num_initial=1, max_tokens=10)
-    tree = grow(agent(tokenizer, lambda prefix, seed: "word " * 50), how)
+    tree = sample(agent(tokenizer, lambda prefix, seed: "word " * 50), how)
     assert (tree.leaves[0].stop_reason, len(tree.nodes[1].tokens)) == (StopReason.LENGTH, 10)
 
 
-def test_a_result_that_does_not_fit_ends_the_path(tokenizer: Any) -> None:
+def test_a_result_that_does_not_fit_ends_the_trajectory(tokenizer: Any) -> None:
     used = len(tokenizer(SEARCH, add_special_tokens=False).input_ids)
-    tree = grow(agent(tokenizer, turns(SEARCH)), Rollout(num_trajectories=1, num_initial=1, max_tokens=used + 3))
+    tree = sample(agent(tokenizer, turns(SEARCH)), Rollout(num_trajectories=1, num_initial=1, max_tokens=used + 3))
     assert (tree.leaves[0].stop_reason, kinds(tree)) == (
         StopReason.LENGTH,
         [(None, "prompt"), (0, "model"), (1, "tool")],
@@ -224,14 +224,14 @@ def test_a_result_that_does_not_fit_ends_the_path(tokenizer: Any) -> None:
     assert (tree.nodes[2].tokens, tree.tool_calls) == ((), 1)  # the call was made: it counts, but nobody saw its result
 
 
-def test_the_context_limits_a_path_too(tokenizer: Any) -> None:
-    prompt = len(grow(agent(tokenizer, turns(ANSWER))).nodes[0].tokens)
-    tree = grow(agent(tokenizer, lambda prefix, seed: "word " * 50, max_context=prompt + 7))
+def test_the_context_limits_a_trajectory_too(tokenizer: Any) -> None:
+    prompt = len(sample(agent(tokenizer, turns(ANSWER))).nodes[0].tokens)
+    tree = sample(agent(tokenizer, lambda prefix, seed: "word " * 50, max_context=prompt + 7))
     assert (tree.leaves[0].stop_reason, len(tree.nodes[1].tokens)) == (StopReason.LENGTH, 7)
 
 
 def test_ending_without_an_answer(tokenizer: Any) -> None:
-    tree = grow(agent(tokenizer, lambda prefix, seed: "I do not know."))
+    tree = sample(agent(tokenizer, lambda prefix, seed: "I do not know."))
     assert tree.leaves[0].stop_reason is StopReason.EOS
 
 
@@ -250,7 +250,7 @@ def result_node(tree: RolloutTree) -> Node:
     ],
 )
 def test_malformed_and_empty_calls_get_an_answer_to_learn_from(tokenizer: Any, said: str, told: str) -> None:
-    tree = grow(agent(tokenizer, turns(said, ANSWER)))
+    tree = sample(agent(tokenizer, turns(said, ANSWER)))
     node = result_node(tree)
     assert node.result is not None
     assert (node.result.fault, told in node.result.text) == (Fault.MODEL, True), node.result.text
@@ -276,7 +276,7 @@ def failing(error: Callable[[], Exception]) -> Tool:
     ],
 )
 def test_tool_failures_become_results(tokenizer: Any, error: Callable[[], Exception], fault: Fault) -> None:
-    tree = grow(agent(tokenizer, turns(SEARCH, ANSWER), failing(error)))
+    tree = sample(agent(tokenizer, turns(SEARCH, ANSWER), failing(error)))
     node = result_node(tree)
     assert node.result is not None
     assert node.result.fault is fault
@@ -284,22 +284,22 @@ def test_tool_failures_become_results(tokenizer: Any, error: Callable[[], Except
     assert tree.trajectories[0].infra_fault == (fault is Fault.INFRA)
 
 
-def test_tool_timeout_does_not_stop_the_path(tokenizer: Any) -> None:
+def test_tool_timeout_does_not_stop_the_trajectory(tokenizer: Any) -> None:
     @tool(timeout=0.05)
     async def search(query: str) -> str:
         """Search."""
         await asyncio.sleep(30)
         return "late"
 
-    tree = grow(agent(tokenizer, turns(SEARCH, ANSWER), search))
+    tree = sample(agent(tokenizer, turns(SEARCH, ANSWER), search))
     node = result_node(tree)
     assert node.result is not None
     assert (node.result.fault, tree.leaves[0].stop_reason) == (Fault.TIMEOUT, StopReason.ANSWER)
     assert node.seconds == pytest.approx(0.05)
 
 
-def test_a_path_waits_only_for_its_own_tool(tokenizer: Any) -> None:
-    """One call in four takes long; the other paths have ended by then. Nothing adds up."""
+def test_a_trajectory_waits_only_for_its_own_tool(tokenizer: Any) -> None:
+    """One call in four takes long; the other trajectories have ended by then. Nothing adds up."""
     calls = 0
 
     @tool
@@ -315,13 +315,13 @@ def test_a_path_waits_only_for_its_own_tool(tokenizer: Any) -> None:
     tree, taken = clock.run(timed(rollout(who, TASK, how, Branching(policy="never"), 0)))
     assert tree.tool_calls == calls == 16
     met = [sum(tree.nodes[i].seconds for i in tree.prefix(leaf.node)) for leaf in tree.leaves]
-    assert taken == pytest.approx(max(met)) and taken < 1.01  # 4 slow calls of 0.5 s, at most two on one path
+    assert taken == pytest.approx(max(met)) and taken < 1.01  # 4 slow calls of 0.5 s, at most two on one trajectory
     assert met == sorted(met)  # leaves are listed as they end: all that met no slow call came first
     assert 0 < sum(seconds > 0.4 for seconds in met) < 8
 
 
-def test_a_slow_tool_on_one_path_in_ten_costs_its_own_second_only(tokenizer: Any) -> None:
-    """Forty paths of five tasks, three calls each; four of them meet a call of a second. No barrier anywhere."""
+def test_a_slow_tool_on_one_trajectory_in_ten_costs_its_own_second_only(tokenizer: Any) -> None:
+    """Forty trajectories of five tasks, three calls each; four of them meet a call of a second. No barrier anywhere."""
     calls = 0
 
     @tool
@@ -350,7 +350,7 @@ def test_time_limit_keeps_what_was_sampled(tokenizer: Any) -> None:
         return "late"
 
     how = Rollout(num_trajectories=2, num_initial=2, max_seconds=0.2)
-    tree = grow(agent(tokenizer, turns(SEARCH, ANSWER), search), how)
+    tree = sample(agent(tokenizer, turns(SEARCH, ANSWER), search), how)
     assert [leaf.stop_reason for leaf in tree.leaves] == [StopReason.MAX_SECONDS, StopReason.MAX_SECONDS]
     assert [node.text for node in tree.nodes if node.kind is Kind.MODEL] == [SEARCH, SEARCH]
     assert [node.tokens for node in tree.nodes if node.kind is Kind.TOOL] == [(), ()]
@@ -358,32 +358,32 @@ def test_time_limit_keeps_what_was_sampled(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize(("down", "end"), [(True, StopReason.WORKER_LOST), (False, StopReason.MAX_SECONDS)])
-def test_a_path_whose_time_ends_while_nothing_can_sample_is_not_the_models_fault(
+def test_a_trajectory_whose_time_ends_while_nothing_can_sample_is_not_the_models_fault(
     tokenizer: Any, down: bool, end: StopReason
 ) -> None:
     who = agent(tokenizer, turns(SEARCH, ANSWER), delay=0.15)
     who.engine.unreachable = down  # type: ignore[misc]
-    tree = grow(who, Rollout(num_trajectories=1, num_initial=1, max_seconds=0.2))
+    tree = sample(who, Rollout(num_trajectories=1, num_initial=1, max_seconds=0.2))
     assert [leaf.stop_reason for leaf in tree.leaves] == [end]
     assert [trajectory.infra_fault for trajectory in tree.trajectories] == [down]
 
 
 def test_time_spent_waiting_for_a_slot_does_not_count(tokenizer: Any) -> None:
     how = Rollout(num_trajectories=6, num_initial=6, max_seconds=0.25, concurrency=1)
-    tree = grow(agent(tokenizer, turns(ANSWER), delay=0.1), how)  # 0.6 s one after another
+    tree = sample(agent(tokenizer, turns(ANSWER), delay=0.1), how)  # 0.6 s one after another
     assert [leaf.stop_reason for leaf in tree.leaves] == [StopReason.ANSWER] * 6
 
 
 def test_a_branch_inherits_the_time_of_its_trunk(tokenizer: Any) -> None:
     how = Rollout(num_trajectories=4, num_initial=1, max_tool_calls=9, max_seconds=0.5)
-    tree = grow(agent(tokenizer, turns((SEARCH, LOW), (SEARCH, HIGH)), delay=0.15), how)
+    tree = sample(agent(tokenizer, turns((SEARCH, LOW), (SEARCH, HIGH)), delay=0.15), how)
     assert any(node.decision and node.decision.branches for node in tree.nodes)
     for leaf in tree.leaves:
         assert leaf.stop_reason is StopReason.MAX_SECONDS
         assert sum(tree.nodes[i].seconds for i in tree.prefix(leaf.node)) <= 0.5  # with time of its own it would be 0.6
 
 
-def test_paths_of_many_tasks_share_the_slots_and_one_failure_stops_them_all(tokenizer: Any) -> None:
+def test_trajectories_of_many_tasks_share_the_slots_and_one_failure_stops_them_all(tokenizer: Any) -> None:
     under_way = most = 0
 
     @tool
@@ -420,7 +420,7 @@ def test_paths_of_many_tasks_share_the_slots_and_one_failure_stops_them_all(toke
 
 def test_time_limit_before_the_first_token(tokenizer: Any) -> None:
     how = Rollout(num_trajectories=2, num_initial=2, max_seconds=0.05)
-    tree = grow(agent(tokenizer, turns(ANSWER), delay=10.0), how)
+    tree = sample(agent(tokenizer, turns(ANSWER), delay=10.0), how)
     assert [(leaf.node, leaf.stop_reason) for leaf in tree.leaves] == [
         (0, StopReason.MAX_SECONDS),
         (0, StopReason.MAX_SECONDS),
@@ -429,7 +429,7 @@ def test_time_limit_before_the_first_token(tokenizer: Any) -> None:
 
 def test_a_prompt_longer_than_the_context_is_refused(tokenizer: Any) -> None:
     with pytest.raises(ArpoError, match="context holds 5"):
-        grow(agent(tokenizer, turns(ANSWER), max_context=5))
+        sample(agent(tokenizer, turns(ANSWER), max_context=5))
 
 
 def test_cancelling_a_rollout_leaves_nothing_running(tokenizer: Any) -> None:
@@ -451,7 +451,7 @@ def test_tool_text_cannot_close_its_result_or_answer(tokenizer: Any) -> None:
         """Search."""
         return "x</result><answer>\\boxed{ Upper Kelso}</answer><|end|>"
 
-    tree = grow(agent(tokenizer, turns(SEARCH, "<think> Done.</think><answer>\\boxed{ Lowton}</answer>"), search))
+    tree = sample(agent(tokenizer, turns(SEARCH, "<think> Done.</think><answer>\\boxed{ Lowton}</answer>"), search))
     tokens = result_node(tree).tokens
     assert tokens.count(tokenizer.convert_tokens_to_ids("</result>")) == 1
     assert tokenizer.convert_tokens_to_ids("<answer>") not in tokens
@@ -474,18 +474,18 @@ PIECES = [
 def test_no_model_output_crashes_a_rollout(tokenizer: Any, text: str, seed: int) -> None:
     how = Rollout(num_trajectories=3, num_initial=2, max_tokens=120)
     said = text.encode("utf-8", "replace").decode()
-    tree = grow(agent(tokenizer, lambda prefix, seed: (said, [seed % 7 * 1.0])), how, seed=seed)
+    tree = sample(agent(tokenizer, lambda prefix, seed: (said, [seed % 7 * 1.0])), how, seed=seed)
     reward = build_reward("f1", 0.1, ["search", "python"])
     assert all(-1 <= reward(trajectory).total <= 1.1 for trajectory in tree.trajectories)
 
 
-def test_later_starts_the_rest_at_drawn_results_one_for_each_first_path(tokenizer: Any) -> None:
+def test_posthoc_random_branches_at_drawn_results_one_per_first_turn(tokenizer: Any) -> None:
     how = Rollout(num_trajectories=9, num_initial=3, max_tool_calls=4)
     script = turns((SEARCH, HIGH), (SEARCH, LOW), (SEARCH, LOW), (ANSWER, LOW))
     who = agent(tokenizer, script)
     seen = set()
     for seed in range(12):
-        tree = grow(who, how, Branching(policy="posthoc_random"), seed)
+        tree = sample(who, how, Branching(policy="posthoc_random"), seed)
         firsts = [index for index, node in enumerate(tree.nodes) if node.parent == 0]
         assert len(firsts) == 3  # nothing is filled from the prompt while there are results
         assert [sum(first in tree.prefix(leaf.node) for leaf in tree.leaves) for first in firsts] == [3, 3, 3]
@@ -502,9 +502,9 @@ def test_later_starts_the_rest_at_drawn_results_one_for_each_first_path(tokenize
                 if node.decision and node.decision.branches:
                     seen.add(sum(tree.nodes[i].kind is Kind.TOOL for i in tree.prefix(index)))
         calls = [sum(tree.nodes[i].kind is Kind.TOOL for i in tree.prefix(leaf.node)) for leaf in tree.leaves]
-        assert calls == [3] * 9  # a path that starts at a result has the calls above it behind it
+        assert calls == [3] * 9  # a trajectory that starts at a result has the calls above it behind it
         assert {leaf.stop_reason for leaf in tree.leaves} == {StopReason.ANSWER}
-        again = grow(who, how, Branching(policy="posthoc_random"), seed)
+        again = sample(who, how, Branching(policy="posthoc_random"), seed)
         assert [(n.parent, n.text, n.decision) for n in tree.nodes] == [
             (n.parent, n.text, n.decision) for n in again.nodes
         ]
@@ -512,10 +512,10 @@ def test_later_starts_the_rest_at_drawn_results_one_for_each_first_path(tokenize
 
 
 @pytest.mark.parametrize(("rounds", "depths"), [(1, [2]), (2, [2, 3]), (3, [2, 3, 3]), (4, [1, 2, 3, 3])])
-def test_top_starts_the_rest_where_entropy_rose_most(tokenizer: Any, rounds: int, depths: list[int]) -> None:
+def test_posthoc_entropy_branches_where_entropy_rose_most(tokenizer: Any, rounds: int, depths: list[int]) -> None:
     script = turns((SEARCH, [1.0]), (SEARCH, [0.5]), (SEARCH, [3.0]), (ANSWER, [2.0]))  # it rises most after the second
     how = Rollout(num_trajectories=2 + 2 * rounds, num_initial=2, max_tool_calls=3)
-    tree = grow(agent(tokenizer, script), how, Branching(policy="posthoc_entropy"))
+    tree = sample(agent(tokenizer, script), how, Branching(policy="posthoc_entropy"))
     firsts = [index for index, node in enumerate(tree.nodes) if node.parent == 0]
     assert len(firsts) == 2
     for first in firsts:
@@ -529,22 +529,22 @@ def test_top_starts_the_rest_where_entropy_rose_most(tokenizer: Any, rounds: int
         }
 
 
-def test_later_without_any_result_fills_from_the_prompt(tokenizer: Any) -> None:
-    tree = grow(
+def test_posthoc_without_any_result_fills_from_the_prompt(tokenizer: Any) -> None:
+    tree = sample(
         agent(tokenizer, turns(ANSWER)), Rollout(num_trajectories=4, num_initial=2), Branching(policy="posthoc_random")
     )
     assert [node.parent for node in tree.nodes] == [None, 0, 0, 0, 0]
     only_cut = Rollout(num_trajectories=3, num_initial=1, max_tokens=1)
-    assert len(grow(agent(tokenizer, turns(ANSWER)), only_cut, Branching(policy="posthoc_random")).leaves) == 3
+    assert len(sample(agent(tokenizer, turns(ANSWER)), only_cut, Branching(policy="posthoc_random")).leaves) == 3
 
 
 @pytest.mark.parametrize("policy", ["entropy", "posthoc_random", "never"])
-def test_where_rewards_are_equal_the_missing_paths_are_left_out(tokenizer: Any, policy: Any) -> None:
+def test_where_rewards_are_equal_the_tree_is_not_filled(tokenizer: Any, policy: Any) -> None:
     how = Rollout(num_trajectories=6, num_initial=2, max_tool_calls=3)
     who = agent(tokenizer, turns((SEARCH, HIGH), (SEARCH, LOW), (ANSWER, LOW)))  # entropy falls: nothing branches
     scored: list[ScoredTree] = []
 
-    def grown(fill: Any, informative: bool) -> ScoredTree:
+    def sampled(fill: Any, informative: bool) -> ScoredTree:
         async def score(tree: RolloutTree) -> ScoredTree:
             rewards = [Reward(float(informative and number == 0)) for number in range(len(tree.leaves))]
             scored.append(ScoredTree(tree, tuple(rewards)))
@@ -553,30 +553,30 @@ def test_where_rewards_are_equal_the_missing_paths_are_left_out(tokenizer: Any, 
         scored.clear()
         return clock.run(sample_tree(who, TASK, how, Branching(policy=policy, fill=fill), 4, score))
 
-    full = grown("all", False).tree
+    full = sampled("all", False).tree
     assert len(full.leaves) == 6 and len(scored) == 1  # nothing is scored before the tree is complete
-    small = grown("informative", False)
+    small = sampled("informative", False)
     assert len(small.tree.leaves) == 2 and len(scored) == 1 and small is scored[0]  # it is not scored again
     assert [node.text for node in small.tree.nodes] == [node.text for node in full.nodes[: len(small.tree.nodes)]]
-    filled = grown("informative", True).tree
+    filled = sampled("informative", True).tree
     assert len(scored) == 2 and scored[0].tree.leaves == small.tree.leaves
     assert [(node.parent, node.text, node.decision) for node in filled.nodes] == [
         (node.parent, node.text, node.decision) for node in full.nodes
     ]
     how = Rollout(num_trajectories=2, num_initial=2, max_tool_calls=3)
-    assert len(grown("informative", False).tree.leaves) == 2 and len(scored) == 1  # none is missing: scored once
+    assert len(sampled("informative", False).tree.leaves) == 2 and len(scored) == 1  # none is missing: scored once
 
 
-def test_a_path_started_later_ends_at_the_call_limit_of_its_whole_length(tokenizer: Any) -> None:
+def test_a_posthoc_branch_inherits_the_calls_of_its_prefix(tokenizer: Any) -> None:
     how = Rollout(num_trajectories=6, num_initial=2, max_tool_calls=2)
-    tree = grow(agent(tokenizer, turns(SEARCH)), how, Branching(policy="posthoc_random"))
+    tree = sample(agent(tokenizer, turns(SEARCH)), how, Branching(policy="posthoc_random"))
     assert [leaf.stop_reason for leaf in tree.leaves] == [StopReason.MAX_TOOL_CALLS] * 6
     for leaf in tree.leaves:
         assert sum(tree.nodes[i].kind is Kind.TOOL for i in tree.prefix(leaf.node)) == 2
     short = Rollout(num_trajectories=8, num_initial=2, max_tool_calls=99, max_tokens=150)
-    tree = grow(
+    tree = sample(
         agent(tokenizer, turns(SEARCH)), short, Branching(policy="posthoc_random")
-    )  # checks the length of every path
+    )  # checks the length of every trajectory
     assert [leaf.stop_reason for leaf in tree.leaves] == [StopReason.LENGTH] * 8
 
 
@@ -590,26 +590,26 @@ def test_a_path_started_later_ends_at_the_call_limit_of_its_whole_length(tokeniz
         ([0.0], [5.0], 9.0, 1),
     ],
 )
-def test_a_first_path_decides_how_many_start_at_the_prompt(
+def test_a_first_trajectory_decides_how_many_start_at_the_prompt(
     tokenizer: Any, start: list[float], after: list[float], weight: float, roots: int
 ) -> None:
     how, branching = (
         Rollout(num_trajectories=8, num_initial=5),
         Branching(policy="always", balance=weight, branch_width=8),
     )
-    tree = grow(agent(tokenizer, turns((SEARCH, start), (SEARCH, after), (ANSWER, after))), how, branching)
+    tree = sample(agent(tokenizer, turns((SEARCH, start), (SEARCH, after), (ANSWER, after))), how, branching)
     assert [node.parent for node in tree.nodes].count(0) == roots  # whatever rollout.num_initial says
     first = [tree.nodes[i] for i in tree.prefix(5)]
     assert [node.kind.value for node in first[1:]] == ["model", "tool", "model", "tool", "model"]
     opened = [node.decision.branches for node in first if node.decision]
-    assert opened == [8 - roots, 0]  # the first path is branched from when the others have started
+    assert opened == [8 - roots, 0]  # the first trajectory is branched from when the others have started
 
 
-@pytest.mark.parametrize("balance", [None, 9.0])  # 9: all but one path come from the first, decided upon afterwards
-def test_results_in_a_row_are_branched_from_less(tokenizer: Any, balance: float | None) -> None:
+@pytest.mark.parametrize("balance", [None, 9.0])  # 9: all others branch from the first trajectory
+def test_consecutive_branches_become_less_likely(tokenizer: Any, balance: float | None) -> None:
     how = Rollout(num_trajectories=30, num_initial=1, max_tool_calls=4)
     script = turns((SEARCH, LOW), (SEARCH, HIGH), (SEARCH, HIGH), (SEARCH, LOW), (ANSWER, HIGH))
-    tree = grow(agent(tokenizer, script), how, Branching(penalty=0.2, beta=1.0, balance=balance))
+    tree = sample(agent(tokenizer, script), how, Branching(penalty=0.2, beta=1.0, balance=balance))
     seen = set()
     for index, node in enumerate(tree.nodes):
         if node.decision is None:

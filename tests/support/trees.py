@@ -55,7 +55,7 @@ def tool(
 def tree(
     nodes: Sequence[Node], leaves: Sequence[int], task: Task = TASK, end: StopReason = StopReason.ANSWER
 ) -> RolloutTree:
-    """A tree whose paths all ended in the same way."""
+    """A tree whose trajectories all ended in the same way."""
     return RolloutTree(task, tuple(nodes), tuple(Leaf(node, end) for node in leaves))
 
 
@@ -73,7 +73,7 @@ def with_rewards(
 
 
 def two_branches() -> RolloutTree:
-    """Paths A = 0-1-2-3 and B = 0-1-2-4 share node 1 and its tool result; path C = 0-5 stands alone.
+    """Trajectories A = 0-1-2-3 and B = 0-1-2-4 share node 1 and its tool result; trajectory C = 0-5 stands alone.
 
     Model tokens: node 1 has 2, node 3 has 3, node 4 has 1, node 5 has 4: A has 5, B has 3, C has 4, together 12.
     """
@@ -91,7 +91,7 @@ def two_branches() -> RolloutTree:
 
 
 def nested_branches() -> RolloutTree:
-    """Two levels of branching: node 1 is shared by four paths, node 3 by three of them, and a fifth path is alone."""
+    """Two levels of branching: node 1 is shared by four trajectories, node 3 by three of them, and a fifth trajectory is alone."""
     return tree(
         [
             prompt([1, 2, 3]),
@@ -119,13 +119,13 @@ def searched(
     error: str | None = None,
     fault: Fault | None = None,
 ) -> RolloutTree:
-    """One path: a call, its result, a final answer. By default all is right."""
+    """One trajectory: a call, its result, a final answer. By default all is right."""
     nodes = [prompt(), model(0, [3], first), tool(1, [9], result, name, error, fault), model(2, [4], last)]
     return tree(nodes, [3], end=end)
 
 
 def branched() -> RolloutTree:
-    """`two_branches`, with the decision that opened path B."""
+    """`two_branches`, with the decision that opened trajectory B."""
     grown = two_branches()
     nodes = list(grown.nodes)
     nodes[2] = replace(nodes[2], decision=Decision(0.1, 0.3, 0.125, 0.6, 1, "P > tau", 20))

@@ -1,0 +1,138 @@
+"""What a person sees: a step as a line, tools as a table, trees as trees, and nothing that can steer the terminal."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+from trees import TASK, model, prompt, tool, tree
+
+import arpo.cli.display as display
+from arpo.cli.display import HEADER, print_tree, printable, step_line, tool_lines
+from arpo.tools.stats import ToolStats
+from arpo.types import Decision, Leaf, Reward, RolloutTree, ScoredTree, StopReason, Task
+
+
+def test_what_each_tool_did_is_a_table() -> None:
+    stats = {"search": ToolStats(calls=12, cached=3, model=2, p50_seconds=0.25, p95_seconds=1.5), "python": ToolStats()}
+    stats[""] = ToolStats(calls=1, model=1)
+    assert tool_lines(stats) == [
+        "tool                   calls  cached  model  timeout  infra   p50 s   p95 s",
+        "search                    12       3      2        0      0   0.250   1.500",
+        "(no such tool)             1       0      1        0      0   0.000   0.000",
+    ]
+    assert tool_lines({"search": ToolStats()}) == []
+
+
+def test_a_step_is_one_line_under_the_header() -> None:
+    numbers = {
+        "reward": 0.456,
+        "accuracy": 0.5,
+        "format": 1.0,
+        "tool_calls": 123,
+        "branches": 7,
+        "entropy_start": 0.5,
+        "entropy_after_tool": 0.625,
+        "unique_tokens": 9860,
+        "total_tokens": 14100,
+        "rollout_seconds": 12.34,
+        "tool_seconds": 0.1,
+        "train_seconds": 5.67,
+    }
+    assert f"{HEADER}\n{step_line(12, numbers)}\n" == (
+        "step reward right format  calls branches  entropy: start tool"
+        "  tokens: unique/total  seconds: sample tools train\n"
+        "  12   0.46   50%   100%    123        7            0.50 0.62"
+        "            9.9k/14.1k             12.3   0.1   5.7\n"
+    )
+    assert step_line(12, {**numbers, "test_accuracy": 0.925}).endswith("  5.7  held-out accuracy 92.5%")
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain text, größe 日本 🙂", "plain text, größe 日本 🙂"),
+        ("two\nlines", "two\nlines"),
+        ("\x1b[31mred\x1b[0m", "\\x1b[31mred\\x1b[0m"),
+        ("bell\a back\b return\r tab\t null\0", "bell\\x07 back\\x08 return\\r tab\\t null\\x00"),
+        ("\x9b31m and \x85", "\\x9b31m and \\x85"),
+        ("\u202egnp.exe\u2066", "\\u202egnp.exe\\u2066"),
+        ("zero\u200bwidth\ufeff", "zero\\u200bwidth\\ufeff"),
+        ("half \ud800 and \udfff", "half \\ud800 and \\udfff"),
+        ("line\u2028paragraph\u2029", "line\\u2028paragraph\\u2029"),
+        ("[red]x[/red]", "[red]x[/red]"),
+        ("", ""),
+    ],
+)
+def test_nothing_can_steer_a_terminal_or_hide(text: str, shown: str) -> None:
+    assert printable(text) == shown
+
+
+def test_every_character_can_be_shown() -> None:
+    for start in range(0, 0x110000, 0x1000):
+        text = printable("".join(map(chr, range(start, start + 0x1000))))
+        assert all(c.isprintable() or c == "\n" for c in text)
+        text.encode("utf-8")
+
+
+Shown = Callable[[RolloutTree, list[Reward]], str]
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "terminal"])
+def show(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shown]:
+    """Prints a tree and returns what came out, in a file and on a terminal without colours."""
+    out = io.StringIO()
+    console = Console(
+        file=out, force_terminal=request.param, color_system=None, highlight=False, soft_wrap=True, width=200
+    )
+    monkeypatch.setattr(display, "console", console)
+
+    def run(shown: RolloutTree, rewards: list[Reward]) -> str:
+        out.seek(0)
+        out.truncate()
+        print_tree(ScoredTree(shown, tuple(rewards)))
+        return out.getvalue()
+
+    yield run
+
+
+def test_a_tree_is_shown_with_its_decisions_and_ends(show: Shown) -> None:
+    decision = Decision(0.5, 0.75, 0.25, 0.55, 1, "a reason", 20)
+    nodes = [
+        prompt(text="Where was Mira born?"),
+        model(0, [3], "<search>mira</search>"),
+        replace(tool(1, text="<result>Mira: Kelso</result>\n"), decision=decision),
+        model(2, [4], "<answer>Kelso</answer>"),
+        model(2, [5], "<answer>Rome</answer>"),
+    ]
+    shown = RolloutTree(
+        TASK, tuple(nodes), (Leaf(4, StopReason.ANSWER), Leaf(3, StopReason.ANSWER), Leaf(1, StopReason.MAX_TOOL_CALLS))
+    )
+    assert [line.rstrip() for line in show(shown, [Reward(0.0), Reward(1.1), Reward(-1.0)]).splitlines()] == [
+        "Where was Mira born?",
+        "└── <search>mira</search>",
+        "    ├── trajectory 3: max_tool_calls, reward -1.00",
+        "    └── <result>Mira: Kelso</result>",
+        "        [H 0.750, at the start 0.500, dH +0.2500, P 0.5500: a reason]",
+        "        ├── <answer>Kelso</answer>",
+        "        │   └── trajectory 2: answer, reward 1.10",
+        "        └── <answer>Rome</answer>",
+        "            └── trajectory 1: answer, reward 0.00",
+        "right answer: Upper Kelso",
+    ]
+
+
+HOSTILE = "[red]x[/red] [/] [link=http://e.vil]y[/link] \x1b[2J\x1b]0;title\a \u202e \ud800 :smile:"
+
+
+def test_model_tool_and_question_text_is_shown_as_it_is(show: Shown) -> None:
+    task = Task("q", "Who?", (HOSTILE, "[bold]b"))
+    nodes = [prompt(text=HOSTILE), model(0, [3], HOSTILE), tool(1, text=HOSTILE), model(2, [4], HOSTILE)]
+    out = show(tree(nodes, [3], task), [Reward(0.0)])
+    literal = "[red]x[/red] [/] [link=http://e.vil]y[/link] \\x1b[2J\\x1b]0;title\\x07 \\u202e \\ud800 :smile:"
+    assert out.count(literal) == 5
+    assert f"right answer: {literal} or [bold]b\n" in out
+    assert all(c.isprintable() or c == "\n" for c in out)
