@@ -22,7 +22,7 @@ from typing import IO, Any
 from arpo.config.loading import differences
 from arpo.errors import ArpoError
 from arpo.rewards import fault_metrics, unjudged
-from arpo.runs.locks import LOCK, take_lock
+from arpo.runs.locks import LOCK_FILE, acquire_lock
 from arpo.runs.run_dir import write_atomically
 from arpo.runs.trees import tree_to_json
 from arpo.types import ScoredTree, Task
@@ -147,7 +147,7 @@ def open_samples(directory: Path, settings: Mapping[str, Any]) -> SampleStore:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ArpoError(f"{directory}: cannot be created: {error.strerror}") from error
-    lock = take_lock(directory, "evaluation", "--out")
+    lock = acquire_lock(directory, "evaluation", "--out")
     try:
         require_same_settings(directory, settings)  # another process may have been faster
     except BaseException:
@@ -164,7 +164,7 @@ def require_same_settings(directory: Path, settings: Mapping[str, Any]) -> None:
         raise ArpoError(f"{directory}: is a file, expected a directory for the evaluation")
     path = directory / SETTINGS
     if not path.exists():
-        if {each.name for each in directory.iterdir()} - {LOCK, SETTINGS + ".tmp"}:
+        if {each.name for each in directory.iterdir()} - {LOCK_FILE, SETTINGS + ".tmp"}:
             raise ArpoError(f"{directory}: is not empty and holds no evaluation; choose another --out")
         return
     try:

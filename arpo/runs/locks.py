@@ -1,7 +1,7 @@
-"""The lock of a directory: one process writes there, and others can see that it does.
+"""Locks of directories: one process writes at a time, and others can see whether one does.
 
-Promises: a lock ends with its process. Whoever only looks never keeps a writer out.
-Does not cover: network file systems without flock.
+Guarantees: a lock ends with its process; checking it never keeps a writer out.
+Not covered: network file systems without flock.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import IO
 
 from arpo.errors import ArpoError
 
-LOCK = "run.lock"
-TRIES = 5  # 20 ms apart: `is_live` holds the lock for a moment
+LOCK_FILE = "run.lock"
+TRIES = 5  # 20 ms apart, because `is_live` holds the lock for a moment
 
 
-def take_lock(directory: Path, what: str = "run", option: str = "run.dir") -> IO[str]:
-    """The lock of a directory, held until it is closed; whoever meets one that is held is told what to change."""
-    path = directory / LOCK
+def acquire_lock(directory: Path, what: str = "run", option: str = "run.dir") -> IO[str]:
+    """Lock a directory until the returned file is closed; ArpoError if another process holds the lock."""
+    path = directory / LOCK_FILE
     try:
         file = path.open("a+", encoding="ascii")
         for left in reversed(range(TRIES)):
@@ -45,9 +45,9 @@ def take_lock(directory: Path, what: str = "run", option: str = "run.dir") -> IO
 
 
 def is_live(directory: Path) -> bool:
-    """Whether a process holds the lock now."""
+    """Whether a process holds the lock."""
     try:
-        with (directory / LOCK).open("rb") as file:
+        with (directory / LOCK_FILE).open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

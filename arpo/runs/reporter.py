@@ -1,7 +1,7 @@
 """What a long job reports while it runs: messages, progress, training steps.
 
-Nothing below the command line prints. A job takes a `Reporter`; this base class writes messages to the `arpo` logger and
-shows no progress, which suits scripts and notebooks. `arpo.cli.display.ConsoleReporter` prints to a terminal.
+Nothing below the command line prints. A job takes a `Reporter`; this base class writes messages to the `arpo` logger
+and shows no progress, which suits scripts and notebooks. `arpo.cli.display.ConsoleReporter` prints to a terminal.
 """
 
 from __future__ import annotations

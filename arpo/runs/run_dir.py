@@ -1,18 +1,18 @@
-"""A run's directory: the only code that writes or reads it.
+"""The run directory; the only code that writes or reads it.
 
-    config.json                      the resolved configuration; its presence makes the directory a run
-    config-until-step_000001.json    what it was before, if the run was resumed after this step with other settings
+    config.json                      the resolved configuration; makes the directory a run
+    config-until-step_000001.json    the configuration up to this step, if the run was resumed with other settings
     metrics.jsonl                    one line per record, appended
-    trees/step_000001.jsonl.zst      one zstd frame, holding one JSON line, per rollout tree (`zstd -dc` shows them)
-    trees/step_000001.index.json     where each frame lies and what is in it; written last
+    trees/step_000001.jsonl.zst      one zstd frame with one JSON line per rollout tree (`zstd -dc` shows them)
+    trees/step_000001.index.json     offsets and summaries of the frames; written last
     checkpoints/step_000001/         complete as soon as it has this name
-    collapsed-1/                     a run to read: all records, and the trees, of steps that were taken back
-    tracker_wandb.json               of a tracker that the run is sent to: its name for the run, and the last step sent
+    collapsed-1/                     a readable run: all records, and the trees, of steps that were rolled back
+    tracker_wandb.json               a tracker's id for the run, and the last step sent to it
     run.lock                         held by the process that writes
 
-Promises: one writer at a time; a crash of process or machine leaves every file whole but for the last line of
-metrics.jsonl, which readers leave out; readers need no lock and may look on while a run is being written.
-Does not cover: network file systems without flock, damage by other programs, what is inside a checkpoint.
+Guarantees: one writer at a time. A crash of the process or the machine leaves every file whole except the last line of
+metrics.jsonl, which readers skip. Readers need no lock and may read while a run is written.
+Not covered: network file systems without flock, damage by other programs, the content of checkpoints.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from arpo.errors import ArpoError
-from arpo.runs.locks import LOCK, take_lock
+from arpo.runs.locks import LOCK_FILE, acquire_lock
 from arpo.runs.trees import TreeEntry, pack_trees, unpack_tree
 from arpo.types import ScoredTree
 
 CONFIG_FILE, METRICS_FILE = "config.json", "metrics.jsonl"
 
 
-class Lines(NamedTuple):
-    """Whole lines of metrics.jsonl: where they begin, and which file it was. A run that is taken back has a new one."""
+class MetricsChunk(NamedTuple):
+    """Whole lines of metrics.jsonl from byte `start` on. `inode` changes when the file is rewritten by a rollback."""
 
     start: int
     content: bytes
-    file: int
+    inode: int
 
 
 class TrackerState(NamedTuple):
@@ -52,7 +52,7 @@ class TrackerState(NamedTuple):
 
 
 class RunDir:
-    """One run directory; made by `create_run_dir` and `open_run_dir`. Only a log that holds the lock may write."""
+    """A run directory, from `create_run_dir` or `open_run_dir`. Only the holder of the lock may write."""
 
     def __init__(self, directory: Path, lock: IO[str] | None) -> None:
         self.directory = directory
@@ -65,17 +65,17 @@ class RunDir:
         self.close()
 
     def close(self) -> None:
-        """Give the lock back; the end of the process does so too."""
+        """Release the lock; the end of the process does so too."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
 
     def config(self) -> dict[str, Any]:
-        """The resolved configuration, as the run was last started with it."""
+        """The resolved configuration of the last start."""
         return read_json(self.directory / CONFIG_FILE)
 
     def update_config(self, step: int, config: Mapping[str, Any]) -> None:
-        """From this step on the run has other settings; those before it are kept as config-until-STEP.json."""
+        """Replace the configuration from this step on; the old one is kept as config-until-STEP.json."""
         self._require_lock()
         write_atomically(self.directory / f"config-until-{_step_name(step)}.json", _dump(self.config()))
         write_atomically(self.directory / CONFIG_FILE, _dump(config))
@@ -83,7 +83,7 @@ class RunDir:
     # --- metrics
 
     def append_metrics(self, step: int, values: Mapping[str, float | int | str]) -> None:
-        """Add one record; NaN and infinity, which JSON lacks, become null."""
+        """Append a record; NaN and infinity become null."""
         self._require_lock()
         record = {"step": step, **values}
         if record["step"] != step:
@@ -93,7 +93,7 @@ class RunDir:
             file.write(line + "\n")
 
     def update_metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Add to the last record, which is that of this step."""
+        """Add values to the last record, which must be that of this step."""
         self._require_lock()
         *before, last = self.read_metrics()
         if last["step"] != step:
@@ -102,52 +102,52 @@ class RunDir:
         write_atomically(self.directory / METRICS_FILE, "".join(lines).encode("ascii"))
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """All records; a last line that was cut off while being written is left out, any other damage is an error."""
+        """All records without a truncated last line; any other damage is an error."""
         path = self.directory / METRICS_FILE
         lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
         return [_parse_line(path, number, line) for number, line in enumerate(lines, 1)]
 
-    def metrics_since(self, offset: int = 0) -> Lines:
-        """The whole lines from this byte on; from the first one if no line of the file begins there."""
+    def metrics_since(self, offset: int = 0) -> MetricsChunk:
+        """The whole lines from this byte on; all lines if none begins there."""
         try:
             with (self.directory / METRICS_FILE).open("rb") as file:
-                number = os.fstat(file.fileno()).st_ino
+                inode = os.fstat(file.fileno()).st_ino
                 file.seek(max(0, offset - 1))
                 if offset > 0 and file.read(1) != b"\n":
                     offset = file.seek(0)
                 content = file.read()
         except FileNotFoundError:
-            return Lines(0, b"", 0)
-        return Lines(offset, content[: content.rfind(b"\n") + 1], number)
+            return MetricsChunk(0, b"", 0)
+        return MetricsChunk(offset, content[: content.rfind(b"\n") + 1], inode)
 
     # --- trees
 
     def write_trees(self, step: int, trees: Sequence[ScoredTree]) -> None:
-        """Write a step's scored trees; replaces older ones."""
+        """Write the scored trees of a step; replaces older ones."""
         self._require_lock()
         content, entries = pack_trees(trees)
         data, index = self.tree_files(step)
         data.parent.mkdir(exist_ok=True)
-        index.unlink(missing_ok=True)  # an index never stands beside data it does not describe
+        index.unlink(missing_ok=True)  # an index must never describe other data
         write_atomically(data, content)
         write_atomically(index, _dump({"trees": [asdict(entry) for entry in entries]}))
 
     def tree_steps(self) -> list[int]:
-        """Steps whose trees are there, in order."""
+        """The steps with trees, in order."""
         return _steps(self.directory / "trees", r"step_(\d{6,})\.index\.json")
 
     def tree_index(self, step: int) -> list[TreeEntry]:
-        """What is in a step's tree file, without reading it."""
+        """Offsets and summaries of a step's trees, without reading the trees."""
         path = self.tree_files(step)[1]
         if not path.exists():
             raise ArpoError(f"{self.directory}: holds no trees of step {step}")
         try:
             return [TreeEntry(**entry) for entry in read_json(path)["trees"]]
         except (KeyError, TypeError) as error:
-            raise ArpoError(f"{path}: damaged, cannot be read: {error}") from error
+            raise ArpoError(f"{path}: damaged, or from another version: {error}") from error
 
     def read_tree(self, step: int, number: int) -> ScoredTree:
-        """One tree of a step, counted from 0; only its own frame is read."""
+        """Tree `number` of a step, counted from 0; only its frame is read."""
         entries = self.tree_index(step)
         if not 0 <= number < len(entries):
             raise ArpoError(f"{self.directory}: no tree {number} in step {step}, which has {len(entries)} trees")
@@ -158,44 +158,44 @@ class RunDir:
         return self._read_frames(step, self.tree_index(step))
 
     def _read_frames(self, step: int, entries: Sequence[TreeEntry]) -> list[ScoredTree]:
-        path, found = self.tree_files(step)[0], []
+        path, trees = self.tree_files(step)[0], []
         try:
             with path.open("rb") as file:
                 for entry in entries:
                     file.seek(entry.offset)
-                    found.append(unpack_tree(file.read(entry.length)))
+                    trees.append(unpack_tree(file.read(entry.length)))
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, MemoryError) as error:
-            raise ArpoError(f"{path}: damaged, cannot be read: {error}") from error
-        return found
+            raise ArpoError(f"{path}: damaged, or from another version: {error}") from error
+        return trees
 
     def tree_files(self, step: int) -> tuple[Path, Path]:
-        """Where the trees of a step are, or would be: their frames, and the index of these."""
+        """The paths of a step's tree file and of its index, whether they exist or not."""
         stem = self.directory / "trees" / _step_name(step)
         return stem.with_suffix(".jsonl.zst"), stem.with_suffix(".index.json")
 
     # --- checkpoints
 
     def checkpoint_path(self, step: int) -> Path:
-        """Where the checkpoint of a step is, or would be."""
+        """The path of a step's checkpoint, whether it exists or not."""
         return self.directory / "checkpoints" / _step_name(step)
 
     def checkpoint_steps(self) -> list[int]:
-        """Steps with a complete checkpoint, in order."""
+        """The steps with a complete checkpoint, in order."""
         return _steps(self.directory / "checkpoints", r"step_(\d{6,})")
 
     def latest_checkpoint(self) -> tuple[int, Path] | None:
-        """The newest complete checkpoint."""
+        """Step and path of the newest complete checkpoint."""
         steps = self.checkpoint_steps()
         return (steps[-1], self.checkpoint_path(steps[-1])) if steps else None
 
     def commit_checkpoint(
-        self, step: int, write: Callable[[Path], None], keep: int, spare: Collection[int] = ()
+        self, step: int, write: Callable[[Path], None], keep: int, protected: Collection[int] = ()
     ) -> None:
-        """Have `write` fill an empty folder, make it the step's checkpoint, then drop all but the `keep` newest and
-        those of the steps in `spare`."""
+        """Let `write` fill a new directory and make it the step's checkpoint; then delete all older checkpoints except
+        the `keep` newest and those of `protected` steps."""
         self._require_lock()
         if keep < 1:
-            raise ValueError(f"keep is {keep}: the checkpoint just written would be dropped")
+            raise ValueError(f"keep is {keep}: the new checkpoint would be deleted")
         final = self.checkpoint_path(step)
         if final.exists():
             raise ValueError(f"{final} exists; a complete checkpoint is never replaced")
@@ -209,40 +209,40 @@ class RunDir:
             for path in [*(Path(folder, name) for name in names), Path(folder)]:
                 _sync(path)
         if (self.directory / METRICS_FILE).exists():
-            _sync(self.directory / METRICS_FILE)  # the records of a checkpointed step outlive a power cut as it does
+            _sync(self.directory / METRICS_FILE)  # after a power cut, a checkpoint must not lack its records
         temporary.rename(final)
         _sync(final.parent)
         _sync(self.directory)
         older = [other for other in self.checkpoint_steps() if other < step]
         for other in older[: max(0, len(older) + 1 - keep)]:
-            if other not in spare:
-                self._drop_checkpoint(other)
+            if other not in protected:
+                self._delete_checkpoint(other)
 
     def delete_checkpoints(self) -> None:
-        """Delete them all: of a run that is finished and only its numbers are wanted."""
+        """Delete all checkpoints of a finished run of which only the metrics are needed."""
         self._require_lock()
         for step in self.checkpoint_steps():
-            self._drop_checkpoint(step)
+            self._delete_checkpoint(step)
 
-    def _drop_checkpoint(self, step: int) -> None:
+    def _delete_checkpoint(self, step: int) -> None:
         path = self.checkpoint_path(step)
-        shutil.rmtree(path.rename(path.with_name(path.name + ".tmp")))  # half-deleted must not look complete
+        shutil.rmtree(path.rename(path.with_name(path.name + ".tmp")))  # so that half a deletion does not look complete
 
     # --- resuming
 
     def roll_back(self, step: int) -> None:
-        """Drop records, trees and checkpoints of later steps: what stays is what a run stopped at `step` has."""
+        """Delete records, trees and checkpoints of later steps, as if the run had been stopped at `step`."""
         self._require_lock()
         for later in reversed([other for other in self.checkpoint_steps() if other > step]):
-            self._drop_checkpoint(later)  # first, so that a crash below cannot leave a checkpoint without its records
+            self._delete_checkpoint(later)  # first: a crash must not leave a checkpoint without its records
         kept = [json.dumps(record) + "\n" for record in self.read_metrics() if record["step"] <= step]
         write_atomically(self.directory / METRICS_FILE, "".join(kept).encode("ascii"))
-        for path in sorted((self.directory / "trees").glob("step_*")):  # sorted: an index goes before its data
+        for path in sorted((self.directory / "trees").glob("step_*")):  # sorted: an index is deleted before its data
             if _step_of(path) > step:
                 path.unlink()
 
     def archive_after(self, step: int) -> Path:
-        """Copy what `roll_back` to this step would drop, but for checkpoints, and all records, to a run of its own."""
+        """Copy all records and the trees of later steps to a run `collapsed-N` inside this one; returns its path."""
         self._require_lock()
         names = (self.directory / f"collapsed-{number}" for number in count(1))
         final = next(path for path in names if not path.exists())
@@ -277,41 +277,41 @@ class RunDir:
 
     def _require_lock(self) -> None:
         if self._lock is None:
-            raise RuntimeError(f"{self.directory} was opened for reading")
+            raise RuntimeError(f"{self.directory} was opened read-only")
 
 
 def create_run_dir(directory: Path, config: Mapping[str, Any]) -> RunDir:
-    """Start a run in a new or empty directory and lock it."""
+    """Create a run in a new or empty directory, and lock it."""
     require_unused(directory)
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ArpoError(f"{directory}: cannot be made: {error.strerror}") from error
-    log = RunDir(directory, take_lock(directory))
+        raise ArpoError(f"{directory}: cannot be created: {error.strerror}") from error
+    run_dir = RunDir(directory, acquire_lock(directory))
     try:
-        require_unused(directory)  # another process may have been faster
+        require_unused(directory)  # again: another process may have been faster
         write_atomically(directory / CONFIG_FILE, _dump(config))
     except BaseException:
-        log.close()
+        run_dir.close()
         raise
-    return log
+    return run_dir
 
 
 def open_run_dir(directory: Path, write: bool = False) -> RunDir:
-    """An existing run, to read or, with `write`, to go on with (takes the lock)."""
+    """Open a run to read it or, with `write`, to continue it, which acquires the lock."""
     if not (directory / CONFIG_FILE).is_file():
         raise ArpoError(f"{directory}: not a run (it has no {CONFIG_FILE})")
     if not write:
         return RunDir(directory, None)
-    lock = take_lock(directory)
+    lock = acquire_lock(directory)
     metrics = directory / METRICS_FILE
-    if metrics.exists():  # what is appended must not join a line that was cut off
+    if metrics.exists():  # remove a truncated last line before anything is appended
         os.truncate(metrics, metrics.read_bytes().rfind(b"\n") + 1)
     return RunDir(directory, lock)
 
 
 def is_run_dir(directory: Path) -> bool:
-    """Whether a directory holds a run. Models keep a config.json too; that of a run has our settings in it."""
+    """Whether a directory holds a run. Models have a config.json, too; that of a run has our settings."""
     try:
         return "rollout" in json.loads((directory / CONFIG_FILE).read_bytes())
     except (OSError, ValueError, TypeError, RecursionError):
@@ -319,20 +319,20 @@ def is_run_dir(directory: Path) -> bool:
 
 
 def require_unused(directory: Path) -> None:
-    """Raise if a new run must not be made in `directory`."""
+    """Raise ArpoError unless the directory is new or empty."""
     if not directory.exists():
         return
     if not directory.is_dir():
         raise ArpoError(f"{directory}: is a file, expected a directory for the run")
     names = {path.name for path in directory.iterdir()}
     if CONFIG_FILE in names:
-        raise ArpoError(f"{directory}: already holds a run; go on with it (--resume) or choose another run.dir")
-    if names - {LOCK, CONFIG_FILE + ".tmp"}:  # these two are all that a crash in `create_run_dir` can leave
+        raise ArpoError(f"{directory}: already holds a run; continue it (--resume) or choose another run.dir")
+    if names - {LOCK_FILE, CONFIG_FILE + ".tmp"}:  # a crash in `create_run_dir` can leave these two
         raise ArpoError(f"{directory}: is not empty and holds no run; choose another run.dir")
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file that is either whole or not there, whatever happens."""
+    """Write a file that is either whole or absent, also after a crash."""
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("wb") as file:
         file.write(content)
@@ -343,7 +343,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def _link(path: Path, copy: Path) -> None:
-    """The same file under another name; where the file system has no such thing, a copy."""
+    """Hard-link a file, or copy it where the file system has no links."""
     try:
         copy.hardlink_to(path)
     except OSError:
@@ -363,7 +363,7 @@ def _dump(value: Any) -> bytes:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object that a file holds."""
+    """The JSON object in a file; ArpoError if it is damaged."""
     return _parse_line(path, 1, path.read_bytes())
 
 

@@ -3,7 +3,7 @@
 Guarantees: a package is imported only if `run.tracker` names its tracker. A missing package, or a tracker that does not
 start, is an error before the first step; one that fails or hangs later is reported once and gets nothing more, and
 training goes on. A tracker run gets no step twice: a resumed run continues in the same tracker run, which first gets
-the records it missed. Steps that were rolled back are overwritten (TensorBoard) or start a new tracker run (the others).
+the records it missed. Steps that were rolled back are overwritten (TensorBoard) or start a new tracker run (others).
 Not covered: the step at which a tracker fails, which is not sent again because it may have arrived; pictures of steps
 that are sent again; what a service keeps of steps that were rolled back.
 """

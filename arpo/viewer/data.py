@@ -53,7 +53,7 @@ def metrics(folder: Folder, run: str, after: int) -> dict[str, Any]:
         "records": [record for record in found if record is not None],
         "next": lines.start + len(lines.content),
         "from": lines.start,
-        "file": lines.file,
+        "file": lines.inode,
         "damaged": found.count(None),
     }
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from arpo.errors import ArpoError
-from arpo.runs.locks import LOCK
+from arpo.runs.locks import LOCK_FILE
 from arpo.runs.run_dir import CONFIG_FILE, METRICS_FILE, RunDir, is_run_dir, open_run_dir, read_json
 
 DEPTH = 8  # folders in folders that are searched
@@ -64,7 +64,7 @@ class Folder:
     def open(self, name: str) -> RunDir:
         """The run with this id."""
         directory = self._find("run", name)
-        for part in (CONFIG_FILE, METRICS_FILE, LOCK, "trees"):
+        for part in (CONFIG_FILE, METRICS_FILE, LOCK_FILE, "trees"):
             self.check(directory / part)
         return open_run_dir(directory)
 
@@ -121,7 +121,7 @@ def _directories(directory: Path, depth: int) -> Iterator[Path]:
 
 
 def _begun(directory: Path) -> bool:
-    return exists(directory / METRICS_FILE) or exists(directory / LOCK)
+    return exists(directory / METRICS_FILE) or exists(directory / LOCK_FILE)
 
 
 def _natural(name: str) -> list[tuple[bool, int, str]]:

@@ -289,7 +289,7 @@ def test_cuda_where_there_is_none(arpo: Arpo, monkeypatch: pytest.MonkeyPatch) -
 def test_a_directory_that_already_holds_a_run(arpo: Arpo, trained: Path) -> None:
     before = (trained / "config.json").read_bytes()
     assert mistake(arpo("train", "small.toml", f"run.dir={trained}")) == (
-        f"{trained}: already holds a run; go on with it (--resume) or choose another run.dir"
+        f"{trained}: already holds a run; continue it (--resume) or choose another run.dir"
     )
     assert (trained / "config.json").read_bytes() == before
 

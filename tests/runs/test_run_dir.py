@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arpo.errors import ArpoError
-from arpo.runs import run_dir as runlog
+from arpo.runs import run_dir as run_dir_module
 from arpo.runs.run_dir import RunDir, create_run_dir, open_run_dir
 from arpo.runs.trees import pack_trees, tree_from_json, tree_to_json, unpack_tree
 from arpo.types import (
@@ -69,8 +69,8 @@ def _scored(name: str = "q1") -> ScoredTree:
     return ScoredTree(_tree(name), REWARDS, CREDITS, MASK)
 
 
-def _save(log: RunDir, step: int, *names: str) -> None:
-    log.write_trees(step, [_scored(name) for name in names])
+def _save(run_dir: RunDir, step: int, *names: str) -> None:
+    run_dir.write_trees(step, [_scored(name) for name in names])
 
 
 def _checkpoint(text: str) -> Any:
@@ -125,8 +125,8 @@ def test_a_reward_too_few_is_refused() -> None:
 
 
 def test_trees_are_read_one_by_one_or_together(tmp_path: Path) -> None:
-    log = create_run_dir(tmp_path / "run", {})
-    _save(log, 12, "a", "b", "\ud800")
+    run_dir = create_run_dir(tmp_path / "run", {})
+    _save(run_dir, 12, "a", "b", "\ud800")
     reader = open_run_dir(tmp_path / "run")
     assert reader.read_tree(12, 1) == _scored("b")
     assert reader.read_trees(12) == [_scored("a"), _scored("b"), _scored("\ud800")]
@@ -152,11 +152,11 @@ def test_an_index_summarizes_each_tree() -> None:
 
 @pytest.mark.parametrize("bad", ["{}", '{"trees": [{"offset": 1}]}', '{"trees": 5}', "[]", "[" * 100_000])
 def test_a_damaged_index_is_told(tmp_path: Path, bad: str) -> None:
-    log = create_run_dir(tmp_path / "run", {})
-    _save(log, 1, "a")
-    log.tree_files(1)[1].write_text(bad)
+    run_dir = create_run_dir(tmp_path / "run", {})
+    _save(run_dir, 1, "a")
+    run_dir.tree_files(1)[1].write_text(bad)
     with pytest.raises(ArpoError, match="damaged"):
-        log.read_tree(1, 0)
+        run_dir.read_tree(1, 0)
 
 
 def test_a_node_with_char_offsets_has_one_for_every_token() -> None:
@@ -165,14 +165,14 @@ def test_a_node_with_char_offsets_has_one_for_every_token() -> None:
 
 
 def test_one_tree_is_read_without_its_neighbours(tmp_path: Path) -> None:
-    log = create_run_dir(tmp_path / "run", {})
-    _save(log, 1, "a", "b")
+    run_dir = create_run_dir(tmp_path / "run", {})
+    _save(run_dir, 1, "a", "b")
     path = tmp_path / "run/trees/step_000001.jsonl.zst"
-    length = log.tree_index(1)[0].length
+    length = run_dir.tree_index(1)[0].length
     path.write_bytes(b"\xff" * length + path.read_bytes()[length:])
-    assert log.read_tree(1, 1) == _scored("b")
+    assert run_dir.read_tree(1, 1) == _scored("b")
     with pytest.raises(ArpoError, match=r"step_000001\.jsonl\.zst: damaged"):
-        log.read_tree(1, 0)
+        run_dir.read_tree(1, 0)
 
 
 def test_tree_file_is_plain_json_lines_for_other_programs(tmp_path: Path) -> None:
@@ -186,21 +186,21 @@ def test_tree_file_is_plain_json_lines_for_other_programs(tmp_path: Path) -> Non
 
 
 def test_trees_without_index_are_not_there_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = create_run_dir(tmp_path / "run", {})
-    _save(log, 1, "a", "b")
-    write = runlog.write_atomically
+    run_dir = create_run_dir(tmp_path / "run", {})
+    _save(run_dir, 1, "a", "b")
+    write = run_dir_module.write_atomically
 
     def crash_at_index(path: Path, content: bytes) -> None:
         if path.name.endswith(".index.json"):
             raise KeyboardInterrupt
         write(path, content)
 
-    monkeypatch.setattr(runlog, "write_atomically", crash_at_index)
+    monkeypatch.setattr(run_dir_module, "write_atomically", crash_at_index)
     for step in (1, 2):
         with pytest.raises(KeyboardInterrupt):
-            _save(log, step, "c")
-    assert log.tree_steps() == []  # step 1's old index does not describe the new data
-    log.roll_back(1)
+            _save(run_dir, step, "c")
+    assert run_dir.tree_steps() == []  # step 1's old index does not describe the new data
+    run_dir.roll_back(1)
     assert [path.name for path in (tmp_path / "run/trees").iterdir()] == ["step_000001.jsonl.zst"]
 
 
@@ -217,7 +217,7 @@ def test_create_writes_the_configuration(tmp_path: Path) -> None:
 def test_create_never_touches_a_used_directory(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     create_run_dir(directory, {"seed": 1}).close()
-    with pytest.raises(ArpoError, match=r"already holds a run; go on with it \(--resume\) or choose another run\.dir"):
+    with pytest.raises(ArpoError, match=r"already holds a run; continue it \(--resume\) or choose another run\.dir"):
         create_run_dir(directory, {"seed": 2})
     assert open_run_dir(directory).config() == {"seed": 1}
     with pytest.raises(ArpoError, match="is not empty and holds no run"):
@@ -226,7 +226,7 @@ def test_create_never_touches_a_used_directory(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ArpoError, match="is a file"):
         create_run_dir(tmp_path / "file", {})
-    with pytest.raises(ArpoError, match="cannot be made: Not a directory"):
+    with pytest.raises(ArpoError, match="cannot be created: Not a directory"):
         create_run_dir(tmp_path / "file" / "run", {})
 
 
@@ -255,22 +255,22 @@ def test_two_processes_cannot_write_one_run(tmp_path: Path) -> None:
             open_run_dir(tmp_path / "run", write=True)
         assert open_run_dir(tmp_path / "run").read_metrics() == []  # looking on is allowed
         other.kill()
-    with open_run_dir(tmp_path / "run", write=True) as log:  # the lock died with its process
-        log.append_metrics(1, {})
+    with open_run_dir(tmp_path / "run", write=True) as run_dir:  # the lock died with its process
+        run_dir.append_metrics(1, {})
     open_run_dir(tmp_path / "run", write=True)  # and is given back
 
 
 def test_a_reader_cannot_write(tmp_path: Path) -> None:
     create_run_dir(tmp_path / "run", {}).close()
-    log = open_run_dir(tmp_path / "run")
+    run_dir = open_run_dir(tmp_path / "run")
     attempts: list[Callable[[], None]] = [
-        lambda: log.append_metrics(1, {}),
-        lambda: log.roll_back(0),
-        lambda: _save(log, 1, "a"),
-        lambda: log.commit_checkpoint(1, _checkpoint("x"), 1),
+        lambda: run_dir.append_metrics(1, {}),
+        lambda: run_dir.roll_back(0),
+        lambda: _save(run_dir, 1, "a"),
+        lambda: run_dir.commit_checkpoint(1, _checkpoint("x"), 1),
     ]
     for attempt in attempts:
-        with pytest.raises(RuntimeError, match="opened for reading"):
+        with pytest.raises(RuntimeError, match="opened read-only"):
             attempt()
 
 
@@ -278,9 +278,9 @@ def test_a_reader_cannot_write(tmp_path: Path) -> None:
 
 
 def test_metrics_are_valid_json_lines(tmp_path: Path) -> None:
-    log = create_run_dir(tmp_path / "run", {})
-    log.append_metrics(1, {"loss": 0.1 + 0.2, "tokens": 7, "note": "ä\n\ud800"})
-    log.append_metrics(2, {"loss": math.nan, "up": math.inf, "down": -math.inf})
+    run_dir = create_run_dir(tmp_path / "run", {})
+    run_dir.append_metrics(1, {"loss": 0.1 + 0.2, "tokens": 7, "note": "ä\n\ud800"})
+    run_dir.append_metrics(2, {"loss": math.nan, "up": math.inf, "down": -math.inf})
     expected = [
         {"step": 1, "loss": 0.1 + 0.2, "tokens": 7, "note": "ä\n\ud800"},
         {"step": 2, "loss": None, "up": None, "down": None},
@@ -288,42 +288,42 @@ def test_metrics_are_valid_json_lines(tmp_path: Path) -> None:
     assert open_run_dir(tmp_path / "run").read_metrics() == expected
     assert len((tmp_path / "run/metrics.jsonl").read_bytes().splitlines()) == 2
     with pytest.raises(ValueError, match="not a metric"):
-        log.append_metrics(3, {"step": 4})
+        run_dir.append_metrics(3, {"step": 4})
 
 
 @pytest.mark.parametrize("torn", [b"{", b'{"step": 3, "a": "\xc3', b'{"step": 3}'])
 def test_a_torn_last_line_is_left_out_and_mended(tmp_path: Path, torn: bytes) -> None:
-    with create_run_dir(tmp_path / "run", {}) as log:
-        log.append_metrics(1, {})
-        log.append_metrics(2, {})
+    with create_run_dir(tmp_path / "run", {}) as run_dir:
+        run_dir.append_metrics(1, {})
+        run_dir.append_metrics(2, {})
     path = tmp_path / "run/metrics.jsonl"
     path.write_bytes(path.read_bytes() + torn)
     assert open_run_dir(tmp_path / "run").read_metrics() == [{"step": 1}, {"step": 2}]
-    with open_run_dir(tmp_path / "run", write=True) as log:
-        log.append_metrics(3, {"a": 1})
+    with open_run_dir(tmp_path / "run", write=True) as run_dir:
+        run_dir.append_metrics(3, {"a": 1})
     assert open_run_dir(tmp_path / "run").read_metrics() == [{"step": 1}, {"step": 2}, {"step": 3, "a": 1}]
 
 
 @pytest.mark.parametrize("damage", [b"{\n", b"[1]\n", b"\n", b"\xff\n"])
 def test_any_other_damage_is_an_error(tmp_path: Path, damage: bytes) -> None:
-    log = create_run_dir(tmp_path / "run", {})
+    run_dir = create_run_dir(tmp_path / "run", {})
     (tmp_path / "run/metrics.jsonl").write_bytes(b'{"step": 1}\n' + damage)
     with pytest.raises(ArpoError, match=r"metrics\.jsonl: line 2 is damaged"):
-        log.read_metrics()
+        run_dir.read_metrics()
 
 
 def test_rewind_leaves_what_a_run_stopped_there_has(tmp_path: Path) -> None:
     logs = [create_run_dir(tmp_path / name, {}) for name in ("whole", "short")]
-    for log, steps in zip(logs, (5, 3), strict=True):
+    for run_dir, steps in zip(logs, (5, 3), strict=True):
         for step in range(1, steps + 1):
-            log.append_metrics(step, {"loss": 1 / step, "bad": math.nan})
-            _save(log, step, f"q{step}")
-            log.commit_checkpoint(step, _checkpoint(str(step)), keep=9)
+            run_dir.append_metrics(step, {"loss": 1 / step, "bad": math.nan})
+            _save(run_dir, step, f"q{step}")
+            run_dir.commit_checkpoint(step, _checkpoint(str(step)), keep=9)
     logs[0].roll_back(3)
 
-    def contents(log: RunDir) -> dict[str, bytes]:
-        files = [path for path in log.directory.rglob("*") if path.is_file() and path.name != "run.lock"]
-        return {str(path.relative_to(log.directory)): path.read_bytes() for path in files}
+    def contents(run_dir: RunDir) -> dict[str, bytes]:
+        files = [path for path in run_dir.directory.rglob("*") if path.is_file() and path.name != "run.lock"]
+        return {str(path.relative_to(run_dir.directory)): path.read_bytes() for path in files}
 
     assert contents(logs[0]) == contents(logs[1])
     assert logs[0].latest_checkpoint() == (3, tmp_path / "whole/checkpoints/step_000003")
@@ -333,33 +333,33 @@ def test_rewind_leaves_what_a_run_stopped_there_has(tmp_path: Path) -> None:
 
 
 def test_checkpoints_keep_the_newest(tmp_path: Path) -> None:
-    log = create_run_dir(tmp_path / "run", {})
-    assert log.latest_checkpoint() is None
+    run_dir = create_run_dir(tmp_path / "run", {})
+    assert run_dir.latest_checkpoint() is None
     for step in (1, 2, 10, 1_000_000):
-        log.commit_checkpoint(step, _checkpoint(str(step)), keep=2)
-    assert log.checkpoint_steps() == [10, 1_000_000]
-    latest = log.latest_checkpoint()
-    assert latest == (1_000_000, log.checkpoint_path(1_000_000))
+        run_dir.commit_checkpoint(step, _checkpoint(str(step)), keep=2)
+    assert run_dir.checkpoint_steps() == [10, 1_000_000]
+    latest = run_dir.latest_checkpoint()
+    assert latest == (1_000_000, run_dir.checkpoint_path(1_000_000))
     assert (latest[1] / "inner/weights").read_text() == "1000000"
     assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir()) == ["step_000010", "step_1000000"]
     with pytest.raises(ValueError, match="never replaced"):
-        log.commit_checkpoint(10, _checkpoint("x"), keep=2)
+        run_dir.commit_checkpoint(10, _checkpoint("x"), keep=2)
     with pytest.raises(ValueError, match="keep is 0"):
-        log.commit_checkpoint(11, _checkpoint("x"), keep=0)
+        run_dir.commit_checkpoint(11, _checkpoint("x"), keep=0)
 
 
 def test_a_crash_while_writing_leaves_the_old_checkpoint(tmp_path: Path) -> None:
-    log = create_run_dir(tmp_path / "run", {})
-    log.commit_checkpoint(1, _checkpoint("old"), keep=1)
+    run_dir = create_run_dir(tmp_path / "run", {})
+    run_dir.commit_checkpoint(1, _checkpoint("old"), keep=1)
 
     def crash(folder: Path) -> None:
         (folder / "weights").write_text("half")
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        log.commit_checkpoint(2, crash, keep=1)
-    assert log.latest_checkpoint() == (1, log.checkpoint_path(1))
-    log.commit_checkpoint(3, _checkpoint("new"), keep=1)
+        run_dir.commit_checkpoint(2, crash, keep=1)
+    assert run_dir.latest_checkpoint() == (1, run_dir.checkpoint_path(1))
+    run_dir.commit_checkpoint(3, _checkpoint("new"), keep=1)
     assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step_000003"]
 
 
@@ -368,12 +368,12 @@ def test_a_crash_at_any_later_point_leaves_a_complete_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     """Stop at the first, second, ... such call of a commit; whatever has a checkpoint's name must be whole."""
-    owner, name = {"rename": (Path, "rename"), "rmtree": (shutil, "rmtree"), "sync": (runlog, "_sync")}[call]
+    owner, name = {"rename": (Path, "rename"), "rmtree": (shutil, "rmtree"), "sync": (run_dir_module, "_sync")}[call]
     original = getattr(owner, name)
     for allowed in range(6):
         directory = tmp_path / f"{call}{allowed}"
-        log = create_run_dir(directory, {})
-        log.commit_checkpoint(1, _checkpoint("1"), keep=1)
+        run_dir = create_run_dir(directory, {})
+        run_dir.commit_checkpoint(1, _checkpoint("1"), keep=1)
         left = [allowed]
 
         def crashing(*args: Any, left: list[int] = left) -> Any:
@@ -387,24 +387,26 @@ def test_a_crash_at_any_later_point_leaves_a_complete_checkpoint(
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, crashing)
             try:
-                log.commit_checkpoint(2, _checkpoint("2"), keep=1)
+                run_dir.commit_checkpoint(2, _checkpoint("2"), keep=1)
             except KeyboardInterrupt:
                 assert left == [0]
-        latest = log.latest_checkpoint()
+        latest = run_dir.latest_checkpoint()
         assert latest is not None
-        for step in log.checkpoint_steps():
-            assert (log.checkpoint_path(step) / "inner/weights").read_text() == str(step)
-        log.commit_checkpoint(3, _checkpoint("3"), keep=1)
+        for step in run_dir.checkpoint_steps():
+            assert (run_dir.checkpoint_path(step) / "inner/weights").read_text() == str(step)
+        run_dir.commit_checkpoint(3, _checkpoint("3"), keep=1)
         assert [path.name for path in (directory / "checkpoints").iterdir()] == ["step_000003"]
 
 
 def test_everything_in_a_checkpoint_is_on_disk_before_it_gets_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log = create_run_dir(tmp_path / "run", {})
-    log.append_metrics(1, {})
+    run_dir = create_run_dir(tmp_path / "run", {})
+    run_dir.append_metrics(1, {})
     synced: list[tuple[str, bool]] = []
-    monkeypatch.setattr(runlog, "_sync", lambda path: synced.append((path.name, log.checkpoint_path(1).exists())))
-    log.commit_checkpoint(1, _checkpoint("x"), keep=1)
+    monkeypatch.setattr(
+        run_dir_module, "_sync", lambda path: synced.append((path.name, run_dir.checkpoint_path(1).exists()))
+    )
+    run_dir.commit_checkpoint(1, _checkpoint("x"), keep=1)
     names = ["weights", "inner", "step_000001.tmp", "metrics.jsonl"]
     assert synced == [(name, False) for name in names] + [("checkpoints", True), ("run", True)]

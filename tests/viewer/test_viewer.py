@@ -28,7 +28,7 @@ from typer.testing import CliRunner
 from arpo.cli.main import app
 from arpo.errors import ArpoError
 from arpo.runs import locks
-from arpo.runs.locks import is_live, take_lock
+from arpo.runs.locks import acquire_lock, is_live
 from arpo.runs.run_dir import create_run_dir, open_run_dir
 from arpo.runs.trees import tree_from_json, tree_to_json
 from arpo.viewer import data, export
@@ -631,17 +631,17 @@ def test_a_run_with_a_name_that_is_no_text_breaks_nothing(tmp_path: Path) -> Non
 
 def test_looking_whether_a_run_is_live_keeps_no_writer_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not is_live(tmp_path)
-    take_lock(tmp_path).close()
+    acquire_lock(tmp_path).close()
     assert not is_live(tmp_path)
     looking = (tmp_path / "run.lock").open("rb")
     fcntl.flock(looking, fcntl.LOCK_SH)
     waits = []
     monkeypatch.setattr(locks.time, "sleep", waits.append)
     with pytest.raises(ArpoError, match="another process"):
-        take_lock(tmp_path)
+        acquire_lock(tmp_path)
     assert len(waits) == locks.TRIES - 1 > 0
     monkeypatch.setattr(locks.time, "sleep", lambda _: looking.close())  # who looks is done while the writer waits
-    with take_lock(tmp_path):
+    with acquire_lock(tmp_path):
         assert is_live(tmp_path)
     assert not is_live(tmp_path)
 

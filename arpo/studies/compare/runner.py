@@ -33,7 +33,7 @@ from arpo.config.loading import config_from_resolved, differences, load_config
 from arpo.config.schema import Config
 from arpo.errors import ArpoError
 from arpo.figures.text import printable
-from arpo.runs.locks import take_lock
+from arpo.runs.locks import acquire_lock
 from arpo.runs.reporter import SILENT, Progress, Reporter
 from arpo.runs.run_dir import is_run_dir, open_run_dir, write_atomically
 from arpo.studies.compare.stats import Comparison, Point, TrialResult
@@ -178,7 +178,7 @@ async def compare(plan: ComparisonPlan, reporter: Reporter = SILENT) -> Comparis
 def _locked(plan: ComparisonPlan) -> Iterator[None]:
     """Lock the output directory; refuse one that holds a different comparison."""
     plan.out.mkdir(parents=True, exist_ok=True)
-    with take_lock(plan.out, "comparison", "--out"):
+    with acquire_lock(plan.out, "comparison", "--out"):
         path = plan.out / "compare.json"
         identity: dict[str, Any] = {
             "match": plan.match,
