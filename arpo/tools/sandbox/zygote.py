@@ -65,7 +65,7 @@ def main() -> None:
         return
     if not zygote:
         return
-    own_pids, base_memory = zygote
+    pid_namespace, base_memory = zygote
     control.sendall(b"ok")
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies of workers
     while True:
@@ -74,7 +74,7 @@ def main() -> None:
             _exit(settings)
         if os.fork() == 0:
             control.close()
-            _worker(settings, socket.socket(fileno=fds[0]), own_pids, base_memory)
+            _worker(settings, socket.socket(fileno=fds[0]), pid_namespace, base_memory)
         os.close(fds[0])
 
 
@@ -92,7 +92,7 @@ def _set_up(settings: dict[str, Any]) -> tuple[int, int] | None:
 
     With namespaces, the process that entered them stays outside as a guard and returns None when the other has ended.
     """
-    own_pids = -1
+    pid_namespace = -1
     os.umask(0o022)
     if settings["tier"] != "none" and (missing := isolation.missing_support(settings["tier"])):
         raise OSError(missing)
@@ -105,7 +105,7 @@ def _set_up(settings: dict[str, Any]) -> tuple[int, int] | None:
             os.waitpid(child, 0)
             return None
         linux.die_with_parent()
-        own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+        pid_namespace = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
     sys.path[:] = [*sys.path[1:], *settings["path"]]  # the first entry was only needed to find this module
     for name in PRELOADED.split():
         importlib.import_module(name)
@@ -125,10 +125,10 @@ def _set_up(settings: dict[str, Any]) -> tuple[int, int] | None:
         linux.set_dumpable(False)
     gc.collect()
     gc.freeze()  # objects made so far are shared with every call; do not touch them
-    return own_pids, base_memory
+    return pid_namespace, base_memory
 
 
-def _worker(settings: dict[str, Any], supervisor: socket.socket, own_pids: int, base_memory: int) -> NoReturn:
+def _worker(settings: dict[str, Any], supervisor: socket.socket, pid_namespace: int, base_memory: int) -> NoReturn:
     """Serve one call after the other until the supervisor closes the connection."""
     try:
         linux.die_with_parent()
@@ -147,7 +147,7 @@ def _worker(settings: dict[str, Any], supervisor: socket.socket, own_pids: int, 
         buffers = _Buffers(settings["output"])
         try:
             while True:
-                process = _ConfinedProcess(confinement, own_pids)
+                process = _ConfinedProcess(confinement, pid_namespace)
                 request = _receive(supervisor, buffers.request)
                 if request is None:
                     break
@@ -197,13 +197,13 @@ def _receive(supervisor: socket.socket, buffer: memoryview) -> memoryview | None
 class _ConfinedProcess:
     """A process that is confined and waits for its code."""
 
-    def __init__(self, confinement: isolation.Confinement, own_pids: int) -> None:
+    def __init__(self, confinement: isolation.Confinement, pid_namespace: int) -> None:
         self.limits = confinement.limits
         theirs_in, self.stdin = os.pipe()
         self.out, theirs_out = os.pipe()
         self.err, theirs_err = os.pipe()
-        if own_pids >= 0:
-            linux.setns(own_pids, linux.NEW_PID)
+        if pid_namespace >= 0:
+            linux.setns(pid_namespace, linux.NEW_PID)
             linux.unshare(linux.NEW_PID)
         self.pid = os.fork()
         if self.pid == 0:

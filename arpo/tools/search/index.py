@@ -93,16 +93,8 @@ def open_index(directory: str | Path, device: str = "auto") -> Index:
         path = folder / name
         if not path.is_file() or path.stat().st_size != size:
             raise ArpoError(f"{path} is missing or truncated; rebuild the index")
-    bm25 = Bm25(
-        manifest["passages"],
-        _bytes(folder, "words"),
-        _array(folder, "word_starts"),
-        _array(folder, "lists"),
-        _array(folder, "starts"),
-        _array(folder, "peaks"),
-        _array(folder, "passages"),
-        _array(folder, "impacts"),
-    )
+    arrays = (_array(folder, name) for name in ("word_starts", "lists", "starts", "peaks", "passages", "impacts"))
+    bm25 = Bm25(manifest["passages"], _bytes(folder, "words"), *arrays)
     texts, text_starts = _bytes(folder, "texts"), _array(folder, "text_starts")
     dense = _open_dense(folder, manifest["dense"], device)
     return Index(texts, text_starts, bm25, manifest["fingerprint"], manifest["split_underscores"], dense)
