@@ -1,10 +1,10 @@
-"""Making traces for `arpo sft`: from annotated solutions, run in the sandbox, or from what a model itself got right.
+"""Collects traces for `arpo sft`: from GSM8K's annotated solutions, or from correct trajectories of a model.
 
-Promises: a trace is written only if it was checked. A solution's program was run by the Python tool and printed the
-right answer; a sampled path earned `correct` = 1 and `format` = 1, ended with its answer, met no broken tool, and read
-back from the file it has exactly the tokens that were sampled. What is left out is counted by reason. The same input
-gives the same file (of sampled paths, on a CPU with deterministic tools).
-Does not cover: whether a path that got the right answer had good reasons.
+Guarantees: every trace was checked. The program of a solution was run by the Python tool and printed the correct
+answer. A sampled trajectory has `correct` = 1 and `format` = 1, ended with its answer, met no broken tool, and gives
+exactly the sampled tokens when read back from the file. What is left out is counted by reason. The same input gives the
+same file (for sampled trajectories: on a CPU with deterministic tools).
+Not covered: whether a trajectory with the correct answer had good reasons for it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from arpo.agent.agent import Agent
 from arpo.agent.traces import check_segments
 from arpo.algorithm.rollout import sample_trees
-from arpo.data.gsm8k import Program, make_program
+from arpo.data.gsm8k import Program, build_program
 from arpo.data.rows import read_rows, source_name
 from arpo.data.tasks import Row
 from arpo.data.traces import Trace
@@ -34,12 +34,12 @@ from arpo.training.context import RolloutContext
 from arpo.training.sft_examples import encode_trace
 from arpo.types import ScoredTree, StopReason, ToolCall, Trajectory, derive_seed
 
-AT_A_TIME = 256  # questions or programs under way
+CHUNK = 256  # tasks or programs at the same time
 THINK, ANSWER = "<think>{}</think>", "<think>The answer is {}.</think><answer>\\boxed{{{}}}</answer>"
 
 
 async def gsm8k_traces(source: str, out: Path, limit: int | None = None, reporter: Reporter = SILENT) -> None:
-    """Write the solutions of GSM8K rows that Python confirms to `out`, as messages: they fit every call format."""
+    """Write GSM8K solutions whose program gives the correct answer to `out`, as messages, for any call format."""
     left_out: Counter[str] = Counter()
     programs: list[tuple[str, str, Program]] = []
     rows = list(islice(read_rows(source), limit))
@@ -47,22 +47,22 @@ async def gsm8k_traces(source: str, out: Path, limit: int | None = None, reporte
         try:
             question, solution = _gsm8k_row(row.parse())
             name = f"{source_name(source)}:{row.number}"
-            programs.append((name, question, make_program(question, solution)))
+            programs.append((name, question, build_program(question, solution)))
         except ValueError as reason:
             left_out[str(reason)] += 1
-    with _writing(out) as write, Toolset([build_python(open_sandbox(512, False))]) as tools:
+    with _new_file(out) as write, Toolset([build_python(open_sandbox(512, False))]) as tools:
         with reporter.progress("running programs", len(programs)) as bar:
-            for first in range(0, len(programs), AT_A_TIME):
-                part = programs[first : first + AT_A_TIME]
-                calls = (call_tool(tools, ToolCall("python", {"code": program.code})) for _, _, program in part)
-                for (name, question, program), result in zip(part, await asyncio.gather(*calls), strict=True):
+            for first in range(0, len(programs), CHUNK):
+                chunk = programs[first : first + CHUNK]
+                calls = (call_tool(tools, ToolCall("python", {"code": program.code})) for _, _, program in chunk)
+                for (name, question, program), result in zip(chunk, await asyncio.gather(*calls), strict=True):
                     if result.fault is not None:
                         left_out["the program fails"] += 1
                     elif not numbers_equal(result.text, [program.answer]):
                         left_out["the program prints another number"] += 1
                     else:
-                        write(_messages(name, question, program, result.text))
-                bar.update(first + len(part))
+                        write(_message_row(name, question, program, result.text))
+                bar.update(first + len(chunk))
         written = len(rows) - left_out.total()
         _report(f"{written:,} of {len(rows):,} solutions became traces", written, left_out, out, reporter)
 
@@ -74,7 +74,7 @@ def _gsm8k_row(row: Row) -> tuple[str, str]:
     return question, solution
 
 
-def _messages(name: str, question: str, program: Program, result: str) -> str:
+def _message_row(name: str, question: str, program: Program, result: str) -> str:
     call = {"type": "function", "function": {"name": "python", "arguments": json.dumps({"code": program.code})}}
     messages = [
         {"role": "user", "content": question},
@@ -92,55 +92,55 @@ async def sample_traces(
     per_question: int = 4,
     reporter: Reporter = SILENT,
 ) -> None:
-    """Sample paths for the training questions, or the first so many, and write to `out` those that got all right.
+    """Sample the training tasks, or the first `questions` of them, and write correct trajectories to `out`.
 
-    Of equal ones one is kept, and `per_question` at most.
+    Duplicates are dropped, and each task gives at most `per_question` traces.
     """
     config, tasks = context.config, context.tasks.train[:questions]
+    branching = config.branching.model_copy(update={"fill": "all"})
     left_out: Counter[str] = Counter()
-    paths = answered = 0
-    with _writing(out) as write, reporter.progress("sampling", len(tasks)) as bar:
-        for first in range(0, len(tasks), AT_A_TIME):
-            part = tasks[first : first + AT_A_TIME]
-            seeds = [derive_seed(config.seed, "collect", number) for number in range(first, first + len(part))]
-            agent, rollout = context.agent, config.rollout
-            branching = config.branching.model_copy(update={"fill": "all"})
-
-            def on_tree(scored: ScoredTree) -> None:
-                bar.advance()
-
+    sampled = solved = 0
+    with _new_file(out) as write, reporter.progress("sampling", len(tasks)) as bar:
+        for first in range(0, len(tasks), CHUNK):
+            chunk = tasks[first : first + CHUNK]
+            seeds = [derive_seed(config.seed, "collect", number) for number in range(first, first + len(chunk))]
             with Scorer(context.reward, config.reward.workers) as scorer:
-                trees = await sample_trees(agent, part, rollout, branching, seeds, scorer.score, on_tree=on_tree)
+                trees = await sample_trees(
+                    context.agent,
+                    chunk,
+                    config.rollout,
+                    branching,
+                    seeds,
+                    scorer.score,
+                    on_tree=lambda scored: bar.advance(),
+                )
             for scored in trees:
-                traces = right_traces(context.agent, scored, per_question, left_out)
-                paths += len(scored.tree.leaves)
-                answered += bool(traces)
+                traces = correct_traces(context.agent, scored, per_question, left_out)
+                sampled += len(scored.tree.leaves)
+                solved += bool(traces)
                 for trace in traces:
                     write(trace.to_json())
-        kept = paths - left_out.total()
-        said = f"{kept:,} of {paths:,} paths became traces, for {answered:,} of {len(tasks):,} questions"
-        _report(said, kept, left_out, out, reporter)
+        written = sampled - left_out.total()
+        summary = f"{written:,} of {sampled:,} trajectories became traces, for {solved:,} of {len(tasks):,} questions"
+        _report(summary, written, left_out, out, reporter)
 
 
-def right_traces(agent: Agent, scored: ScoredTree, limit: int, left_out: Counter[str]) -> list[Trace]:
-    """The traces of a tree's right trajectories, at most `limit`; why others are left out is counted in `left_out`."""
+def correct_traces(agent: Agent, scored: ScoredTree, limit: int, left_out: Counter[str]) -> list[Trace]:
+    """The traces of a tree's correct trajectories, at most `limit`; reasons of others are counted in `left_out`."""
     traces: list[Trace] = []
     for trajectory, reward in zip(scored.tree.trajectories, scored.rewards, strict=True):
         trace = _trace(trajectory)
+        correct = reward.parts["format"] == 1 and reward.parts["correct"] == 1
         if trajectory.infra_fault:
             left_out["a tool was broken"] += 1
-        elif (
-            trajectory.stop_reason is not StopReason.ANSWER
-            or reward.parts["format"] != 1
-            or reward.parts["correct"] != 1
-        ):
-            left_out["not right, or not in the right format"] += 1
+        elif trajectory.stop_reason is not StopReason.ANSWER or not correct:
+            left_out["wrong answer or wrong format"] += 1
         elif trace in traces:
-            left_out["the same as another path"] += 1
+            left_out["duplicate of another trajectory"] += 1
         elif not _same_tokens(agent, trajectory, trace):
-            left_out["would be tokenised otherwise than it was sampled"] += 1
+            left_out["tokenized differently than it was sampled"] += 1
         elif len(traces) == limit:
-            left_out["more than enough paths for one question"] += 1
+            left_out["enough traces for this question"] += 1
         else:
             traces.append(trace)
     return traces
@@ -152,20 +152,20 @@ def _trace(trajectory: Trajectory) -> Trace:
 
 
 def _same_tokens(agent: Agent, trajectory: Trajectory, trace: Trace) -> bool:
+    """Whether the trace, read from a file, would have the sampled tokens; the prompt may differ by few-shot examples."""
     try:
         check_segments(trace.segments, agent.format)
     except ValueError:
         return False
     example = encode_trace(trace, agent.tokenizer, agent.format, agent.result_tokens)
-    sampled = [node.tokens for node in trajectory.nodes[1:]]  # the prompt may begin with examples
-    return [tuple(ids) for _, ids in example.segments[1:]] == sampled
+    return [tuple(ids) for _, ids in example.segments[1:]] == [node.tokens for node in trajectory.nodes[1:]]
 
 
 @contextmanager
-def _writing(out: Path) -> Iterator[Callable[[str], None]]:
-    """Writes lines to a new file, which appears when all are written."""
+def _new_file(out: Path) -> Iterator[Callable[[str], None]]:
+    """Yields a function that writes a line; the file appears when all lines are written."""
     if out.exists():
-        raise ArpoError(f"{out}: is there already; choose another name for --out")
+        raise ArpoError(f"{out}: exists already; choose another name for --out")
     unfinished = out.with_name(f"{out.name}.tmp")
     try:
         with unfinished.open("w", encoding="utf-8") as file:
@@ -175,8 +175,8 @@ def _writing(out: Path) -> Iterator[Callable[[str], None]]:
         unfinished.unlink(missing_ok=True)
 
 
-def _report(said: str, written: int, left_out: Mapping[str, int], out: Path, reporter: Reporter) -> None:
+def _report(summary: str, written: int, left_out: Mapping[str, int], out: Path, reporter: Reporter) -> None:
     reasons = [f"  {count:>7,} left out: {reason}" for reason, count in sorted(left_out.items())]
     if not written:
         raise ArpoError("\n".join(["no traces were found, so nothing was written", *reasons]))
-    reporter.message("\n".join([f"{said}: {out}", *reasons]))
+    reporter.message("\n".join([f"{summary}: {out}", *reasons]))

@@ -19,7 +19,7 @@ from arpo.agent.agent import build_prompts
 from arpo.algorithm.advantage import compute_credits
 from arpo.algorithm.metrics import rollout_metrics, staleness_metrics, tool_metrics
 from arpo.config.schema import Config
-from arpo.data.order import batch_of, outcome
+from arpo.data.order import batch_tasks, task_outcome
 from arpo.data.task_set import TaskSet
 from arpo.errors import ArpoError, Diverged
 from arpo.evaluation.evaluate import Evaluation, select_tasks
@@ -239,10 +239,10 @@ async def sample_step(training: Training, step: int, outcomes: Sequence[str] = (
             break
         if round_:
             asked = {scored.tree.task.id for scored in trees}
-            more = batch_of(sources, count, (step - 1) * rounds + round_, derive_seed(config.seed, "resample"))
+            more = batch_tasks(sources, count, (step - 1) * rounds + round_, derive_seed(config.seed, "resample"))
             tasks = [task for task in more if task.id not in asked][:missing]
         else:
-            tasks = batch_of(sources, count, step, config.seed, config.data.curriculum, outcomes)
+            tasks = batch_tasks(sources, count, step, config.seed, config.data.curriculum, outcomes)
         seeds = [derive_seed(config.seed, "rollout", step, len(trees) + number) for number in range(len(tasks))]
         trees += await training.sampler.sample(tasks, seeds, step)
     return trees
@@ -275,7 +275,7 @@ def _outcome(scored: ScoredTree) -> str:
         for trajectory, reward in zip(scored.tree.trajectories, scored.rewards, strict=True)
         if not trajectory.infra_fault and not unjudged(reward)
     ]
-    return outcome(valid)
+    return task_outcome(valid)
 
 
 async def _evaluate_step(training: Training, step: int) -> dict[str, float]:

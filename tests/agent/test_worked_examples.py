@@ -35,7 +35,7 @@ from arpo.tools.build import build_tools, open_sandbox
 from arpo.tools.executor import Toolset, call_tool
 from arpo.tools.python.tool import build_python
 from arpo.tools.search import build_search
-from arpo.training.collect import right_traces
+from arpo.training.collect import correct_traces
 from arpo.training.context import load_tasks_and_tools
 from arpo.types import Document, Kind, Reward, RolloutTree, ScoredTree, Task, ToolCall
 
@@ -208,7 +208,7 @@ def test_trajectories_that_began_with_examples_become_traces(tmp_path: Path) -> 
     agent = player(tokenizer, fmt, encode_examples(shots(tmp_path), tokenizer, fmt, 512))
     left_out: Counter[str] = Counter()
     right = Reward(1.0, {"correct": 1.0, "format": 1.0})
-    (trace,) = right_traces(agent, ScoredTree(path_of(agent, TASK), (right,)), 4, left_out)
+    (trace,) = correct_traces(agent, ScoredTree(path_of(agent, TASK), (right,)), 4, left_out)
     assert trace.task == TASK and not left_out
     assert [kind for kind, _ in trace.segments] == [Kind.MODEL, Kind.TOOL, Kind.MODEL]
 

@@ -12,7 +12,7 @@ import pytest
 from training_runs import assert_same, config_for, run_to_the_end, what_it_left
 from trees import model, prompt, tool, tree
 
-from arpo.data.order import batch_of
+from arpo.data.order import batch_tasks
 from arpo.errors import ArpoError
 from arpo.rewards import overlong
 from arpo.runs.run_dir import open_run_dir as read_run
@@ -41,8 +41,8 @@ def test_questions_that_teach_nothing_are_replaced(model_path: Path, tmp_path: P
     )
     with open_run(config) as run:
         parts = run.session.tasks.sources
-        first = batch_of(parts, 3, 5, config.seed)
-        others = [batch_of(parts, 3, 4 * 2 + turn, derive_seed(config.seed, "resample")) for turn in (1, 2)]
+        first = batch_tasks(parts, 3, 5, config.seed)
+        others = [batch_tasks(parts, 3, 4 * 2 + turn, derive_seed(config.seed, "resample")) for turn in (1, 2)]
         every = [task.id for task in (*first, *others[0], *others[1])]
         teaching = set(list(dict.fromkeys(reversed(every)))[:open_questions])  # the last ones in the order of asking
         session = replace(run.session, reward=rewarded_by({t.id for t in parts[0].tasks} - teaching, {}))
@@ -69,7 +69,7 @@ def test_only_questions_with_unequal_rewards_get_all_their_paths(model_path: Pat
     config = config_for(model_path, tmp_path / "run", *changes, "reward.workers=1", "train.batch_size=4")
     with open_run(config) as run:
         every = {task.id for part in run.session.tasks.sources for task in part.tasks}
-        tasks = [task.id for task in batch_of(run.session.tasks.sources, 4, 1, config.seed)]
+        tasks = [task.id for task in batch_tasks(run.session.tasks.sources, 4, 1, config.seed)]
         disputed = {tasks[1], tasks[2]}
         session = replace(run.session, reward=rewarded_by(every - disputed, {}))
         trees = asyncio.run(sample_step(session, 1))

@@ -25,7 +25,7 @@ from arpo.builtin.model import build_model
 from arpo.cli.main import app
 from arpo.config.loading import load_config
 from arpo.data.benchmarks import BENCHMARKS, load_benchmark
-from arpo.data.order import batch_of
+from arpo.data.order import batch_tasks
 from arpo.data.task_set import load_task_set
 from arpo.data.tasks import Columns, load_tasks, read_tasks
 from arpo.engine.scripted import ScriptedEngine
@@ -86,7 +86,7 @@ def test_a_mixture_of_sources_each_with_its_columns(here: Path) -> None:
     assert tasks.train[7] == Task("places.jsonl:1", "Where?", ("Rome",), "place")
     assert len(tasks.train) == 14
     assert len(tasks.test) == 2  # the world is among them, so its held-out questions are there
-    kinds = Counter(task.id.partition(":")[0] for task in batch_of(tasks.sources, 10, 4, seed=0))
+    kinds = Counter(task.id.partition(":")[0] for task in batch_tasks(tasks.sources, 10, 4, seed=0))
     assert (kinds["sums.jsonl"], kinds["places.jsonl"]) == (6, 2)
 
 

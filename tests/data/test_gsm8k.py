@@ -11,7 +11,8 @@ from cli_runs import call
 from traces import formats, write_rows
 
 from arpo.agent.traces import read_traces
-from arpo.data.gsm8k import NoProgram, make_program
+from arpo.cli.display import ConsoleReporter
+from arpo.data.gsm8k import NoProgram, build_program
 from arpo.errors import ArpoError
 from arpo.rewards import format_ok
 from arpo.training.collect import gsm8k_traces
@@ -22,11 +23,11 @@ SOLD = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nShe sold 48+24 = <<48+2
 
 
 def program(question: str, solution: str) -> str:
-    return make_program(question, solution).code
+    return build_program(question, solution).code
 
 
 def test_results_of_earlier_steps_become_variables() -> None:
-    found = make_program(CLIPS, SOLD)
+    found = build_program(CLIPS, SOLD)
     assert found.code == "v1 = 48/2\nv2 = 48+v1\nprint(v2)"
     assert found.thought == "Natalia sold 48/2 clips in May. She sold 48+24 clips altogether."
     assert found.answer == "72"
@@ -58,7 +59,7 @@ def test_annotations_are_written_as_python(annotation: str, line: str) -> None:
 def test_the_last_step_that_gives_the_answer_is_printed() -> None:
     solution = "<<2*3=6>>6\n<<1+1=2>>2\n<<2+4=6>>6\n<<6*9=54>>54\n#### $6"
     assert program("4, 1 and 3", solution) == "v1 = 2*3\nv2 = 1+1\nv3 = v2+4\nprint(v3)"
-    assert make_program("4, 1 and 3", "<<1000+500=1,500>>1,500\n#### 1,500").answer == "1500"
+    assert build_program("4, 1 and 3", "<<1000+500=1,500>>1,500\n#### 1,500").answer == "1500"
 
 
 @pytest.mark.parametrize(
@@ -74,7 +75,7 @@ def test_the_last_step_that_gives_the_answer_is_printed() -> None:
 )
 def test_what_is_no_program_has_a_reason(solution: str, reason: str) -> None:
     with pytest.raises(NoProgram, match=reason):
-        make_program("How many?", solution)
+        build_program("How many?", solution)
 
 
 def test_only_what_python_confirms_becomes_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,7 +89,7 @@ def test_only_what_python_confirms_becomes_a_trace(tmp_path: Path, capsys: pytes
         {"question": "How many?"},
     ]
     source = write_rows(tmp_path / "train.jsonl", rows)
-    asyncio.run(gsm8k_traces(str(source), tmp_path / "out.jsonl"))
+    asyncio.run(gsm8k_traces(str(source), tmp_path / "out.jsonl", reporter=ConsoleReporter()))
     said = capsys.readouterr().out.replace("\n", " ")
     assert "2 of 7 solutions became traces" in said
     for reason in ("1 left out: the program prints", "2 left out: the program fails", "1 left out: no annotated steps"):
@@ -119,6 +120,6 @@ def test_nothing_is_written_over_and_no_empty_file_is_left(tmp_path: Path) -> No
     source = write_rows(tmp_path / "train.jsonl", [{"question": "How many?", "answer": "<<2+2=5>>5\n#### 5"}])
     with pytest.raises(ArpoError, match="prints another number"):
         asyncio.run(gsm8k_traces(str(source), tmp_path / "out.jsonl"))
-    with pytest.raises(ArpoError, match="is there already"):
+    with pytest.raises(ArpoError, match="exists already"):
         asyncio.run(gsm8k_traces(str(source), source))
     assert [path.name for path in tmp_path.iterdir()] == ["train.jsonl"]

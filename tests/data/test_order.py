@@ -11,45 +11,45 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arpo.data.order import MIXED, RARELY, Source, batch_of, outcome
+from arpo.data.order import MIXED, SETTLED_EPOCHS, Source, batch_tasks, task_outcome
 from arpo.types import Task, derive_seed
 
 
-def part(name: str, count: int, weight: int = 1) -> Source:
+def source(name: str, count: int, weight: int = 1) -> Source:
     return Source(name, tuple(Task(f"{name}{i}", "q", ("a",)) for i in range(count)), weight)
 
 
-def drawn(parts: Sequence[Source], count: int, steps: int, seed: int = 0) -> list[list[str]]:
-    return [[task.id for task in batch_of(parts, count, step, seed)] for step in range(1, steps + 1)]
+def drawn(sources: Sequence[Source], count: int, steps: int, seed: int = 0) -> list[list[str]]:
+    return [[task.id for task in batch_tasks(sources, count, step, seed)] for step in range(1, steps + 1)]
 
 
 def test_one_source_is_gone_through_in_fresh_orders() -> None:
     """The order that runs before there were mixtures had, written out."""
-    [ids] = drawn([part("a", 5)], 15, 1)
+    [ids] = drawn([source("a", 5)], 15, 1)
     expected = []
     for epoch in range(3):
         order = list(range(5))
         random.Random(derive_seed(0, "epoch", epoch)).shuffle(order)
         expected += [f"a{i}" for i in order]
     assert ids == expected
-    assert drawn([part("a", 5)], 15, 1, seed=1) != [ids]
+    assert drawn([source("a", 5)], 15, 1, seed=1) != [ids]
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 7)), min_size=1, max_size=4), st.integers(1, 6))
 def test_how_steps_are_cut_does_not_matter(shape: list[tuple[int, int]], count: int) -> None:
-    parts = [part("abcd"[i], size, weight) for i, (size, weight) in enumerate(shape)]
-    one_by_one = [task for [task] in drawn(parts, 1, 10 * count)]
-    assert list(chain(*drawn(parts, count, 10))) == one_by_one
+    sources = [source("abcd"[i], size, weight) for i, (size, weight) in enumerate(shape)]
+    one_by_one = [task for [task] in drawn(sources, 1, 10 * count)]
+    assert list(chain(*drawn(sources, count, 10))) == one_by_one
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 7)), min_size=1, max_size=4))
 def test_every_source_gets_its_share_and_goes_through_its_own_passes(shape: list[tuple[int, int]]) -> None:
-    parts = [part("abcd"[i], size, weight) for i, (size, weight) in enumerate(shape)]
-    total = sum(p.weight for p in parts)
-    rounds = drawn(parts, total, 10)
+    sources = [source("abcd"[i], size, weight) for i, (size, weight) in enumerate(shape)]
+    total = sum(p.weight for p in sources)
+    rounds = drawn(sources, total, 10)
     for taken in rounds:
-        assert Counter(name[0] for name in taken) == {p.name: p.weight for p in parts}
-    for p in parts:
+        assert Counter(name[0] for name in taken) == {p.name: p.weight for p in sources}
+    for p in sources:
         own = [name for taken in rounds for name in taken if name[0] == p.name]
         size = len(p.tasks)
         for start in range(0, len(own) - size + 1, size):
@@ -57,7 +57,7 @@ def test_every_source_gets_its_share_and_goes_through_its_own_passes(shape: list
 
 
 def test_turns_are_spread_evenly() -> None:
-    [taken] = drawn([part("a", 50, 3), part("b", 50, 1), part("c", 50, 2)], 12, 1)
+    [taken] = drawn([source("a", 50, 3), source("b", 50, 1), source("c", 50, 2)], 12, 1)
     assert "".join(name[0] for name in taken) == "acabcaacabca"
     for start in range(9):  # any stretch has close to its share
         counts = Counter(name[0] for name in taken[start : start + 4])
@@ -65,7 +65,7 @@ def test_turns_are_spread_evenly() -> None:
 
 
 def test_sources_of_the_same_length_have_orders_of_their_own() -> None:
-    [taken] = drawn([part("a", 30), part("b", 30)], 60, 1)
+    [taken] = drawn([source("a", 30), source("b", 30)], 60, 1)
     places = {source: [name[1:] for name in taken if name[0] == source] for source in "ab"}
     assert places["a"] != places["b"]
 
@@ -74,11 +74,13 @@ def test_sources_of_the_same_length_have_orders_of_their_own() -> None:
 
 
 def test_the_letter_of_a_question() -> None:
-    assert [outcome(values) for values in ([1.0, 1.0], [0.0, 0.0], [0.0, 1.0], [0.5], [1.0, 0.9], [])] == list("10mmmm")
+    assert [task_outcome(values) for values in ([1.0, 1.0], [0.0, 0.0], [0.0, 1.0], [0.5], [1.0, 0.9], [])] == list(
+        "10mmmm"
+    )
 
 
 def plain_curriculum(
-    parts: Sequence[Source], count: int, seed: int, visits: int, outcomes: Sequence[str]
+    sources: Sequence[Source], count: int, seed: int, visits: int, outcomes: Sequence[str]
 ) -> list[list[str]]:
     """The rule as a person would follow it, question by question; `len(outcomes) + 1` steps."""
     history: dict[str, list[str]] = {}
@@ -89,17 +91,17 @@ def plain_curriculum(
     def walk(number: int) -> Iterator[str]:
         pass_ = 0
         while True:
-            order = list(range(len(parts[number].tasks)))
+            order = list(range(len(sources[number].tasks)))
             random.Random(derive_seed(seed, f"epoch-{number}" if number else "epoch", pass_)).shuffle(order)
             for index in order:
-                name = parts[number].tasks[index].id
-                if not settled(name) or (pass_ + index) % RARELY == 0:
+                name = sources[number].tasks[index].id
+                if not settled(name) or (pass_ + index) % SETTLED_EPOCHS == 0:
                     yield name
             pass_ += 1
 
-    walks = [walk(number) for number in range(len(parts))]
-    whose = (name[0] for name in chain(*drawn(parts, count, len(outcomes) + 1, seed)))
-    numbers = {p.name: i for i, p in enumerate(parts)}
+    walks = [walk(number) for number in range(len(sources))]
+    whose = (name[0] for name in chain(*drawn(sources, count, len(outcomes) + 1, seed)))
+    numbers = {p.name: i for i, p in enumerate(sources)}
     steps: list[list[str]] = []
     for letters in [*outcomes, ""]:
         steps.append([next(walks[numbers[source]]) for source in islice(whose, count)])
@@ -118,28 +120,28 @@ def plain_curriculum(
 def test_the_curriculum_follows_the_rule(
     shape: list[tuple[int, int]], count: int, visits: int, steps: int, rng: random.Random
 ) -> None:
-    parts = [part("abc"[i], size, weight) for i, (size, weight) in enumerate(shape)]
+    sources = [source("abc"[i], size, weight) for i, (size, weight) in enumerate(shape)]
     outcomes = ["".join(rng.choices("001m", k=count)) for _ in range(steps)]
-    expected = plain_curriculum(parts, count, 5, visits, outcomes)
+    expected = plain_curriculum(sources, count, 5, visits, outcomes)
     for step in range(1, steps + 2):
-        got = batch_of(parts, count, step, 5, visits, outcomes[: step - 1])
+        got = batch_tasks(sources, count, step, 5, visits, outcomes[: step - 1])
         assert [task.id for task in got] == expected[step - 1]
 
 
 @given(st.integers(1, 7), st.integers(1, 5), st.integers(1, 3), st.integers(1, 6))
 def test_with_nothing_settled_the_order_is_the_usual_one(size: int, count: int, visits: int, step: int) -> None:
-    parts = [part("a", size, 2), part("b", 3)]
-    usual = batch_of(parts, count, step, 0)
-    assert batch_of(parts, count, step, 0, visits, [MIXED * count] * (step - 1)) == usual
+    sources = [source("a", size, 2), source("b", 3)]
+    usual = batch_tasks(sources, count, step, 0)
+    assert batch_tasks(sources, count, step, 0, visits, [MIXED * count] * (step - 1)) == usual
 
 
 @pytest.mark.parametrize("letter", "01")
 def test_settled_questions_come_up_in_every_fourth_pass(letter: str) -> None:
     """Ten questions, one of them mixed for ever: it comes in every pass, the others in one of four."""
-    parts, outcomes = [part("a", 10)], list[str]()
+    sources, outcomes = [source("a", 10)], list[str]()
     seen: Counter[str] = Counter()
     for step in range(1, 201):
-        [task] = batch_of(parts, 1, step, 0, 2, outcomes)
+        [task] = batch_tasks(sources, 1, step, 0, 2, outcomes)
         outcomes.append(MIXED if task.id == "a3" else letter)
         seen[task.id] += 1
     others = [count for name, count in seen.items() if name != "a3"]
@@ -149,14 +151,14 @@ def test_settled_questions_come_up_in_every_fourth_pass(letter: str) -> None:
 
 
 def test_alternating_outcomes_do_not_settle_a_question() -> None:
-    parts = [part("a", 3)]
+    sources = [source("a", 3)]
     outcomes = ["000", "111"] * 4
-    usual = [task.id for task in batch_of(parts, 3, 9, 0)]
-    assert [task.id for task in batch_of(parts, 3, 9, 0, 2, outcomes)] == usual
+    usual = [task.id for task in batch_tasks(sources, 3, 9, 0)]
+    assert [task.id for task in batch_tasks(sources, 3, 9, 0, 2, outcomes)] == usual
 
 
 def test_a_history_that_does_not_fit_is_an_error() -> None:
     with pytest.raises(ValueError):
-        batch_of([part("a", 4)], 2, 2, 0, 1, ["0"])
+        batch_tasks([source("a", 4)], 2, 2, 0, 1, ["0"])
     with pytest.raises(IndexError):
-        batch_of([part("a", 4)], 2, 3, 0, 1, ["00"])
+        batch_tasks([source("a", 4)], 2, 3, 0, 1, ["00"])

@@ -10,7 +10,7 @@ import cluster_toys
 
 import arpo
 from arpo.config.schema import Config
-from arpo.data.order import batch_of
+from arpo.data.order import batch_tasks
 from arpo.data.task_set import load_task_set
 from arpo.runs.run_dir import RunDir
 from arpo.types import Kind
@@ -57,7 +57,7 @@ def assert_all_there(log: RunDir, config: Config) -> None:
     assert [row["step"] for row in rows] == log.tree_steps() == list(range(1, config.train.steps + 1))
     for row in rows:
         trees = [scored.tree for scored in log.read_trees(row["step"])]
-        wanted = batch_of(sources, config.train.batch_size, row["step"], config.seed)
+        wanted = batch_tasks(sources, config.train.batch_size, row["step"], config.seed)
         assert [tree.task.id for tree in trees] == [task.id for task in wanted]
         assert row["trajectories"] == sum(len(tree.leaves) for tree in trees) == 4 * config.train.batch_size
         assert row["tool_calls"] == sum(n.kind is Kind.TOOL for tree in trees for n in tree.nodes)

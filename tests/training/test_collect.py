@@ -17,7 +17,7 @@ from arpo.agent.traces import read_traces
 from arpo.data.traces import Trace
 from arpo.engine.scripted import ScriptedEngine
 from arpo.errors import ArpoError
-from arpo.training.collect import right_traces, sample_traces
+from arpo.training.collect import correct_traces, sample_traces
 from arpo.training.loop import open_session
 from arpo.training.sft import open_sft, train_sft
 from arpo.training.sft_examples import encode_trace
@@ -49,13 +49,13 @@ def kept(
     agent: Agent, nodes: list[Node], reward: Reward = RIGHT, end: StopReason = StopReason.ANSWER
 ) -> tuple[int, list[str]]:
     left_out: Counter[str] = Counter()
-    traces = right_traces(agent, ScoredTree(tree(nodes, [len(nodes) - 1], TASK, end), (reward,)), 4, left_out)
+    traces = correct_traces(agent, ScoredTree(tree(nodes, [len(nodes) - 1], TASK, end), (reward,)), 4, left_out)
     return len(traces), list(left_out)
 
 
 def test_only_what_is_all_right_is_kept(agent: Agent) -> None:
     assert kept(agent, path(agent)) == (1, [])
-    wrong = "not right, or not in the right format"
+    wrong = "wrong answer or wrong format"
     assert kept(agent, path(agent), Reward(0.0, {"correct": 0.0, "format": 1.0})) == (0, [wrong])
     assert kept(agent, path(agent), Reward(0.9, {"correct": 0.9, "format": 1.0})) == (0, [wrong])
     assert kept(agent, path(agent), Reward(-1.0, {"correct": 1.0, "format": 0.0})) == (0, [wrong])
@@ -69,7 +69,7 @@ def test_what_would_be_tokenised_otherwise_is_left_out(agent: Agent) -> None:
     letters = [i for c in END for i in agent.tokenizer(c).input_ids]  # the same text from smaller tokens
     assert agent.tokenizer.decode(letters) == END
     nodes[3] = model(2, letters, END)
-    reason = "would be tokenised otherwise than it was sampled"
+    reason = "tokenized differently than it was sampled"
     assert kept(agent, nodes) == (0, [reason])
     assert kept(agent, path(agent, last=END + "!")) == (0, [reason])
 
@@ -80,9 +80,9 @@ def test_equal_paths_are_kept_once_and_not_too_many(agent: Agent) -> None:
     nodes += [path(agent, last=end)[3] for end in ends]
     left_out: Counter[str] = Counter()
     grown = tree(nodes, [3, 4, 5, 6], TASK)
-    traces = right_traces(agent, ScoredTree(grown, (RIGHT,) * 4), 2, left_out)
+    traces = correct_traces(agent, ScoredTree(grown, (RIGHT,) * 4), 2, left_out)
     assert [trace.segments[2][1] for trace in traces] == [ends[0], ends[2]]
-    assert left_out == {"the same as another path": 1, "more than enough paths for one question": 1}
+    assert left_out == {"duplicate of another trajectory": 1, "enough traces for this question": 1}
 
 
 @pytest.fixture(scope="module")
@@ -107,19 +107,19 @@ def test_sampled_traces_are_read_back_with_the_tokens_that_were_sampled(
 ) -> None:
     """From the command line: sample a run, and teach a model what was kept."""
     seen: list[RolloutTree] = []
-    original = right_traces
+    original = correct_traces
 
     def watch(agent: Agent, scored: ScoredTree, *more: Any) -> Any:
         seen.append(scored.tree)
         return original(agent, scored, *more)
 
-    monkeypatch.setattr("arpo.training.collect.right_traces", watch)
+    monkeypatch.setattr("arpo.training.collect.correct_traces", watch)
     out, settings = (
         tmp_path / "out.jsonl",
         ["rollout.num_trajectories=6", "rollout.num_initial=6", "branching.policy=never"],
     )
     assert call("data", "sample", taught / "run", "--out", out, "--per-question", 2, "--questions", 10, *settings) == 0
-    assert "of 60 paths became traces" in capsys.readouterr().out
+    assert "of 60 trajectories became traces" in capsys.readouterr().out
     config = sums_config(taught)
     session = open_session(config)
     fmt, tokenizer = session.agent.format, session.agent.tokenizer
@@ -134,7 +134,7 @@ def test_sampled_traces_are_read_back_with_the_tokens_that_were_sampled(
     assert len({(trace.task.question, trace.segments) for trace in reading.traces}) == len(reading.traces)
     assert [grown.task.id for grown in seen] == [f"questions.jsonl:{n}" for n in range(1, 11)]
     again = tmp_path / "again.jsonl"
-    monkeypatch.setattr("arpo.training.collect.AT_A_TIME", 3)
+    monkeypatch.setattr("arpo.training.collect.CHUNK", 3)
     assert (
         call("data", "sample", taught / "run", "--out", again, "--per-question", 2, "--questions", 10, *settings) == 0
     )

@@ -26,7 +26,7 @@ from arpo.algorithm.rollout import rollout
 from arpo.builtin.model import build_model
 from arpo.config.loading import load_config
 from arpo.config.schema import Advantage, Branching, Rollout
-from arpo.data.order import Source, batch_of
+from arpo.data.order import Source, batch_tasks
 from arpo.data.task_set import load_task_set
 from arpo.engine.local.engine import LocalEngine
 from arpo.errors import ArpoError
@@ -359,10 +359,10 @@ def test_checkpoints_round_trip_the_optimiser(tokenizer: Any, tmp_path: Path) ->
 def test_batches_go_through_all_questions_before_any_comes_again() -> None:
     tasks = [Task(str(i), "q", ("a",)) for i in range(10)]
     sources = [Source("x", tuple(tasks))]
-    drawn = [task.id for step in range(1, 6) for task in batch_of(sources, 4, step, seed=0)]
+    drawn = [task.id for step in range(1, 6) for task in batch_tasks(sources, 4, step, seed=0)]
     assert sorted(drawn[:10]) == sorted(drawn[10:]) == sorted(task.id for task in tasks)
     assert drawn[:10] != drawn[10:]
-    assert [t.id for t in batch_of(sources, 4, 3, seed=0)] == drawn[8:12]  # depends on the step alone
+    assert [t.id for t in batch_tasks(sources, 4, 3, seed=0)] == drawn[8:12]  # depends on the step alone
 
 
 def test_data_mistakes_are_found_before_a_directory_is_made(tmp_path: Path) -> None:
