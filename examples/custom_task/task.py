@@ -1,4 +1,4 @@
-"""A task of your own: a tool, and how an answer is scored."""
+"""A task of your own: a tool, and a function that scores answers."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ def price(item: str) -> str:
 
 
 def closeness(prediction: str, golds: Sequence[str], task: Task) -> float:
-    """1 for the right sum, half of that if it is off by a tenth at most."""
+    """1 for the right sum, 0.5 if it is off by at most a tenth, else 0."""
     digits = "".join(sign for sign in prediction if sign in "0123456789")[:9] or "0"
     wrong = abs(int(digits) - int(golds[0]))
     return 1.0 if wrong == 0 else 0.5 if wrong <= int(golds[0]) / 10 else 0.0
