@@ -45,7 +45,6 @@ PLUG_INS = {"builtin": {"cli"}, "arpo": {"cli"}}  # these are imported by no oth
 # Left over from the move into rooms; every entry still has to go.
 KNOWN = {
     "cluster -> cli",
-    "studies -> cli",
     "training -> cli",
     "agent: no docstring",
     "algorithm: no docstring",

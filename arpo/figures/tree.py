@@ -3,7 +3,7 @@
 From left to right, one row per trajectory: the prompt (grey), model turns (blue), tool results (orange, red if they
 failed), as wide as their number of tokens. A branch point shows its dH, a trajectory's end its reward and advantage.
 
-Guarantees: pure functions; the same tree gives the same bytes. Untrusted text is cut and shown as text, never as markup.
+Guarantees: the same tree gives the same bytes. Untrusted text is cut and shown as text, never as markup.
 """
 
 from __future__ import annotations

@@ -186,8 +186,8 @@ class Planner:
         memory = training_memory(setup.config, setup.shape, setup.gpus)
         problem = (
             f"{setup.shape.name} does not fit on {setup.gpus} x {setup.hardware.name} "
-            f"({setup.hardware.memory / 1e9:.0f} GB each): training on all GPUs takes {memory.total / 1e9:.0f} GB on each "
-            f"({memory.optimizer / 1e9:.0f} optimizer, {memory.activations / 1e9:.0f} activations), plus what sampling needs"
+            f"({setup.hardware.memory / 1e9:.0f} GB each): training alone takes {memory.total / 1e9:.0f} GB on each "
+            f"({memory.optimizer / 1e9:.0f} optimizer, {memory.activations / 1e9:.0f} activations)"
         )
         helps = [text for text, changed in memory_remedies(setup) if Planner(changed).fits()]
         return f"{problem}; {'it fits with ' + ', or with '.join(helps[:3]) if helps else 'no single change helps'}"
@@ -279,7 +279,7 @@ def _similar(split: Split, gpus: int) -> list[Split]:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All options of a setup, where each workload number comes from, and measured seconds of the run, if there is one."""
+    """All options of a setup, where each workload number comes from, and the measured seconds of the run, if any."""
 
     planner: Planner
     options: Sequence[Option]

@@ -79,7 +79,8 @@ def text_lines(plan: Plan) -> list[str]:
         "",
         *_assumptions(plan),
         "",
-        f"best of {len(plan.options)} splits: {describe(best.split)}; {best.open_trajectories} trajectories open per replica",
+        f"best of {len(plan.options)} splits: {describe(best.split)}; a replica has {best.open_trajectories} open "
+        "trajectories",
         f"step {_seconds(best.step)}",
     ]
     sides = (("sampling", "rollout_seconds", best.sampling), ("training", "train_seconds", best.update.seconds))

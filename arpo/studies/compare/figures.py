@@ -1,6 +1,6 @@
 """The figures of a comparison: final accuracy, and accuracy against tool calls and training time.
 
-    files = draw_comparison(comparison)   # final.svg, final.png, curves.svg, ...; for more than six algorithms also time
+    files = draw_comparison(comparison)   # final, curves and, for more than six algorithms, time; as .svg and .png
 
 Guarantees: only complete trials are drawn. Algorithms differ in color, line style and marker. Untrusted names are drawn
 literally, and long ones are shortened in the middle.

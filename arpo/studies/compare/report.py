@@ -2,8 +2,8 @@
 
     write_comparison(directory, comparison)
 
-Guarantees: everything but `write_comparison` is a pure function of the comparison. Files are written atomically. Missing
-runs are reported before anything else. Untrusted names are escaped wherever they are shown.
+Guarantees: everything but `write_comparison` is a pure function of the comparison. Files are written atomically.
+Missing runs are reported before anything else. Untrusted names are escaped wherever they are shown.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ CAPTIONS = {
     "time.png": "accuracy against minutes of training",
 }
 RATIO = (
-    "The cost ratio is the number of tool calls until the mean curve first reaches a fraction of the baseline's gain in "
-    "accuracy, divided by the baseline's number; - if the baseline gained nothing."
+    "The cost ratio is the number of tool calls until the mean curve first reaches a fraction of the baseline's gain "
+    "in accuracy, divided by the baseline's number; - if the baseline gained nothing."
 )
 INTERVALS = (
     "In brackets: 95 % intervals, Student's t over seeds. Differences are paired by seed, over the seeds that both "
@@ -48,8 +48,8 @@ INTERVALS = (
 )
 ONE_SEED = "There is only one seed, so there are no intervals, and another seed may reverse the order."
 COSTS = (
-    "Means over complete seeds. Tool calls, trajectories, tokens and minutes are those of a whole training run. Calls per "
-    "question and format are measured on held-out questions after training."
+    "Means over complete seeds. Tool calls, trajectories, tokens and minutes are those of a whole training run. Calls "
+    "per question and format are measured on held-out questions after training."
 )
 Table = tuple[list[str], list[list[str]]]  # head and rows
 

@@ -120,7 +120,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """Cost divided by the baseline's; `ratio` is None if the target is not reached. An end of the interval may be infinite."""
+    """Cost divided by the baseline's; None if the target is not reached. An end of the interval may be infinite."""
 
     ratio: float | None
     low: float | None

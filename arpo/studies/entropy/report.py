@@ -105,8 +105,8 @@ def markdown(subject: Subject, study: Study) -> str:
         "",
         "## Branch points",
         "",
-        "A branch point is informative if its continuations (the probed trajectory and the new ones) have different mean "
-        "rewards. It is compared if two or more of them have a valid reward. AUC of dH: the probability that an "
+        "A branch point is informative if its continuations (the probed trajectory and the new ones) have different "
+        "mean rewards. It is compared if two or more of them have a valid reward. AUC of dH: the probability that an "
         "informative branch point has a larger dH than an uninformative one; 0.5 if dH predicts nothing.",
         "",
     ]

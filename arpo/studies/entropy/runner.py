@@ -32,7 +32,7 @@ def study_run(log: RunDir, steps: Sequence[int], tokens: int, reporter: Reporter
 async def study_model(
     name: str, context: RolloutContext, questions: int, tokens: int, reporter: Reporter
 ) -> tuple[Subject, Study]:
-    """Sample trees as training would and study them; for held-out questions, or training questions if there are none."""
+    """Sample trees as in training and study them; for held-out questions, or training questions if there are none."""
     config, test = context.config, context.tasks.test
     tasks = (test or context.tasks.train)[:questions]
     seeds = [derive_seed(config.seed, "entropy", number) for number in range(len(tasks))]

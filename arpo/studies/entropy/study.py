@@ -5,9 +5,9 @@
 A turn starts at the prompt or after a tool result. Entropies are those stored in the tree's nodes: nats, over the full
 vocabulary, at the sampling temperature.
 
-Guarantees: every turn start counts once. Turns that start at the same node (several trajectories at the prompt, branches
-after a result) are averaged first; otherwise results with branches, where entropy was high, would count more than
-others. Standard errors are clustered by question, because trajectories of one question are correlated.
+Guarantees: every turn start counts once. Turns that start at the same node (several trajectories at the prompt,
+branches after a result) are averaged first; otherwise results with branches, where entropy was high, would count more
+than others. Standard errors are clustered by question, because trajectories of one question are correlated.
 Not covered: results that exist only because an earlier result was branched from. They count like all others.
 """
 
@@ -70,8 +70,8 @@ class Curve:
 class BranchStats:
     """The branching decisions after one kind of tool result.
 
-    `rise` is H - H_initial in nats and `risen` the fraction with dH > 0; both are None if no tokens were generated after
-    any of the results. `compared` counts the branch points with valid rewards on two or more continuations, and
+    `rise` is H - H_initial in nats and `risen` the fraction with dH > 0; both are None if no tokens were generated
+    after any of the results. `compared` counts the branch points with valid rewards on two or more continuations, and
     `informative` those of them whose continuations have different mean rewards. `auc` is the probability that an
     informative branch point has a larger dH than an uninformative one (ties count half): 0.5 if dH predicts nothing,
     None without one of each.
