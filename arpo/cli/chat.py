@@ -20,7 +20,7 @@ from rich.console import Console
 from arpo.agent.agent import Agent, build_agent
 from arpo.agent.conversation import Answer, Conversation, Listener
 from arpo.agent.detokenize import StreamDecoder
-from arpo.cli.display import COLOURS, ConsoleReporter, printable
+from arpo.cli.display import COLORS, ConsoleReporter, printable
 from arpo.config.schema import Config
 from arpo.errors import ArpoError
 from arpo.models.resolve import load_policy
@@ -81,7 +81,7 @@ class Screen(Listener):
     def _show(self, text: str) -> None:
         if text:
             shade = next((style for below, style in SHADES if self._max_entropy < below), "red")
-            self._write(text, shade if self.shading else COLOURS[Kind.MODEL])
+            self._write(text, shade if self.shading else COLORS[Kind.MODEL])
             self._max_entropy = 0.0
 
     def _fresh_line(self) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from arpo.cli.display import ConsoleReporter, console, printable, progress_bar, show_reading
+from arpo.cli.display import ConsoleReporter, console, print_reading, printable, progress_bar
 from arpo.cli.options import Overrides, load_target_config
 from arpo.config.loading import load_config
 from arpo.errors import ArpoError
@@ -85,7 +85,7 @@ def check_data(
     skip = settings.data.bad_rows == "skip"
     readings = [read_tasks(name, columns) for name, columns in chosen if name not in TASK_PLUGINS]
     for reading in readings:
-        show_reading(reading, skip)
+        print_reading(reading, skip)
     if not readings:
         console.print("all questions are the built-in world's")
     for reading in readings:

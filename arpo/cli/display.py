@@ -1,6 +1,6 @@
-"""What a person sees while things run: bars and one line a step on a terminal, plain lines everywhere else.
+"""The console: messages, progress bars on a terminal, tables, trees.
 
-Model and tool text is hostile: it is shown through `printable`, never as markup.
+Text of models and tools is untrusted: it is printed through `printable`, never as markup.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from arpo.types import Fault, Kind, Node, ScoredTree, ToolCall, ToolResult
 
 console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
 HEADER = (
-    "step reward right format  calls branches  entropy: start tool  tokens: unique/total  seconds: sample tools train"
+    "step reward   acc format  calls branches  entropy: start tool  tokens: unique/total  seconds: sample tools train"
 )
 SFT_HEADER = "step  epoch   loss  grad norm  traces  tokens: trained/all  seconds"
-COLOURS = {Kind.PROMPT: "bold", Kind.MODEL: "cyan", Kind.TOOL: "yellow"}
+COLORS = {Kind.PROMPT: "bold", Kind.MODEL: "cyan", Kind.TOOL: "yellow"}
 
 
 @contextmanager
 def progress_bar(what: str, total: int) -> Iterator[Progress]:
-    """A bar for `total` units of `what`; its one task is the first of `task_ids`."""
+    """A progress bar with one task, the first of `task_ids`; shown on a terminal only."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -50,7 +50,7 @@ def progress_bar(what: str, total: int) -> Iterator[Progress]:
 
 
 def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table, its first column to the left and the others to the right; 200 characters wide in a file."""
+    """Print a table with the first column left-aligned; 200 characters wide unless on a terminal."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column, title in enumerate(head):
         short = all(len(row[column]) <= 30 for row in rows)
@@ -111,7 +111,7 @@ class ConsoleReporter(reporting.Reporter):
 
 
 def step_line(step: int, m: Mapping[str, float]) -> str:
-    """One step's numbers under `HEADER`."""
+    """The metrics of a training step as a line under `HEADER`."""
     tokens = f"{m['unique_tokens'] / 1000:.1f}k/{m['total_tokens'] / 1000:.1f}k"
     tested = f"  held-out accuracy {m['test_accuracy']:.1%}" if "test_accuracy" in m else ""
     return (
@@ -122,7 +122,7 @@ def step_line(step: int, m: Mapping[str, float]) -> str:
 
 
 def sft_line(step: int, m: Mapping[str, float]) -> str:
-    """One step of supervised fine-tuning under `SFT_HEADER`."""
+    """The metrics of an SFT step as a line under `SFT_HEADER`."""
     tokens = f"{m['trained_tokens'] / 1000:.1f}k/{m['computed_tokens'] / 1000:.1f}k"
     return (
         f"{step:>4} {m['epoch']:>6.2f} {m['loss']:>6.3f} {m['grad_norm']:>10.2f} {m['traces']:>7.0f} {tokens:>20}"
@@ -130,8 +130,8 @@ def sft_line(step: int, m: Mapping[str, float]) -> str:
     )
 
 
-def show_reading(reading: Reading, skip: bool) -> None:
-    """What would be read of a source: columns, first questions, rows that do not fit and whether they are skipped."""
+def print_reading(reading: Reading, skip: bool) -> None:
+    """Print what is read of a source: columns, the first questions, and the rows that cannot be used."""
     console.print(f"{reading.source}: {reading.rows:,} rows, {len(reading.tasks):,} questions")
     for part, used in reading.columns.items():
         names = ", ".join(f"{name} ({count:,})" if len(used) > 1 else name for name, count in used.items())
@@ -141,13 +141,13 @@ def show_reading(reading: Reading, skip: bool) -> None:
         console.print(printable(f"{task.id}{kind}: {shorten(task.question, 200)}"))
         console.print(printable(f"  answer: {shorten(' | '.join(task.answers), 200)}"))
     if reading.problems:
-        fate = "are left out" if skip else "would be refused; data.bad_rows=skip leaves them out"
-        console.print(f"rows that do not fit and {fate}: {len(reading.problems):,}")
+        fate = "are skipped" if skip else "are refused; data.bad_rows=skip skips them"
+        console.print(f"rows that cannot be used and {fate}: {len(reading.problems):,}")
         console.print(printable(list_problems(reading.problems)))
 
 
 def tool_lines(stats: Mapping[str, ToolStats]) -> list[str]:
-    """A small table of what each tool did; calls of tools that do not exist come last."""
+    """A table of calls per tool, one string per line; calls of unknown tools come last."""
     head = f"{'tool':<20} {'calls':>7} {'cached':>7} {'model':>6} {'timeout':>8} {'infra':>6}   p50 s   p95 s"
     rows = [
         f"{printable(name) or '(no such tool)':<20} {s.calls:>7} {s.cached:>7} {s.model:>6} {s.timeout:>8} {s.infra:>6}"
@@ -159,26 +159,26 @@ def tool_lines(stats: Mapping[str, ToolStats]) -> list[str]:
 
 
 def print_tree(scored: ScoredTree) -> None:
-    """Print a rollout tree: every node, the branching decision at each tool result, and how each trajectory ended.
+    """Print a rollout tree: nodes, branching decisions, and each trajectory's stop reason and reward.
 
-    Of a tree with credits everything is shown: time of calls, parts of rewards, advantages.
+    A tree with credits is printed with call times, reward parts and advantages, too.
     """
     tree, full = scored.tree, bool(scored.credits)
     children: dict[int, list[int]] = {}
     for index, node in enumerate(tree.nodes):
         if node.parent is not None:
             children.setdefault(node.parent, []).append(index)
-    ends: dict[int, list[str]] = {}
+    leaves: dict[int, list[str]] = {}
     for number, leaf in enumerate(tree.leaves):
-        ends.setdefault(leaf.node, []).append(end_line(scored, number))
+        leaves.setdefault(leaf.node, []).append(leaf_line(scored, number))
     root = Tree(_label(tree.nodes[0], full))
-    waiting = [(0, root)]
-    while waiting:
-        index, branch = waiting.pop()
-        for end in ends.get(index, []):
-            branch.add(Text(end, style="green"))
+    stack = [(0, root)]
+    while stack:
+        index, branch = stack.pop()
+        for line in leaves.get(index, []):
+            branch.add(Text(line, style="green"))
         for child in children.get(index, []):
-            waiting.append((child, branch.add(_label(tree.nodes[child], full))))
+            stack.append((child, branch.add(_label(tree.nodes[child], full))))
     console.print(root, soft_wrap=False)
     console.print(Text(f"right answer: {printable(' or '.join(tree.task.answers))}"))
 
@@ -193,12 +193,12 @@ def print_trajectory(scored: ScoredTree, number: int) -> None:
             facts += f", entropy {entropy:.3f}, advantage {credit.by_node.get(index, 0.0):+.3f}"
         console.print(Text(f"--- {node.kind}, {facts}", style="bold"))
         console.print(_label(node, True))
-    console.print(Text(end_line(scored, number), style="green"))
+    console.print(Text(leaf_line(scored, number), style="green"))
     console.print(Text(f"right answer: {printable(' or '.join(trajectory.task.answers))}"))
 
 
-def end_line(scored: ScoredTree, number: int) -> str:
-    """How trajectory `number` ended, and its reward; of a tree with credits also the reward's parts."""
+def leaf_line(scored: ScoredTree, number: int) -> str:
+    """Stop reason and reward of trajectory `number`; for a tree with credits also reward parts and advantage."""
     leaf, reward = scored.tree.leaves[number], scored.rewards[number]
     line = f"trajectory {number + 1}: {leaf.stop_reason}, reward {reward.total:.2f}"
     if not scored.credits:
@@ -209,7 +209,7 @@ def end_line(scored: ScoredTree, number: int) -> str:
 
 
 def _label(node: Node, full: bool) -> Text:
-    label = Text(printable(node.text.strip()), style=COLOURS[node.kind])
+    label = Text(printable(node.text.strip()), style=COLORS[node.kind])
     if full and node.result is not None:
         label.append("\n" + _call_line(node.call, node.result), style="red" if node.result.fault else "magenta")
     decision = node.decision
@@ -225,6 +225,6 @@ def _label(node: Node, full: bool) -> Text:
 def _call_line(call: ToolCall | None, result: ToolResult) -> str:
     name = printable(call.name) if call is not None and call.name else "no tool"
     if result.fault is not None:
-        whose = {Fault.MODEL: "a mistake of the model's", Fault.TIMEOUT: "took too long", Fault.INFRA: "broken tool"}
-        return f"[{name}: failed, {whose[result.fault]}; {result.seconds:.3f} s, {result.attempts} attempts]"
+        why = {Fault.MODEL: "the model's mistake", Fault.TIMEOUT: "timeout", Fault.INFRA: "tool unavailable"}
+        return f"[{name}: failed, {why[result.fault]}; {result.seconds:.3f} s, {result.attempts} attempts]"
     return f"[{name}: {'cached' if result.cached else f'{result.seconds:.3f} s'}]"

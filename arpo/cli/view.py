@@ -1,4 +1,4 @@
-"""`arpo view`: runs in a browser, or as one file; `arpo show`: saved trees in the terminal."""
+"""`arpo view`: runs in a browser, or as one HTML file; `arpo show`: saved trees on the terminal."""
 
 from __future__ import annotations
 
@@ -17,74 +17,71 @@ from arpo.cli.display import console, print_trajectory, print_tree, printable
 from arpo.errors import ArpoError
 from arpo.runs.run_dir import CONFIG_FILE, RunDir, is_run_dir, open_run_dir
 
-PLACE = "a folder of runs, a run or a comparison"
-SCREENS = ("DISPLAY", "WAYLAND_DISPLAY")  # without one, a browser would take over the terminal
+FOLDER_HELP = "a folder of runs, a run or a comparison"
+DISPLAY_VARIABLES = ("DISPLAY", "WAYLAND_DISPLAY")  # without one, a text browser would take over the terminal
 
 
 def view(
-    place: Annotated[Path, typer.Argument(help=PLACE)] = Path("runs"),
-    port: Annotated[int, typer.Option(min=0, max=65535, help="where the page is served; 0 takes a free one")] = 8765,
-    host: Annotated[str, typer.Option(help="0.0.0.0 lets other machines read the runs too")] = "127.0.0.1",
+    folder: Annotated[Path, typer.Argument(help=FOLDER_HELP)] = Path("runs"),
+    port: Annotated[int, typer.Option(min=0, max=65535, help="the port of the server; 0: any free port")] = 8765,
+    host: Annotated[str, typer.Option(help="0.0.0.0 lets other machines read the runs, too")] = "127.0.0.1",
     open_page: Annotated[
-        bool | None, typer.Option("--open/--no-open", help="show it in the browser; if neither, where there is one")
+        bool | None, typer.Option("--open/--no-open", help="open the page; default: if there is a browser")
     ] = None,
-    export: Annotated[
-        Path | None, typer.Option(help="write one HTML file that holds it all, and serve nothing")
-    ] = None,
-    export_mb: Annotated[float, typer.Option(min=0.1, help="how large that file may get")] = 50,
+    export: Annotated[Path | None, typer.Option(help="write one HTML file with everything instead of serving")] = None,
+    export_mb: Annotated[float, typer.Option(min=0.1, help="maximal size of that file")] = 50,
 ) -> None:
     """See runs in a browser: curves, settings, rollout trees, entropies, comparisons. Nothing leaves this machine."""
     from arpo.viewer.folder import Folder
 
-    place = place.expanduser()
-    if not place.is_dir():
-        raise ArpoError(f"{place}: there is no such folder; give {PLACE}")
-    folder = Folder(place)
+    folder = folder.expanduser()
+    if not folder.is_dir():
+        raise ArpoError(f"{folder}: there is no such folder; give {FOLDER_HELP}")
+    runs = Folder(folder)
     if export is not None:
         from arpo.viewer.export import write_page
 
-        note = write_page(folder, export.expanduser(), export_mb)
+        note = write_page(runs, export.expanduser(), export_mb)
         console.print(f"written: {export}" + (f"\n{note} (--export-mb)" if note else ""))
         return
     from arpo.viewer.server import LOCAL, build_server
 
-    server = build_server(folder, host, port)
-    with server:
-        count = len(folder.search()[0])
-        console.print(f"{count} {'run' if count == 1 else 'runs'} in {place}: {server.url}  (Ctrl-C ends it)")
+    with build_server(runs, host, port) as server:
+        count = len(runs.search()[0])
+        console.print(f"{count} {'run' if count == 1 else 'runs'} in {folder}: {server.url}  (Ctrl-C stops it)")
         if host not in LOCAL:
-            console.print("Whoever can reach this address can read the runs.")
-        if _wants_browser() if open_page is None else open_page:
+            console.print("Everyone who can reach this address can read the runs.")
+        if _has_browser() if open_page is None else open_page:
             webbrowser.open(server.url)
         try:
             server.serve_forever()
         except KeyboardInterrupt:
-            console.print("ended")
+            console.print("stopped")
 
 
-def _wants_browser() -> bool:
-    return sys.stdout.isatty() and (sys.platform == "darwin" or any(map(os.environ.get, SCREENS)))
+def _has_browser() -> bool:
+    return sys.stdout.isatty() and (sys.platform == "darwin" or any(map(os.environ.get, DISPLAY_VARIABLES)))
 
 
 def show(
-    run: Annotated[Path, typer.Argument(help="a run's directory")],
-    step: Annotated[int | None, typer.Option(help="of which step; the last one with trees if not given")] = None,
-    prompt: Annotated[int, typer.Option(help="which of the step's questions, counted from 0")] = 0,
-    trajectory: Annotated[
-        int | None, typer.Option(help="one trajectory of its tree as a conversation, counted from 1")
-    ] = None,
-    list_: Annotated[bool, typer.Option("--list", help="a table of the step's questions instead")] = False,
+    run: Annotated[Path, typer.Argument(help="a run directory")],
+    step: Annotated[int | None, typer.Option(help="the step; default: the last one with trees")] = None,
+    prompt: Annotated[int, typer.Option(help="the question of the step, counted from 0")] = 0,
+    trajectory: Annotated[int | None, typer.Option(help="a trajectory as a conversation, counted from 1")] = None,
+    list_: Annotated[bool, typer.Option("--list", help="list the questions of the step instead")] = False,
 ) -> None:
-    """Show a tree that training saved: every decision, tool call, reward and advantage."""
-    log = open_run_dir(_the_run(run.expanduser()))
-    step = _the_step(log, step)
-    entries = log.tree_index(step)
+    """Show a saved tree: every decision, tool call, reward and advantage."""
+    run_dir = resolve_run_dir(run.expanduser())
+    step = _resolve_step(run_dir, step)
+    entries = run_dir.tree_index(step)
     if list_:
-        _print_list(log, step)
+        _print_list(run_dir, step)
         return
     if not 0 <= prompt < len(entries):
-        raise ArpoError(f"--prompt {prompt}: step {step} has {len(entries)} questions, counted from 0; --list has them")
-    scored = log.read_tree(step, prompt)
+        raise ArpoError(
+            f"--prompt {prompt}: step {step} has {len(entries)} questions, counted from 0; --list shows them"
+        )
+    scored = run_dir.read_tree(step, prompt)
     tree, count = scored.tree, len(scored.tree.leaves)
     if trajectory is not None and not 1 <= trajectory <= count:
         raise ArpoError(
@@ -102,37 +99,35 @@ def show(
     )
 
 
-def _the_run(directory: Path) -> Path:
-    """The directory, if it holds a run; else whoever gave it is told of the runs inside."""
+def resolve_run_dir(directory: Path) -> RunDir:
+    """Open the run in a directory; the error for any other directory names the runs inside it."""
     if is_run_dir(directory):
-        return directory
-    inside = sorted(
-        found.parent for depth in ("*", "*/*", "*/*/*") for found in directory.glob(f"{depth}/{CONFIG_FILE}")
-    )
-    runs = [str(found) for found in inside if is_run_dir(found)]
+        return open_run_dir(directory)
+    configs = sorted(path for depth in ("*", "*/*", "*/*/*") for path in directory.glob(f"{depth}/{CONFIG_FILE}"))
+    runs = [str(path.parent) for path in configs if is_run_dir(path.parent)]
     more = f" and {len(runs) - 10} more" if len(runs) > 10 else ""
     hint = f"; runs in it: {', '.join(runs[:10])}{more}" if runs else ""
     raise ArpoError(f"{directory}: not a run (it has no {CONFIG_FILE} of one){hint}")
 
 
-def _the_step(log: RunDir, wanted: int | None) -> int:
-    there = log.tree_steps()
-    if not there:
-        raise ArpoError(f"{log.directory}: holds no trees; arpo train saves them unless run.save_trees=false")
-    if wanted is not None and wanted not in there:
-        which = f"steps {there[0]} to {there[-1]}" if len(there) > 1 else f"step {there[0]}"
+def _resolve_step(run_dir: RunDir, wanted: int | None) -> int:
+    steps = run_dir.tree_steps()
+    if not steps:
+        raise ArpoError(f"{run_dir.directory}: holds no trees; arpo train saves them unless run.save_trees=false")
+    if wanted is not None and wanted not in steps:
+        which = f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
         raise ArpoError(f"--step {wanted}: there are trees of {which}")
-    return there[-1] if wanted is None else wanted
+    return steps[-1] if wanted is None else wanted
 
 
-def _print_list(log: RunDir, step: int) -> None:
+def _print_list(run_dir: RunDir, step: int) -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=f"step {step}", title_justify="left", expand=True)
     table.add_column("prompt", justify="right")
     table.add_column("task", overflow="fold")
-    for name in ("reward", "trajectories", "branched"):
+    for name in ("reward", "trajectories", "branch points"):
         table.add_column(name, justify="right")
     table.add_column("question", no_wrap=True, overflow="ellipsis", ratio=1)
-    for number, entry in enumerate(log.tree_index(step)):
+    for number, entry in enumerate(run_dir.tree_index(step)):
         mean = "" if entry.mean_reward is None else f"{entry.mean_reward:.2f}"
         task = Text(printable(entry.task))
         question = Text(printable(" ".join(entry.question.split())))

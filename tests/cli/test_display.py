@@ -43,7 +43,7 @@ def test_a_step_is_one_line_under_the_header() -> None:
         "train_seconds": 5.67,
     }
     assert f"{HEADER}\n{step_line(12, numbers)}\n" == (
-        "step reward right format  calls branches  entropy: start tool"
+        "step reward   acc format  calls branches  entropy: start tool"
         "  tokens: unique/total  seconds: sample tools train\n"
         "  12   0.46   50%   100%    123        7            0.50 0.62"
         "            9.9k/14.1k             12.3   0.1   5.7\n"

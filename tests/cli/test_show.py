@@ -1,4 +1,4 @@
-"""`arpo show`: a saved tree, one path of it, or the list of a step, and every mistake with what there is."""
+"""`arpo show`: a saved tree, one trajectory of it, the list of a step, and error messages that say what exists."""
 
 from __future__ import annotations
 
@@ -74,12 +74,12 @@ def test_failed_calls_are_told_and_text_stays_text(run: Path, capsys: pytest.Cap
     assert code == 0
     assert r"step 5, question 1 of 2: odd\u202e" in text
     assert r"\x1b[2J[bold]hm[/]" in text
-    assert "[search: failed, took too long; 2.500 s, 3 attempts]" in text
+    assert "[search: failed, timeout; 2.500 s, 3 attempts]" in text
     assert "(1 failed)" in text
     assert "\x1b" not in text
 
 
-def test_a_path_reads_as_a_conversation(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trajectory_reads_as_a_conversation(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, text = outcome(capsys, run, "--trajectory", 1)
     assert code == 0
     heads = [line for line in text.splitlines() if line.startswith("---")]
@@ -108,7 +108,9 @@ def test_mistakes_are_told_with_what_there_is(run: Path, capsys: pytest.CaptureF
         return text
 
     assert told(run, "--step", 3) == "error: --step 3: there are trees of steps 2 to 5\n"
-    assert told(run, "--prompt", 2) == ("error: --prompt 2: step 5 has 2 questions, counted from 0; --list has them\n")
+    assert told(run, "--prompt", 2) == (
+        "error: --prompt 2: step 5 has 2 questions, counted from 0; --list shows them\n"
+    )
     assert "--prompt -1: step 5 has 2" in told(run, "--prompt", -1)
     for number in (0, 4):
         assert f"--trajectory {number}: question 0 of step 5 has 3 trajectories, counted from 1" in told(
