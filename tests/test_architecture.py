@@ -46,8 +46,6 @@ PLUG_INS = {"builtin": {"cli"}, "arpo": {"cli"}}  # these are imported by no oth
 KNOWN = {
     "cluster -> cli",
     "training -> cli",
-    "agent: no docstring",
-    "algorithm: no docstring",
     "engine: no docstring",
     "training: no docstring",
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
-from arpo.types import Fault, Kind, Node, RolloutTree, ScoredTree, ToolResult, Trajectory, percentile
+from arpo.types import Fault, Kind, RolloutTree, ScoredTree, ToolResult, Trajectory, percentile
 
 
 def rollout_metrics(scored: Sequence[ScoredTree], probe_tokens: int) -> dict[str, float]:
@@ -16,7 +16,7 @@ def rollout_metrics(scored: Sequence[ScoredTree], probe_tokens: int) -> dict[str
     trees = [one.tree for one in scored]
     nodes = [node for tree in trees for node in tree.nodes]
     every = [reward for one in scored for reward in one.rewards]
-    tools = [node for node in nodes if node.kind is Kind.TOOL]
+    faults = [node.result.fault for node in nodes if node.result is not None]
     decisions = [node.decision for node in nodes if node.decision is not None]
     trajectories = [trajectory for tree in trees for trajectory in tree.trajectories]
     return {
@@ -27,9 +27,9 @@ def rollout_metrics(scored: Sequence[ScoredTree], probe_tokens: int) -> dict[str
         "questions": len(trees),
         "trajectories": len(trajectories),
         "tool_calls": sum(tree.tool_calls for tree in trees),
-        "calls_per_trajectory": sum(map(_calls_made, trajectories)) / len(trajectories),
-        "tool_faults": sum(_fault(node) not in (None, Fault.INFRA) for node in tools),
-        "infra_faults": sum(_fault(node) is Fault.INFRA for node in tools),
+        "calls_per_trajectory": sum(map(_num_calls, trajectories)) / len(trajectories),
+        "tool_faults": sum(fault not in (None, Fault.INFRA) for fault in faults),
+        "infra_faults": faults.count(Fault.INFRA),
         "branches": sum(decision.branches for decision in decisions),
         "entropy_start": _mean(_first_entropies(trees, probe_tokens)),
         "entropy_after_tool": _mean([decision.entropy for decision in decisions]),
@@ -37,7 +37,7 @@ def rollout_metrics(scored: Sequence[ScoredTree], probe_tokens: int) -> dict[str
         "completion_tokens": sum(t.completion_tokens for t in trajectories) / len(trajectories),
         "unique_tokens": sum(tree.unique_tokens for tree in trees),
         "total_tokens": sum(tree.total_tokens for tree in trees),
-        "tool_seconds": sum(node.seconds for node in tools),
+        "tool_seconds": sum(node.seconds for node in nodes if node.kind is Kind.TOOL),
     }
 
 
@@ -69,12 +69,9 @@ def tool_metrics(trees: Sequence[RolloutTree]) -> dict[str, float]:
     return found
 
 
-def _calls_made(trajectory: Trajectory) -> int:
-    return sum(node.result is not None and node.result.attempts > 0 for node in trajectory.nodes)
-
-
-def _fault(node: Node) -> Fault | None:
-    return node.result.fault if node.result else None
+def _num_calls(trajectory: Trajectory) -> int:
+    """The number of calls made; one too malformed to run does not count."""
+    return sum(result.attempts > 0 for _, result in trajectory.tool_calls)
 
 
 def _first_entropies(trees: Sequence[RolloutTree], count: int) -> list[float]:

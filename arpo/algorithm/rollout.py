@@ -185,12 +185,12 @@ class _TreeBuilder:
         """Run one trajectory to its end."""
         async with self.slots:
             trajectory.deadline = time.monotonic() + trajectory.seconds
-            limit, deadline = self.settings.max_tool_calls, trajectory.deadline
-            stop_reason = await run_turns(trajectory, self.agent.format, limit, deadline)
+            max_tool_calls = self.settings.max_tool_calls
+            stop_reason = await run_turns(trajectory, self.agent.format, max_tool_calls, trajectory.deadline)
             self.leaves.append(Leaf(trajectory.node, stop_reason))
 
-    def decide(self, trajectory: _ActiveTrajectory, source: int, entropies: Sequence[float]) -> None:
-        """Decide from the probed entropies whether to branch at tool node `source`, and start the branches."""
+    def branch_at(self, trajectory: _ActiveTrajectory, source: int, entropies: Sequence[float]) -> None:
+        """Decide from the entropies after tool node `source` how many branches open there, and start them."""
         uniform = random.Random(derive_seed(self.seed, "branch", trajectory.number, trajectory.tokens)).random()
         decision = decide(
             self.branching,
@@ -224,7 +224,7 @@ class _TreeBuilder:
                 trajectory = self._trajectory_from(turn.parent or 0)
                 trajectory.number, trajectory.consecutive_branches = 0, consecutive_branches
                 trajectory.deadline = time.monotonic() + trajectory.seconds
-                self.decide(trajectory, trajectory.node, turn.entropies)
+                self.branch_at(trajectory, trajectory.node, turn.entropies)
                 consecutive_branches = trajectory.consecutive_branches
 
     async def _branch_posthoc(self) -> None:
@@ -312,14 +312,14 @@ class _ActiveTrajectory:
                 probe.append(entropy)
                 if len(probe) == builder.branching.probe_tokens:
                     undecided = False
-                    builder.decide(self, source, probe)
+                    builder.branch_at(self, source, probe)
 
         fmt, engine = builder.agent.format, builder.agent.engine
         seed = derive_seed(builder.seed, self.number, self.tokens)
         params = sampling_params(builder.settings, fmt, self.remaining_tokens, seed)
         completion = await generate_turn(engine, builder.prefix_tokens(source), params, on_token, self.deadline)
         if undecided:  # the turn was shorter than the probe
-            builder.decide(self, source, completion.entropies)
+            builder.branch_at(self, source, completion.entropies)
         self.already_probed = False
         text = builder.agent.tokenizer.decode(list(completion.tokens))
         if completion.tokens:  # none if it was cut off before the first one
