@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
+from functools import reduce
 from pathlib import Path
 
 import pytest
@@ -101,6 +103,34 @@ def test_settings_in_examples_exist(page: Path, tmp_path: Path) -> None:
         if re.search(r"^\[", block, re.MULTILINE):  # all but the description of a GPU
             (tmp_path / "example.toml").write_text(block, encoding="utf-8")
             load_config(tmp_path / "example.toml")
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=lambda page: page.name)
+def test_names_of_code_in_prose_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for name in re.findall(r"`(arpo(?:\.[A-Za-z_]\w*)+)`", text):
+        assert resolve(name.split(".")), f"{page.name} names {name}"
+    for path in re.findall(r"`((?:arpo|tests|examples|docs)/[\w/.+-]+)`", text):
+        assert (ROOT / path).exists(), f"{page.name} names {path}"
+
+
+def resolve(parts: list[str]) -> bool:
+    """Whether a dotted name is a module, or something inside one."""
+    for length in range(len(parts), 0, -1):
+        try:
+            module = importlib.import_module(".".join(parts[:length]))
+            return reduce(getattr, parts[length:], module) is not None
+        except ModuleNotFoundError:
+            continue
+        except AttributeError:
+            return False
+    return False
+
+
+def test_every_room_is_in_the_picture() -> None:
+    picture = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split("```")[3]
+    rooms = {path.parent.name for path in (ROOT / "arpo").glob("*/__init__.py")}
+    assert set(re.findall(r"^│  (\w+)/", picture, re.MULTILINE)) == rooms
 
 
 if __name__ == "__main__":
