@@ -1,4 +1,4 @@
-"""Attention over the block pool against a double-precision loop, and a model that has it against one that has not."""
+"""Attention over the KV cache against a double-precision loop; models with and without the installed attention."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HEADS, GROUP, WIDTH, BLOCKS = 2, 3, 4, 60
 def slow_attend(
     data: torch.Tensor, table: Any, starts: Any, counts: Any, q: Any, k: Any, v: Any, scaling: float, window: int | None
 ) -> torch.Tensor:
-    """Write every token, then let each look at the positions it may see, one by one."""
+    """Write every token, then compute the attention of each over the positions it sees, one by one."""
     places = [(row, start + i) for row, (start, n) in enumerate(zip(starts, counts, strict=True)) for i in range(n)]
     keys, values = data
     for t, (row, position) in enumerate(places):
@@ -41,14 +41,14 @@ def slow_attend(
 
 
 def random_rows(rng: random.Random) -> tuple[Any, Any, Any]:
-    """Tables with shared prefixes and gaps in the pool; rows that decode, rows that read a part of a prompt."""
+    """Block tables with shared prefixes and gaps in the cache; rows that decode and rows that prefill."""
     rows, free = rng.randint(1, 6), list(range(BLOCKS))
     if rng.random() < 0.5:
         rng.shuffle(free)
     else:
         free = [number for number in free if rng.random() < 0.7][::-1]
     trunk = [free.pop() for _ in range(rng.randint(0, 3))]
-    table = np.full((rows, 8), BLOCKS, dtype=np.int32)  # what lies behind a row's own blocks is never looked at
+    table = np.full((rows, 8), BLOCKS, dtype=np.int32)  # entries after a row's own blocks are never read
     starts, counts = [], []
     for row in range(rows):
         shared, own = rng.randint(0, len(trunk)), rng.randint(1, 3)
@@ -76,7 +76,7 @@ def test_attention_equals_a_loop_over_positions(seed: int, window: int | None) -
     wanted = slow_attend(expected[1], table, starts, counts, q, k, v, 0.5, window)
     plan = BlockPlan(data, table, starts, counts)
     got = plan.attend(1, q, k, v, 0.5, window)
-    assert torch.equal(data, expected)  # what it had to store is stored, and nothing else has changed
+    assert torch.equal(data, expected)  # the new keys and values are stored, and nothing else has changed
     assert (got - wanted).abs().max() < 1e-5
     positions = [start + i for start, n in zip(starts, counts, strict=True) for i in range(n)]
     assert plan.position_T.tolist() == positions
@@ -110,7 +110,7 @@ def test_scores_of_any_size_stay_finite() -> None:
     assert torch.equal(low[:, 0, 0, 0], torch.tensor([0.5, 0.0, 0.0]))
 
 
-def test_low_precision_pools_are_computed_in_single_precision() -> None:
+def test_low_precision_caches_are_computed_in_single_precision() -> None:
     rng, generator = random.Random(2), torch.Generator().manual_seed(2)
     table, starts, counts = random_rows(rng)
     data = torch.randn(1, 2, BLOCKS + 1, HEADS, BLOCK_SIZE, WIDTH, generator=generator).bfloat16()

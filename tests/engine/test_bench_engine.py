@@ -61,7 +61,7 @@ def test_a_load_is_decided_by_its_seed_and_lies_within_its_bounds() -> None:
         assert all(len(step.turns[: step.turns.index(turn) + 1] + turn.fork) <= 4 for turn in forks)
 
 
-def test_a_step_goes_on_where_it_forks_and_ends_with_its_path() -> None:
+def test_a_step_continues_at_its_fork_and_ends_with_its_trajectory() -> None:
     fork, last = (Turn(5),), Turn(1)
     step = Step((1, 2), (Turn(2, (7, 8), fork), last))
     assert step.after([3, 4]) == [Step((1, 2, 3, 4, 7, 8), (last,)), Step((1, 2, 3, 4, 7, 8), fork)]

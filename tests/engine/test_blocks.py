@@ -1,4 +1,4 @@
-"""The tree of blocks against an obvious model of it: texts by block number, nothing else."""
+"""The block tree against a simple model: the text that each block must hold."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def walk(tree: BlockTree) -> dict[int, tuple[int, list[int]]]:
 
 
 class Blocks(RuleBasedStateMachine):
-    """Sequences come, share, fork, grow and go; the model knows which text every block number must hold."""
+    """Sequences start, share, fork, grow and end; the model knows which text every block must hold."""
 
     @initialize(blocks=st.integers(2, 9))
     def build(self, blocks: int) -> None:
@@ -50,24 +50,24 @@ class Blocks(RuleBasedStateMachine):
     def forget(self) -> None:
         self.texts: dict[int, list[int]] = {}  # by block number: everything from the start of the sequence
         self.parents: dict[int, int] = {}
-        self.left: dict[int, int] = {}  # when a block was last let go
+        self.left: dict[int, int] = {}  # when a block was last released
         self.users: Counter[int] = Counter()
         self.sequences: list[list[Block]] = []
         self.time = count(1)
 
-    def hold(self, path: list[Block]) -> None:
-        self.tree.acquire(path)
-        self.users.update(block.index for block in path)
+    def hold(self, blocks: list[Block]) -> None:
+        self.tree.acquire(blocks)
+        self.users.update(block.index for block in blocks)
 
-    def release(self, path: list[Block]) -> None:
-        self.tree.release(path)
+    def release(self, blocks: list[Block]) -> None:
+        self.tree.release(blocks)
         now = next(self.time)
-        for block in path:
+        for block in blocks:
             self.users[block.index] -= 1
             self.left[block.index] = now
 
     def grow(self, parent: Block) -> Block | None:
-        """Grow in both; the model says which number it must be."""
+        """Allocate in both; the model says which index it must be."""
         free = [n for n in range(self.blocks) if n not in self.texts and not self.users[n]]
         leaves = [n for n in self.texts if not self.users[n] and n not in self.parents.values()]
         expected = min(free) if free else min(leaves, key=lambda n: self.left[n], default=None)
@@ -90,23 +90,23 @@ class Blocks(RuleBasedStateMachine):
     @rule(known=st.none() | st.integers(0, 8), tokens=TEXT, copy=st.booleans())
     def start(self, known: int | None, tokens: list[int], copy: bool) -> None:
         tokens = [*self.texts.get(known, []), *tokens] if known is not None else tokens
-        path, tail = self.tree.match_prefix(tokens)
-        self.check_match(tokens, path, tail)
-        self.hold(path)
+        blocks, tail = self.tree.match_prefix(tokens)
+        self.check_match(tokens, blocks, tail)
+        self.hold(blocks)
         if tail is not None:
             block, shared = tail
             writable = not block.ref_count and shared == len(block.tokens)
             self.hold([block])
             if writable and not copy:
-                path = [*path, block]
+                blocks = [*blocks, block]
             else:
-                twin = self.grow(path[-1] if path else self.tree.root)
+                twin = self.grow(blocks[-1] if blocks else self.tree.root)
                 self.release([block])
                 if twin is not None:
-                    self.fill(twin, tokens[len(path) * SIZE :][:shared])
-                    path = [*path, twin]
-        self.sequences.append(path)
-        self.write(path, tokens[sum(len(block.tokens) for block in path) :])
+                    self.fill(twin, tokens[len(blocks) * SIZE :][:shared])
+                    blocks = [*blocks, twin]
+        self.sequences.append(blocks)
+        self.write(blocks, tokens[sum(len(block.tokens) for block in blocks) :])
 
     @rule(tokens=TEXT)
     def start_alone(self, tokens: list[int]) -> None:
@@ -114,13 +114,13 @@ class Blocks(RuleBasedStateMachine):
         self.sequences.append([])
         self.write(self.sequences[-1], tokens)
 
-    def check_match(self, tokens: list[int], path: list[Block], tail: tuple[Block, int] | None) -> None:
-        numbers = [block.index for block in path]
+    def check_match(self, tokens: list[int], blocks: list[Block], tail: tuple[Block, int] | None) -> None:
+        numbers = [block.index for block in blocks]
         for i, number in enumerate(numbers):
             assert self.texts[number] == tokens[: (i + 1) * SIZE]
             assert self.parents[number] == (numbers[i - 1] if i else -1)
         known = max((slow_common(text, tokens) for text in self.texts.values()), default=0)
-        assert len(path) * SIZE + (tail[1] if tail else 0) == known
+        assert len(blocks) * SIZE + (tail[1] if tail else 0) == known
         if tail is None:
             return
         block, shared = tail
@@ -136,29 +136,29 @@ class Blocks(RuleBasedStateMachine):
     def extend(self, data: st.DataObject, tokens: list[int]) -> None:
         self.write(data.draw(st.sampled_from(self.sequences)), tokens)
 
-    def write(self, path: list[Block], tokens: list[int]) -> None:
-        """Go on writing where the sequence alone may: in its own last block, or in new ones."""
+    def write(self, blocks: list[Block], tokens: list[int]) -> None:
+        """Continue a sequence in its own last block or in new ones."""
         while tokens:
-            room = SIZE - len(path[-1].tokens) if path else 0
+            room = SIZE - len(blocks[-1].tokens) if blocks else 0
             if not room:
-                block = self.grow(path[-1] if path else self.tree.root)
+                block = self.grow(blocks[-1] if blocks else self.tree.root)
                 if block is None:
                     assert self.tree.num_available == 0
                     return
-                path.append(block)
+                blocks.append(block)
                 room = SIZE
-            self.fill(path[-1], tokens[:room])
+            self.fill(blocks[-1], tokens[:room])
             tokens = tokens[room:]
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data(), more=st.booleans())
     def stop(self, data: st.DataObject, more: bool) -> None:
-        path = data.draw(st.sampled_from(self.sequences))
-        if more and (not path or len(path[-1].tokens) == SIZE):
-            empty = self.grow(path[-1] if path else self.tree.root)  # given back with nothing in it
-            path += [empty] if empty else []
-        self.sequences = [other for other in self.sequences if other is not path]
-        self.release(path)
+        blocks = data.draw(st.sampled_from(self.sequences))
+        if more and (not blocks or len(blocks[-1].tokens) == SIZE):
+            empty = self.grow(blocks[-1] if blocks else self.tree.root)  # released with nothing in it
+            blocks += [empty] if empty else []
+        self.sequences = [other for other in self.sequences if other is not blocks]
+        self.release(blocks)
 
     @precondition(lambda self: not any(self.users.values()))
     @rule()
@@ -173,8 +173,8 @@ class Blocks(RuleBasedStateMachine):
         assert {number: parent for number, (parent, _) in found.items()} == self.parents
         held = [number for number, users in self.users.items() if users]
         assert self.tree.num_available == self.blocks - len(held)
-        for path in self.sequences:
-            assert all(block.ref_count == self.users[block.index] for block in path)
+        for blocks in self.sequences:
+            assert all(block.ref_count == self.users[block.index] for block in blocks)
 
 
 TestBlocks = pytest.mark.slow(Blocks.TestCase)
@@ -183,24 +183,24 @@ TestBlocks.settings = settings(max_examples=150, stateful_step_count=25, deadlin
 
 def written(tree: BlockTree, tokens: list[int]) -> list[Block]:
     """A sequence written block by block, sharing nothing."""
-    path: list[Block] = []
+    blocks: list[Block] = []
     for start in range(0, len(tokens), tree.block_size):
-        block = tree.allocate(path[-1] if path else tree.root)
+        block = tree.allocate(blocks[-1] if blocks else tree.root)
         assert block is not None
         tree.fill(block, tokens[start : start + tree.block_size])
-        path.append(block)
-    return path
+        blocks.append(block)
+    return blocks
 
 
-def test_of_two_blocks_with_the_same_tokens_the_one_that_goes_on_is_found() -> None:
-    """Two paths that sampled the same beginning: going on with the second must find all of it."""
+def test_match_prefers_the_block_with_children() -> None:
+    """Two sequences sampled the same beginning: continuing the second must find all of it."""
     tree = BlockTree(6, 2)
     written(tree, [1, 2, 3, 4])
     second = written(tree, [1, 2, 5, 6])
     assert tree.match_prefix([1, 2, 5, 6, 7]) == (second, None)
 
 
-def test_a_block_in_use_is_copied_and_an_idle_one_is_written_on() -> None:
+def test_an_idle_partial_block_is_preferred_to_one_in_use() -> None:
     tree = BlockTree(4, 4)
     busy, idle = written(tree, [1, 2, 3]), written(tree, [1, 2])
     tree.release(idle)
@@ -210,7 +210,7 @@ def test_a_block_in_use_is_copied_and_an_idle_one_is_written_on() -> None:
     assert tree.match_prefix([1, 2, 9])[1] == (busy[0], 2)
 
 
-def test_of_two_idle_blocks_the_one_with_nothing_else_in_it_is_written_on() -> None:
+def test_an_idle_block_with_nothing_else_in_it_is_preferred() -> None:
     tree = BlockTree(4, 4)
     more, just = written(tree, [1, 2, 3]), written(tree, [1, 2])
     tree.release(more)
@@ -218,7 +218,7 @@ def test_of_two_idle_blocks_the_one_with_nothing_else_in_it_is_written_on() -> N
     assert tree.match_prefix([1, 2, 9]) == ([], (just[0], 2))
 
 
-def test_the_block_left_alone_for_longest_goes_first_and_inner_ones_last() -> None:
+def test_eviction_takes_the_least_recently_used_leaf() -> None:
     tree = BlockTree(4, 1)
     first, second = written(tree, [1, 2]), written(tree, [3, 4])
     tree.release(second)
@@ -228,7 +228,7 @@ def test_the_block_left_alone_for_longest_goes_first_and_inner_ones_last() -> No
     assert numbers == [second[1].index, second[0].index, first[1].index, first[0].index, None]
 
 
-def test_what_is_used_again_is_kept_longer() -> None:
+def test_using_a_block_again_delays_its_eviction() -> None:
     tree = BlockTree(2, 1)
     first, second = written(tree, [1]), written(tree, [2])
     tree.release(first)

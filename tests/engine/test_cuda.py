@@ -1,4 +1,4 @@
-"""The engine on a GPU: numbers of a plain forward pass, from graphs and Triton kernels. Skipped without a GPU."""
+"""The engine on a GPU, with CUDA graphs and Triton kernels, against plain forward passes. Skipped without a GPU."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def build(family: str, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def check(model: Any, prefix: list[int], done: Completion, temperature: float, tolerance: float) -> None:
-    logprobs, entropies, likeliest = plain_numbers(model, prefix, done.tokens, temperature)
+    logprobs, entropies, most_likely = plain_numbers(model, prefix, done.tokens, temperature)
     assert done.logprobs == pytest.approx(logprobs, abs=tolerance)
     assert done.entropies == pytest.approx(entropies, abs=tolerance)
     if temperature == 0 and tolerance < 1e-3:
-        assert list(done.tokens) == likeliest
+        assert list(done.tokens) == most_likely
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kv_cache_tokens", [100_000, 1_600])
 def test_numbers_equal_a_plain_forward_pass(family: str, kv_cache_tokens: int) -> None:
-    """Conversations that pause, fork and go on, with room for all and with far too little; prompts in chunks."""
+    """Conversations that pause, fork and continue, with enough room and with far too little; prompts in chunks."""
     model = build(family)
     engine = LocalEngine(model, Letters(), max_num_seqs=24, kv_cache_tokens=kv_cache_tokens, prefill_tokens=64)
     rng = random.Random(3)
@@ -59,7 +59,7 @@ class Endless(Letters):
     eos_token_id = None
 
 
-def test_requests_that_are_put_back_go_on_where_they_were() -> None:
+def test_preempted_requests_resume() -> None:
     model = build("llama-gqa")
     model.generation_config.eos_token_id = None
     engine = LocalEngine(model, Endless(), max_num_seqs=24, kv_cache_tokens=1_600)
@@ -91,7 +91,7 @@ def test_bfloat16_stays_close(family: str) -> None:
     asyncio.run(many())
 
 
-def test_a_long_context_is_shared_out_among_programs_and_stays_exact() -> None:
+def test_split_keys_of_a_long_context_stay_exact() -> None:
     model = build("llama")
     engine = LocalEngine(model, Letters(), max_num_seqs=4, kv_cache_tokens=20_000)
     rng = random.Random(1)
@@ -100,7 +100,7 @@ def test_a_long_context_is_shared_out_among_programs_and_stays_exact() -> None:
     check(model, prefix, done, 1.0, 1e-4)
 
 
-def test_cuts_report_both_numbers() -> None:
+def test_cuts_report_full_and_cut_logprobs() -> None:
     model = build("llama")
     engine = LocalEngine(model, Letters(), max_num_seqs=4, kv_cache_tokens=20_000)
 
@@ -117,7 +117,7 @@ def test_cuts_report_both_numbers() -> None:
     assert all(after < before for after, before in zip(cut.cut_entropies, cut.entropies, strict=True))
 
 
-def test_graphs_are_recorded_once_and_follow_the_weights() -> None:
+def test_graphs_are_captured_once_and_follow_the_weights() -> None:
     model = build("llama")
     engine = LocalEngine(model, Letters(), max_num_seqs=8, kv_cache_tokens=20_000)
 

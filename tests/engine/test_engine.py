@@ -48,14 +48,14 @@ def prompts(count: int, seed: int = 0, longest: int = 40) -> list[list[int]]:
 
 
 def watch(engine: LocalEngine, steps: threading.Semaphore | None = None) -> list[Batch]:
-    """Every batch that the engine computes from now on; each waits for its turn, where turns are given."""
+    """Record every batch that the engine computes; with `steps`, each waits for a permit."""
     seen: list[Batch] = []
     compute = engine._runner.run
 
     def watching(batch: Batch) -> Any:
         seen.append(batch)
         if steps is not None and not steps.acquire(timeout=60):
-            raise AssertionError("nobody let the step go on: the event loop stood still")
+            raise AssertionError("no permit for the step: the event loop was blocked")
         return compute(batch)
 
     engine._runner.run = watching  # type: ignore[method-assign]
@@ -76,11 +76,11 @@ def force(engine: LocalEngine, said: list[list[int]]) -> None:
 
 
 def assert_exact(model: Any, prefix: list[int], params: SamplingParams, done: Completion) -> None:
-    logprobs, entropies, likeliest = plain_numbers(model, prefix, done.tokens, params.temperature)
+    logprobs, entropies, most_likely = plain_numbers(model, prefix, done.tokens, params.temperature)
     assert done.logprobs == pytest.approx(logprobs, abs=1e-4)
     assert done.entropies == pytest.approx(entropies, abs=1e-4)
     if params.temperature == 0:
-        assert list(done.tokens) == likeliest
+        assert list(done.tokens) == most_likely
 
 
 def assert_idle(engine: LocalEngine) -> None:
@@ -91,7 +91,7 @@ def assert_idle(engine: LocalEngine) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_equal_generate(family: str) -> None:
-    """Ragged prompts in one batch, read in small pieces, some of them longer than a block and than a window."""
+    """Ragged prompts in one batch, prefilled in small chunks, some longer than a block and than a window."""
     model, engine = plain_model(family), small(family, max_num_seqs=3, prefill_tokens=17)
     given = [*prompts(3, seed=3), *((prompt * 40)[: 2 * BLOCK_SIZE + 9] for prompt in prompts(2, seed=4))]
     assert any(len(prompt) > 2 * BLOCK_SIZE > WINDOW for prompt in given)
@@ -103,7 +103,7 @@ def test_greedy_tokens_equal_generate(family: str) -> None:
 
 
 TURN = st.tuples(
-    st.integers(0, 5),  # which turn before it goes on from; 0: none
+    st.integers(0, 5),  # the earlier turn that it continues; 0: none
     st.integers(0, 100),  # with how much of its text, in percent
     st.integers(0, 60),  # new tokens of the prompt: a question, a tool's result
     st.integers(1, 14),  # tokens to sample
@@ -125,7 +125,7 @@ TURN = st.tuples(
 def test_forks_pauses_cancellations_and_evictions_change_nothing(
     family: str, turns: list[Any], blocks: int, rows: int, prefill: int, threaded: bool
 ) -> None:
-    """Conversations that pause, go on, branch at any point and break off, through a pool far too small for them."""
+    """Conversations that pause, continue, branch and are cancelled, with a KV cache far too small for them."""
     model = plain_model(family)
     engine = small(
         family, max_num_seqs=rows, kv_cache_tokens=blocks * BLOCK_SIZE, prefill_tokens=prefill, threaded=threaded
@@ -168,7 +168,7 @@ def test_forks_pauses_cancellations_and_evictions_change_nothing(
         for number in range(len(turns)):
             tasks.append(asyncio.create_task(turn(number, list(tasks))))
         await asyncio.gather(*tasks)
-        if engine._loop_task is not None:  # the step of a cancelled one may be under way
+        if engine._loop_task is not None:  # the step of a cancelled request may still run
             await engine._loop_task
 
     asyncio.run(story())
@@ -187,12 +187,12 @@ def test_preempted_requests_yield_what_they_would_have_yielded() -> None:
 
 
 @pytest.mark.slow
-def test_a_thousand_requests_through_a_pool_for_fifty() -> None:
-    """Each takes one block; all finish, and those looked at have the right numbers."""
+def test_a_thousand_requests_through_a_small_kv_cache() -> None:
+    """Each takes one block; all finish, and the checked ones have the right log-probs."""
     engine = small(max_num_seqs=128, kv_cache_tokens=50 * BLOCK_SIZE)
     assert (
         engine.kv_cache_tokens == 50 * BLOCK_SIZE == engine._cache.data.shape[2] * BLOCK_SIZE - BLOCK_SIZE
-    )  # one more, for what is padding
+    )  # one more, for padding
     asked = [(p, SamplingParams(3, seed=i)) for i, p in enumerate(prompts(1000, longest=25))]
     done = run(engine, *asked)
     assert all(1 <= len(completion.tokens) <= 3 for completion in done)
@@ -201,7 +201,7 @@ def test_a_thousand_requests_through_a_pool_for_fifty() -> None:
     assert_idle(engine)
 
 
-def test_the_pool_is_as_large_as_asked_for() -> None:
+def test_the_kv_cache_has_the_requested_size() -> None:
     assert small(kv_cache_tokens=70).kv_cache_tokens == 64  # whole blocks
     with pytest.raises(ArpoError, match="at least 64 tokens"):
         small(kv_cache_tokens=40)
@@ -239,8 +239,8 @@ def test_forks_compute_a_few_tokens_and_store_shared_blocks_once() -> None:
     assert sum(int(batch.counts.sum()) for batch in batches) == 1 + 2 * len(result)  # the last sampled one, and these
 
 
-def test_paths_that_began_alike_go_on_without_computing_again() -> None:
-    """Three paths sample the same tokens for more than a block, each into blocks of its own, and then differ."""
+def test_sequences_with_equal_beginnings_continue_from_the_cache() -> None:
+    """Three sequences sample the same tokens for more than a block, each into its own blocks, and then differ."""
     engine, said = small(max_num_seqs=4), [[7] * 40 + [8 + i] * 40 for i in range(3)]
     force(engine, said)
     run(engine, *(([5, 6], SamplingParams(80, seed=i)) for i in range(3)))
@@ -249,7 +249,7 @@ def test_paths_that_began_alike_go_on_without_computing_again() -> None:
     assert [batch.counts.tolist() for batch in batches] == [[2, 2, 2]]  # the last sampled one, and the new one
 
 
-def test_a_long_prompt_does_not_hold_up_the_others() -> None:
+def test_a_long_prompt_does_not_block_decoding() -> None:
     engine = small(prefill_tokens=32)
     batches, long = watch(engine), prompts(1, seed=9)[0] * 30
 
@@ -269,7 +269,7 @@ def test_a_long_prompt_does_not_hold_up_the_others() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_sampled_tokens_follow_the_softmax(temperature: float) -> None:
-    """Chi-square over 3,000 requests with seeds of their own; rare tokens are put together."""
+    """Chi-square over 3,000 requests with different seeds; rare tokens are pooled."""
     engine, prefix, draws = small(max_num_seqs=128, kv_cache_tokens=300 * BLOCK_SIZE), [5, 6, 7, 8], 3000
     done = run(engine, *((prefix, SamplingParams(1, temperature, seed=i)) for i in range(draws)))
     counts = Counter(completion.tokens[0] for completion in done)
@@ -362,7 +362,7 @@ def test_stop_strings_may_end_in_a_token_that_is_one_byte() -> None:
     assert StopFinder(Bytes(), ("<e",)).find([5, 2, 7]) == "<e"
 
 
-def test_the_engine_tells_what_it_read_and_what_it_found() -> None:
+def test_stats_count_prefill_and_cached_tokens() -> None:
     engine, prefix = small(), prompts(1, seed=5, longest=80)[0] * 2
     run(engine, (prefix, SamplingParams(1)))
     run(engine, ([*prefix, 7, 8], SamplingParams(1)))
@@ -378,7 +378,7 @@ def test_the_engine_tells_what_it_read_and_what_it_found() -> None:
     assert tight.stats()["preemptions"] > 0
 
 
-def test_the_callback_hears_every_token(tiny_model: Any, tokenizer: Any) -> None:
+def test_the_callback_gets_every_token(tiny_model: Any, tokenizer: Any) -> None:
     heard: list[tuple[int, float, float]] = []
 
     async def listen() -> Completion:
@@ -408,7 +408,7 @@ def test_the_context_is_never_exceeded() -> None:
             run(engine, (prefix, params))
 
 
-def test_cancelled_requests_free_all_they_hold_at_once() -> None:
+def test_cancelled_requests_release_everything_at_once() -> None:
     engine = small(max_num_seqs=2, prefill_tokens=16)
 
     async def cancel_some() -> Completion:
@@ -425,8 +425,8 @@ def test_cancelled_requests_free_all_they_hold_at_once() -> None:
     assert_exact(plain_model("llama-gqa"), [5, 6], GREEDY, asyncio.run(cancel_some()))
 
 
-def test_cancelled_during_a_step_they_are_gone_after_it() -> None:
-    """Those that compute, one whose prompt waits for its turn, and one in the queue."""
+def test_requests_cancelled_during_a_step_are_removed_after_it() -> None:
+    """Requests that decode, one whose prompt waits for prefill, and one in the queue."""
     engine, steps = small(max_num_seqs=3, threaded=True, prefill_tokens=32), threading.Semaphore(1)
     batches = watch(engine, steps)
 
@@ -453,7 +453,7 @@ def test_cancelled_during_a_step_they_are_gone_after_it() -> None:
 
 
 def test_weights_may_change_right_after_a_cancellation() -> None:
-    """A path that met its time limit in the middle of a step must not make the update fail."""
+    """A trajectory that reached its time limit during a step must not make the update fail."""
     engine, steps = small(threaded=True), threading.Semaphore(0)
     batches = watch(engine, steps)
 
@@ -475,7 +475,7 @@ def test_weights_may_change_right_after_a_cancellation() -> None:
 
 @pytest.mark.parametrize("during", [True, False])
 def test_an_event_loop_that_ends_early_leaves_the_engine_usable(during: bool) -> None:
-    """As with Ctrl-C, in the middle of a step or about its end: what was under way is forgotten."""
+    """As with Ctrl-C, during a step or near its end: unfinished requests are dropped."""
     engine, steps = small(threaded=True), threading.Semaphore(0)
     batches = watch(engine, steps)
 
@@ -499,7 +499,7 @@ def test_an_event_loop_that_ends_early_leaves_the_engine_usable(during: bool) ->
 
 
 def test_timers_and_tools_go_on_while_the_model_computes() -> None:
-    """A step that does not end before five tools have: where the loop stood still meanwhile, none of them would."""
+    """A step that ends only after five tools have: with a blocked event loop, none of them would."""
     engine, steps = small(threaded=True), threading.Semaphore(0)
     batches = watch(engine, steps)
 
@@ -534,7 +534,7 @@ def test_new_weights_invalidate_old_prefixes() -> None:
     assert_exact(model, prefix, SamplingParams(4), after)
 
 
-def test_weights_may_not_change_under_a_request() -> None:
+def test_weights_may_not_change_during_a_request() -> None:
     async def change_too_early() -> None:
         engine = small()
         request = asyncio.create_task(engine.generate([5], SamplingParams(50)))
@@ -570,7 +570,7 @@ def test_a_failing_model_fails_every_request_instead_of_hanging(threaded: bool) 
     assert run(engine, ([5, 6, 7], GREEDY)) == run(small(), ([5, 6, 7], GREEDY))
 
 
-def test_whatever_ends_the_driver_reaches_the_callers() -> None:
+def test_errors_of_the_loop_task_reach_the_callers() -> None:
     """Also what is no `Exception`, as a test's time limit or `sys.exit` in a signal handler."""
     engine = small()
 
@@ -588,7 +588,7 @@ def test_whatever_ends_the_driver_reaches_the_callers() -> None:
 @pytest.mark.parametrize(
     "broken", ["model.embed_tokens.weight", "lm_head.weight", "model.layers.0.self_attn.v_proj.weight"]
 )
-def test_weights_that_are_not_numbers_are_told_and_can_be_mended(broken: str) -> None:
+def test_weights_that_are_not_finite_raise_and_can_be_repaired(broken: str) -> None:
     model = make_model("llama-gqa")
     engine = LocalEngine(model, Letters(), max_num_seqs=2, kv_cache_tokens=128)
     weight = dict(model.named_parameters())[broken]

@@ -35,7 +35,7 @@ from arpo.types import SamplingParams
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_attention_equals_the_cpu_path(seed: int) -> None:
+def test_attention_equals_the_cpu_implementation(seed: int) -> None:
     rng, decoding = random.Random(seed), seed % 2 == 0
     heads, group, width, blocks = 2, rng.choice([1, 3, 7]), rng.choice([16, 24]), 40
     torch.manual_seed(seed)
@@ -71,12 +71,12 @@ def test_attention_equals_the_cpu_path(seed: int) -> None:
         assert (got - expected).abs().max() < 2e-5
 
 
-def test_rows_are_cut_only_where_programs_are_few() -> None:
+def test_keys_are_split_only_where_programs_are_few() -> None:
     assert [cuda._splits(n) for n in (1, 3, 16, 17, 66, 132, 133, 264, 265, 5000)] == [16, 16, 16, 8, 4, 2, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("vocab", [40, 64, 300])
-def test_sampling_equals_the_cpu_path(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampling_equals_the_cpu_implementation(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "VOCAB_CHUNK", 64)
     torch.manual_seed(0)
     logits = torch.randn(50, vocab) * 3
@@ -113,7 +113,7 @@ class _NoGraphs(cuda.CudaRunner):
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_gpu_step_has_the_numbers_of_a_plain_pass(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpu_step_equals_a_plain_forward_pass(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())

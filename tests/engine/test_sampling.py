@@ -1,4 +1,4 @@
-"""Drawing tokens, against sums and sorts that are written out one by one."""
+"""Sampling tokens, against sums and sorts that are written out one by one."""
 
 from __future__ import annotations
 
@@ -60,20 +60,22 @@ WEIGHTS = st.lists(st.sampled_from([0.0, 0.0, 0.25, 0.5, 1.0, 3.0]), min_size=1,
     before=st.sampled_from([0, 1, CHUNK - 1, CHUNK, 2 * CHUNK + 3]),
     after=st.sampled_from([0, 5, CHUNK]),
 )
-def test_draw_equals_a_plain_running_sum(weights: list[float], uniform: float, before: int, after: int) -> None:
+def test_sample_categorical_equals_a_plain_running_sum(
+    weights: list[float], uniform: float, before: int, after: int
+) -> None:
     """All sums of these weights are exact, so there is one right answer, also where the target is one of the sums."""
     weights = [0.0] * before + weights + [0.0] * after
     assert sample_categorical(torch.tensor([weights]), doubles(uniform)).item() == slow_draw(weights, uniform)
 
 
-def test_draw_takes_every_row_by_itself() -> None:
+def test_rows_are_sampled_independently() -> None:
     rng = random.Random(3)
     rows = [[rng.choice([0.0, 0.5, 1.0, 2.0]) for _ in range(700)] for _ in range(60)]
     uniform = [rng.random() for _ in rows]
     assert sample_categorical(torch.tensor(rows), doubles(*uniform)).tolist() == list(map(slow_draw, rows, uniform))
 
 
-def test_a_token_without_weight_is_never_drawn_whatever_is_rounded() -> None:
+def test_a_token_without_weight_is_never_sampled() -> None:
     """Targets at and beside the sum of a whole chunk, with zeros on both sides of the border."""
     rng = random.Random(0)
     rows, uniform = [], []
@@ -103,7 +105,7 @@ def test_a_target_past_the_end_of_a_chunk_is_its_last_token_with_weight() -> Non
     assert set(drawn.tolist()) <= {CHUNK + 148, CHUNK + 149}
 
 
-def test_draws_are_exact_far_beyond_single_precision() -> None:
+def test_sampling_is_exact_far_beyond_single_precision() -> None:
     weights = torch.ones(1, 1000)
     for inside in (1e-7, 1 - 1e-7):
         uniform = doubles(*((token + inside) / 1000 for token in range(1000)))
@@ -118,7 +120,7 @@ def test_draws_are_exact_far_beyond_single_precision() -> None:
     top_p=st.sampled_from([0.1, 0.5, 0.9, 0.999, 1.0]),
     top_k=st.integers(0, 32),
 )
-def test_the_numbers_before_and_after_a_cut(
+def test_logprobs_before_and_after_a_cut(
     logits: list[float], temperature: float, uniform: float, top_p: float, top_k: int
 ) -> None:
     row = torch.tensor([logits])
@@ -161,7 +163,7 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it(top_p: float, kept: int) -
 
 
 def test_top_k_comes_before_top_p() -> None:
-    """Of 0.4 0.3 0.2 0.1 the two likeliest are 4/7 and 3/7: top-p of 0.5 then keeps the first alone."""
+    """Of 0.4 0.3 0.2 0.1 the two most likely are 4/7 and 3/7: top-p of 0.5 then keeps the first alone."""
     probs = torch.tensor([[0.1, 0.4, 0.2, 0.3]])
     assert cut_distribution(probs, doubles(0.5), doubles(2))[0].tolist() == pytest.approx([0, 0.4, 0, 0])
     assert cut_distribution(probs, doubles(0.5), doubles(0))[0].tolist() == pytest.approx([0, 0.4, 0, 0.3])
@@ -206,7 +208,7 @@ def test_forbidden_tokens_give_no_nan() -> None:
         assert got.entropy_B.item() == pytest.approx(0.5822, abs=1e-3)
 
 
-def test_greedy_takes_the_likeliest_and_reports_temperature_one() -> None:
+def test_greedy_takes_the_most_likely_token_and_reports_temperature_one() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0], [5.0, 0.0, 1.0]])
     got = sample(logits, doubles(0, 0), doubles(ALMOST_ONE, ALMOST_ONE))
     assert got.token_B.tolist() == [1, 0]
@@ -214,7 +216,7 @@ def test_greedy_takes_the_likeliest_and_reports_temperature_one() -> None:
     assert got.logprob_B.tolist() == pytest.approx([expected[0, 1].item(), expected[1, 0].item()], abs=1e-6)
 
 
-def test_low_precision_logits_are_made_exact_first() -> None:
+def test_low_precision_logits_are_converted_to_float32_first() -> None:
     logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(2)).bfloat16()
     uniform = doubles(0.1, 0.4, 0.6, 0.9)
     low, high = (sample(x, doubles(0.7, 0.7, 0.7, 0.7), uniform) for x in (logits, logits.float()))

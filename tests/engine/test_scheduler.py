@@ -1,4 +1,4 @@
-"""The scheduler with a pretended model: a pool of plain Python cells shows what every step would have read."""
+"""The scheduler with a fake model: a KV cache of plain Python cells shows what every step would read."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def text(length: int, seed: int = 0) -> list[int]:
 
 
 class World:
-    """A scheduler, and a pool in which each cell remembers the whole text up to its token."""
+    """A scheduler, and a KV cache in which each cell holds the whole text up to its token."""
 
     def __init__(self, blocks: int, rows: int, prefill: int = 64, prefill_delay: int = 0) -> None:
         self.scheduler = Scheduler(blocks, rows, CONTEXT, prefill, prefill_delay)
@@ -38,16 +38,16 @@ class World:
         self.reading = 0  # prompt tokens of the last batch
 
     def step(self) -> Batch | None:
-        """Plan, check all that the batch would read and write, and pretend to compute it."""
+        """Schedule, check everything that the batch would read and write, and pretend to compute it."""
         scheduler = self.scheduler
         before = [(r, len(r.tokens) - r.num_computed) for r in scheduler.running]
         queue = list(scheduler.waiting)
         batch = scheduler.schedule()
         self.check_books()
-        queue = [r for r, _ in before if r.row < 0] + queue  # those sent back come first, all others stay in order
+        queue = [r for r, _ in before if r.row < 0] + queue  # preempted ones come first, all others stay in order
         assert list(scheduler.waiting) == [r for r in queue if r.row < 0 and not r.future.done()]
         if before:
-            assert scheduler.running[0] is before[0][0]  # the oldest is never sent away
+            assert scheduler.running[0] is before[0][0]  # the oldest is never preempted
         if batch is None:
             return None
         chosen = {id(r) for r in batch.requests}
@@ -102,7 +102,7 @@ class World:
         return cells[1:]
 
     def check_books(self) -> None:
-        """Held are exactly the blocks of those who run; each has a row of its own."""
+        """Exactly the blocks of running requests are held, and each request has its own row."""
         running = self.scheduler.running
         held = {block.index for r in running for block in r.blocks}
         assert self.scheduler.tree.num_available == self.blocks - len(held)
@@ -126,8 +126,8 @@ class World:
 @given(
     arrivals=st.lists(
         st.tuples(
-            st.integers(0, 12),  # steps to wait before it comes
-            st.integers(0, 7),  # whose text it goes on from
+            st.integers(0, 12),  # steps before it arrives
+            st.integers(0, 7),  # the request whose text it continues
             st.integers(0, 120),  # how much of that
             st.integers(1, 90),  # own tokens of the prompt
             st.integers(1, 40),  # tokens to sample
@@ -141,7 +141,7 @@ class World:
     prefill=st.integers(1, 100),
     prefill_delay=st.sampled_from([0, 3]),
 )
-def test_everything_finishes_and_reads_what_it_should(
+def test_every_request_finishes_and_reads_its_own_prefix(
     arrivals: list[Any], blocks: int, rows: int, prefill: int, prefill_delay: int
 ) -> None:
     world = World(blocks, rows, prefill, prefill_delay)
@@ -169,8 +169,8 @@ def test_everything_finishes_and_reads_what_it_should(
         assert all(x == same.random() for x in world.uniform.get(id(r), []))  # preempted or not, one number per token
 
 
-def test_preempted_requests_go_on_where_they_were() -> None:
-    """Six of which each needs half the pool in the end."""
+def test_preempted_requests_resume() -> None:
+    """Six requests, each of which needs half of the cache in the end."""
     world = World(blocks=8, rows=6)
     for i in range(6):
         world.scheduler.waiting.append(request(text(30, seed=i), 90, seed=i))
@@ -194,12 +194,12 @@ def test_first_come_first_served() -> None:
     assert [r.params.seed for r in dict.fromkeys(served)] == list(range(6))
 
 
-def test_who_shares_a_prompt_in_progress_waits_and_then_shares() -> None:
+def test_a_request_waits_for_a_shared_prompt_in_prefill() -> None:
     world = World(blocks=40, rows=6, prefill=40)
     prompt = text(100)
     for i in range(4):
         world.scheduler.waiting.append(request([*prompt, 7, i], 3, seed=i))
-    world.scheduler.waiting.append(request(text(10, seed=9), 3))  # shares nothing: need not wait for them
+    world.scheduler.waiting.append(request(text(10, seed=9), 3))  # shares nothing, so it need not wait
     batches = world.finish_all()
     assert [batch.counts.tolist() for batch in batches[:3]] == [[40], [40], [22, 10]]
     assert batches[2].starts.tolist() == [80, 0]
@@ -217,7 +217,7 @@ def test_a_few_shared_tokens_are_not_worth_waiting_for(shared: int, waits: bool)
     assert len(world.finish_all()[0].requests) == (1 if waits else 2)
 
 
-def test_an_idle_block_is_written_on_and_one_in_use_is_copied() -> None:
+def test_an_idle_block_is_continued_and_one_in_use_is_copied() -> None:
     world = World(blocks=20, rows=3)
     first = request(text(10), 5)
     world.scheduler.waiting.append(first)
@@ -250,8 +250,8 @@ def test_a_fork_of_a_long_prefix_takes_one_block_more() -> None:
     world.finish_all()
 
 
-def test_copies_may_hang_on_one_another() -> None:
-    """In a full pool, the source of one copy is evicted and becomes the target of the next."""
+def test_block_copies_may_depend_on_one_another() -> None:
+    """In a full cache, the source of one copy is evicted and becomes the target of the next."""
     world = World(blocks=3, rows=3)
     for i in range(2):
         world.scheduler.waiting.append(request(text(20, seed=i), 1))
@@ -264,7 +264,7 @@ def test_copies_may_hang_on_one_another() -> None:
     world.finish_all()
 
 
-def test_a_long_prompt_does_not_hold_up_the_others() -> None:
+def test_a_long_prompt_does_not_block_decoding() -> None:
     world = World(blocks=40, rows=5, prefill=32)
     for i in range(3):
         world.scheduler.waiting.append(request(text(9, seed=i), 30, seed=i))
@@ -281,7 +281,7 @@ def test_a_long_prompt_does_not_hold_up_the_others() -> None:
     world.finish_all()
 
 
-def test_prompts_are_held_back_for_so_many_steps_only() -> None:
+def test_prefill_is_delayed_for_a_limited_number_of_steps() -> None:
     world = World(blocks=60, rows=20, prefill_delay=4)
     for i in range(10):
         world.scheduler.waiting.append(request(text(4, seed=i), 40, seed=i))
@@ -292,14 +292,14 @@ def test_prompts_are_held_back_for_so_many_steps_only() -> None:
     batches = [world.step() for _ in range(6)]
     joined = [batch is not None and late in batch.requests for batch in batches]
     assert joined.index(True) in (3, 4)
-    fork = request(late.tokens, 2)  # all of it is known: no reason to wait
+    fork = request(late.tokens, 2)  # its prefix is cached: no reason to wait
     world.scheduler.waiting.append(fork)
     batch = world.step()
     assert batch is not None and fork in batch.requests and batch.is_decode
     world.finish_all()
 
 
-def test_cancelled_requests_give_everything_back_at_once() -> None:
+def test_cancelled_requests_release_everything_at_once() -> None:
     world = World(blocks=20, rows=2, prefill=32)
     asked = [request(text(100, seed=i), 5, seed=i) for i in range(4)]
     world.scheduler.waiting.extend(asked)
@@ -324,10 +324,10 @@ def test_cancelled_while_waiting_is_never_started() -> None:
     assert all(batch.requests == [alive] for batch in world.finish_all())
 
 
-def test_the_settings_of_those_who_ask_go_with_the_batch() -> None:
+def test_a_batch_has_the_parameters_of_its_sampling_rows() -> None:
     world = World(blocks=20, rows=3, prefill=40)
     world.scheduler.waiting.append(request(text(9), 2, seed=4, temperature=0.7, top_p=0.9, top_k=3))
-    world.scheduler.waiting.append(request(text(90, seed=1), 2, temperature=0.1, top_p=0.2))  # does not ask yet
+    world.scheduler.waiting.append(request(text(90, seed=1), 2, temperature=0.1, top_p=0.2))  # does not sample yet
     batch = world.step()
     assert batch is not None
     assert batch.sampling_rows.tolist() == [0]
@@ -340,7 +340,7 @@ def test_the_settings_of_those_who_ask_go_with_the_batch() -> None:
         assert batch is not None and batch.has_cuts == cuts
 
 
-def test_after_clear_nothing_is_shared() -> None:
+def test_after_a_reset_nothing_is_shared() -> None:
     world = World(blocks=20, rows=3)
     world.scheduler.waiting.append(request(text(60), 2))
     world.finish_all()

@@ -1,4 +1,4 @@
-"""Engines over vLLM, without vLLM: entropies from the likeliest tokens, and servers that die, forget, stall and lie."""
+"""Engines over vLLM, without vLLM: entropy estimates, and servers that die, restart, stall and send invalid replies."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from arpo.engine.vllm.servers import ServerEngine
 PREFIX = [5, 6, 7]
 PARAMS = SamplingParams(max_tokens=12, seed=3)
 
-# Entropy from the likeliest tokens.
+# Entropy from the most likely tokens.
 
 
 def entropy(probabilities: list[float]) -> float:
@@ -85,7 +85,7 @@ def test_probabilities_that_rounding_makes_more_than_one() -> None:
 
 
 @pytest.mark.parametrize("known", [[], [-1.0, -1.0, -1.0]])
-def test_more_or_fewer_tokens_than_there_are(known: list[float]) -> None:
+def test_an_impossible_number_of_logprobs_is_refused(known: list[float]) -> None:
     with pytest.raises(ValueError, match="log-probs of a vocabulary of 2"):
         entropy_bounds(known, 2)
 
@@ -124,14 +124,14 @@ def test_where_a_turn_ends(text: str, stop: tuple[str, ...], limit: int, kept: s
     assert tuple(seen) == done.tokens
 
 
-def test_a_sampled_token_that_is_not_among_the_likeliest_sets_no_bound() -> None:
+def test_a_sampled_token_outside_the_top_sets_no_bound() -> None:
     turn = builder().start(PREFIX, PARAMS, None)
     turn.add(SampledToken(5, math.log(0.001), (math.log(0.001), math.log(0.4), math.log(0.3))))
-    likeliest = entropy_bounds([math.log(0.4), math.log(0.3)], VOCAB)
-    assert turn.entropies == [likeliest.estimate]
+    top = entropy_bounds([math.log(0.4), math.log(0.3)], VOCAB)
+    assert turn.entropies == [top.estimate]
     assert turn.builder.entropy_stats() == {
-        "entropy_error": likeliest.error,
-        "entropy_error_max": likeliest.error,
+        "entropy_error": top.error,
+        "entropy_error_max": top.error,
     }
     assert turn.builder.entropy_stats() == {"entropy_error": 0.0, "entropy_error_max": 0.0}
 
@@ -157,7 +157,7 @@ HALF = math.log(0.5)
         SampledToken(5, HALF, (HALF,) + (-20.0,) * VOCAB),
     ],
 )
-def test_what_cannot_be_a_token_is_not_taken(bad: SampledToken) -> None:
+def test_invalid_tokens_are_refused(bad: SampledToken) -> None:
     seen: list[int] = []
     turn = builder().start(PREFIX, PARAMS, lambda token, *_: seen.append(token))
     with pytest.raises(InvalidToken):
@@ -166,7 +166,7 @@ def test_what_cannot_be_a_token_is_not_taken(bad: SampledToken) -> None:
 
 
 @pytest.mark.parametrize("prefix", [[], [VOCAB], [-1], [5] * CONTEXT])
-def test_what_cannot_be_sampled_is_refused(prefix: list[int]) -> None:
+def test_invalid_requests_are_refused(prefix: list[int]) -> None:
     with pytest.raises(ValueError, match=r"cannot sample|vocabulary"):
         builder().start(prefix, PARAMS, None)
 
@@ -207,7 +207,7 @@ def test_an_adapter_that_merging_would_round_away_is_refused() -> None:
         build_agent(config, Toolset([]), model, Letters())
 
 
-def test_vllm_does_not_see_that_there_are_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchrun_variables_are_hidden_from_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     for name, value in ranks.items():
         monkeypatch.setenv(name, value)
@@ -217,7 +217,7 @@ def test_vllm_does_not_see_that_there_are_ranks(monkeypatch: pytest.MonkeyPatch)
     assert dict(os.environ) == before
 
 
-def test_without_vllm_it_is_said_how_to_get_it() -> None:
+def test_without_vllm_the_error_says_how_to_install_it() -> None:
     if importlib.util.find_spec("vllm") is not None:
         pytest.skip("vLLM is here")
     with pytest.raises(ArpoError, match="pip install vllm"):
@@ -225,7 +225,7 @@ def test_without_vllm_it_is_said_how_to_get_it() -> None:
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", "http://", "http://me:secret@host:1"])
-def test_addresses_that_are_none(url: str) -> None:
+def test_invalid_addresses_are_refused(url: str) -> None:
     with pytest.raises(ArpoError, match=r"rollout\.servers") as caught:
         choose(engine="vllm", servers=(url,))
     assert "secret" not in str(caught.value)
@@ -316,7 +316,7 @@ def test_all_servers_are_used_and_each_loads_once(two: Bed) -> None:
     assert len({turn["cache_salt"] for server in two.servers for turn in server.turns()}) == 1
 
 
-def test_what_a_server_has_read_draws_more_of_it(two: Bed) -> None:
+def test_requests_go_to_the_server_that_has_their_prefix(two: Bed) -> None:
     long = [5 + i % 30 for i in range(200)]
     two.ask(long[::-1], long)  # one each
     (reader,) = (server for server in two.servers if server.turns()[0]["token_ids"] == long)
@@ -341,7 +341,7 @@ def test_new_weights_reach_a_server_before_it_samples_again(two: Bed) -> None:
     assert len(list(Path(two.engine._temp_dir.name).iterdir())) == 1  # older weights do not pile up
 
 
-def test_weights_may_not_change_under_a_turn(one: Bed) -> None:
+def test_weights_may_not_change_during_a_turn(one: Bed) -> None:
     one.servers[0].hold = threading.Event()
 
     async def try_it() -> None:
@@ -374,8 +374,8 @@ def break_off(after: int) -> Spoil:
 
 
 @pytest.mark.parametrize("after", [0, 1, 5, 11])
-def test_a_turn_that_breaks_off_goes_on_elsewhere(after: int) -> None:
-    bed = Bed(2, pause=1.0)  # on a slow machine too, the other server is asked before this one has rested
+def test_an_interrupted_turn_continues_on_another_server(after: int) -> None:
+    bed = Bed(2, pause=1.0)  # long enough that the other server is asked first, on a slow machine too
     with bed.stack:
         for server in bed.servers:
             server.spoil = [break_off(after)]
@@ -387,7 +387,7 @@ def test_a_turn_that_breaks_off_goes_on_elsewhere(after: int) -> None:
         assert len(turns) == 2 if after * 2 >= 12 else 3
         assert {len(turn["token_ids"]) + turn["sampling_params"]["max_tokens"] for turn in turns} == {3 + 12}
         assert len({turn["sampling_params"]["seed"] for turn in turns}) == (len(turns) if after else 1)
-        assert all(server.turns() for server in bed.servers)  # elsewhere first
+        assert all(server.turns() for server in bed.servers)  # another server first
 
 
 def test_a_server_that_restarts_in_the_middle_of_a_turn(one: Bed) -> None:
@@ -403,7 +403,7 @@ def test_a_server_that_restarts_in_the_middle_of_a_turn(one: Bed) -> None:
 
 
 def replaced(**changes: Any) -> Spoil:
-    """Changes of the choice, of its one place (`place_`), and of the likeliest tokens there (`top_`)."""
+    """Changes of the choice, of its one entry (`place_`), and of the most likely tokens there (`top_`)."""
 
     def spoil(number: int, event: Any) -> Any:
         if number == 2:
@@ -436,9 +436,9 @@ LIES: dict[str, Spoil] = {
     "a probability above 1": replaced(place_logprob=2.0),
     "what stands for nan": replaced(place_logprob=-9999.0),
     "a number too big": replaced(place_logprob=-(10**400)),
-    "likeliest tokens above 1": replaced(top_logprob=-0.01),
-    "likeliest tokens with nan": replaced(top_logprob=math.nan),
-    "none of the likeliest": replaced(place_top_logprobs="none"),
+    "top tokens above 1": replaced(top_logprob=-0.01),
+    "top tokens with nan": replaced(top_logprob=math.nan),
+    "none of the top": replaced(place_top_logprobs="none"),
     "no choice": sends(b'data: {"choices": []}\n\n'),
     "an error": sends(b'data: {"error": {"message": "CUDA"}}\n\n'),
     "no JSON": sends(b"data: hello\n\n"),
@@ -449,7 +449,7 @@ LIES: dict[str, Spoil] = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_nonsense_is_not_taken_and_the_turn_goes_on(one: Bed, lie: str) -> None:
+def test_invalid_replies_are_dropped_and_the_turn_continues(one: Bed, lie: str) -> None:
     one.servers[0].spoil = [LIES[lie]] * 2
     seen: list[int] = []
     (done,) = one.ask(PREFIX, on_token=lambda token, *_: seen.append(token))
@@ -477,7 +477,7 @@ def test_when_nothing_helps_the_servers_are_named() -> None:
     assert f"{bed.servers[1].url} broke off" in said
 
 
-def test_servers_that_are_not_there_are_told_at_once() -> None:
+def test_unreachable_servers_are_reported_at_once() -> None:
     bed = Bed(2, patience=1000.0, pause=1000.0)
     with bed.stack:
         pass
@@ -496,12 +496,12 @@ def test_servers_that_are_lost_later_are_waited_for() -> None:
     assert bed.engine.unreachable
 
 
-def test_an_outage_ends_a_run_before_its_paths() -> None:
+def test_an_outage_ends_a_run_before_its_trajectories() -> None:
     engine = choose(engine="vllm", servers=("http://localhost:1",), max_seconds=10.0)
     assert isinstance(engine, ServerEngine) and engine._patience == 5.0
 
 
-def test_a_path_whose_time_ends_in_an_outage_is_not_to_blame(one: Bed) -> None:
+def test_a_timeout_during_an_outage_does_not_count_against_the_model(one: Bed) -> None:
     one.ask(PREFIX)
     one.servers[0].status = {"/inference/v1/generate": [(503, {})] * 1000}
 
@@ -517,7 +517,7 @@ def test_a_path_whose_time_ends_in_an_outage_is_not_to_blame(one: Bed) -> None:
     assert not one.engine.unreachable
 
 
-def test_a_load_that_takes_longer_than_a_path_may_is_done_once(one: Bed) -> None:
+def test_a_load_longer_than_a_trajectory_is_done_once(one: Bed) -> None:
     one.servers[0].loading.clear()
 
     async def cut_three_times() -> Completion:
@@ -543,7 +543,7 @@ def test_a_long_load_does_not_use_up_patience() -> None:
         assert bed.ask(PREFIX)[0].tokens == bed.plain(PREFIX)
 
 
-def test_servers_load_new_weights_before_anyone_asks(two: Bed) -> None:
+def test_servers_load_new_weights_before_the_next_request(two: Bed) -> None:
     async def update() -> None:
         two.weights = 7
         await two.engine.sync_weights(1)
@@ -558,10 +558,10 @@ def test_servers_load_new_weights_before_anyone_asks(two: Bed) -> None:
     assert [server.weights for server in two.servers] == [8, 8]
 
 
-def test_a_server_that_only_says_that_it_is_there_counts_as_lost() -> None:
+def test_a_server_that_sends_only_keep_alives_counts_as_lost() -> None:
     bed = Bed(2, idle_timeout=0.3)
     with bed.stack:
-        bed.servers[0].hold = threading.Event()  # it goes on sending, but no token
+        bed.servers[0].hold = threading.Event()  # it sends keep-alives, but no token
         bed.servers[1].hold = threading.Event()
         bed.servers[1].hold.set()
         seen: list[int] = []
@@ -624,7 +624,7 @@ def test_weights_that_a_server_does_not_see(one: Bed) -> None:
         ("/inference/v1/generate", 400, "refuses the request with HTTP status 400: no.31m such luck"),
     ],
 )
-def test_what_will_not_pass_by_itself_is_told_at_once(one: Bed, path: str, status: int, said: str) -> None:
+def test_permanent_errors_are_reported_at_once(one: Bed, path: str, status: int, said: str) -> None:
     one.servers[0].status = {path: [(status, {})]}
     with pytest.raises(ArpoError, match=said):
         one.ask(PREFIX)
@@ -658,7 +658,7 @@ def test_weights_that_someone_else_changes_are_noticed(one: Bed) -> None:
         one.ask(PREFIX)
 
 
-def test_a_cancelled_turn_hangs_up(one: Bed) -> None:
+def test_a_cancelled_turn_closes_its_connection(one: Bed) -> None:
     one.servers[0].hold = threading.Event()
 
     async def try_it() -> None:
@@ -668,17 +668,17 @@ def test_a_cancelled_turn_hangs_up(one: Bed) -> None:
         with pytest.raises(asyncio.CancelledError):
             await turn
         assert await asyncio.to_thread(one.servers[0].gone.wait, 30)
-        await one.engine.sync_weights(1)  # nothing is under way
+        await one.engine.sync_weights(1)  # no request is in flight
 
     asyncio.run(try_it())
 
 
-def test_a_turn_that_meets_its_stop_string_hangs_up(one: Bed) -> None:
+def test_a_turn_that_ends_at_a_stop_string_closes_its_connection(one: Bed) -> None:
     tokens = one.plain(PREFIX)
     stop = Letters.alphabet[tokens[2]] + Letters.alphabet[tokens[3]]
 
     def slowly(number: int, event: Any) -> Any:
-        threading.Event().wait(0.01)  # or all is sent before anyone can hang up
+        threading.Event().wait(0.01)  # else everything is sent before the client can disconnect
         return event
 
     one.servers[0].spoil = [slowly]

@@ -1,4 +1,4 @@
-"""GGUF files: what is loaded from one equals the Hugging Face model it was written from; what can't be is refused."""
+"""GGUF files: a loaded model equals the Hugging Face model it was written from; invalid files are refused."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_the_model_is_the_one_that_was_written(family: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_stored_in_eight_bits_it_is_the_rounded_model(family: str, tmp_path: Path) -> None:
+def test_q8_0_gives_the_rounded_model(family: str, tmp_path: Path) -> None:
     model = original(family)
     # rows are rounded one by one, so their order in the file does not matter
     path = write_model(tmp_path / "x.gguf", family, model, VOCABULARIES[family], kind=Kind.Q8_0)
@@ -91,7 +91,7 @@ def test_stored_in_eight_bits_it_is_the_rounded_model(family: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1])
-def test_other_ways_of_storing(kind: Kind, tmp_path: Path) -> None:
+def test_other_quantization_types(kind: Kind, tmp_path: Path) -> None:
     model = original("llama")
     loaded, _ = load_gguf(
         write_model(tmp_path / "x.gguf", "llama", model, VOCABULARIES["llama"], kind=kind), torch.float32
@@ -107,7 +107,7 @@ def test_bfloat16(tmp_path: Path) -> None:
 
 
 def llama3_factors(head_size: int, theta: float, factor: float) -> np.ndarray[Any, Any]:
-    """The factors that llama.cpp's converter writes, in its own way of computing them."""
+    """The factors that llama.cpp's converter writes, computed as it does."""
     values = []
     for i in range(0, head_size, 2):
         wave = 2 * np.pi * theta ** (i / head_size)
@@ -201,8 +201,8 @@ def load_tokenizer(path: Path, family: str, vocabulary: Vocabulary) -> Any:
 
 
 def byte_level_oracle(vocabulary: Vocabulary, pre: str) -> Any:
-    """The tokenizer that Hugging Face has for this rule, with this vocabulary."""
-    count = len(vocabulary.tokens) - 2  # the last two only fill up
+    """The Hugging Face tokenizer for this pre-tokenizer and vocabulary."""
+    count = len(vocabulary.tokens) - 2  # the last two are padding
     vocab = {token: index for index, token in enumerate(vocabulary.tokens[:count])}
     merges = [tuple(merge.split(" ")) for merge in vocabulary.values["merges"]]
     if pre == "qwen2":
@@ -257,7 +257,7 @@ def test_byte_level_tokenizers_equal_those_of_hugging_face(pre: str, tmp_path: P
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
-def test_digits_are_cut_as_the_models_saw_them(tmp_path: Path) -> None:
+def test_digits_are_split_individually(tmp_path: Path) -> None:
     vocabulary = byte_level("smollm")
     joined = [word for word in vocabulary.tokens if word.isascii() and word.isdigit() and len(word) > 1]
     assert "00" in joined  # a tokenizer with the wrong rule would use it
@@ -439,9 +439,7 @@ def test_an_unknown_pre_tokenizer_is_refused_by_name(pre: str | None, tmp_path: 
         ("extra", {"general.alignment": 0}, "its general.alignment is 0"),
     ],
 )
-def test_what_a_file_says_of_itself_must_be_known_and_possible(
-    part: str, change: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_invalid_metadata_is_refused(part: str, change: dict[str, Any], message: str, tmp_path: Path) -> None:
     assert changed(tmp_path, **{part: change}).startswith(message)
 
 
@@ -464,7 +462,7 @@ def test_other_architectures_and_tensors(tmp_path: Path) -> None:
     assert refused(write(path, "llama", shape, tensors, twice)) == "two of its tokens are the same"
 
 
-def test_no_gguf_file_at_all(tmp_path: Path, small: bytes) -> None:
+def test_a_file_that_is_not_gguf(tmp_path: Path, small: bytes) -> None:
     path = tmp_path / "x.gguf"
     for content in (b"", b"GGUF", b"PK\3\4" * 100):
         path.write_bytes(content)
@@ -475,15 +473,15 @@ def test_no_gguf_file_at_all(tmp_path: Path, small: bytes) -> None:
     assert refused(path)
 
 
-def test_a_file_that_was_cut_off(tmp_path: Path, small: bytes) -> None:
+def test_a_truncated_file(tmp_path: Path, small: bytes) -> None:
     path = tmp_path / "x.gguf"
     for end in [*range(24, len(small), len(small) // 60), len(small) - 1]:
         path.write_bytes(small[:end])
         assert refused(path) == "it is damaged or incomplete"
 
 
-def test_numbers_that_promise_more_than_the_file_holds(tmp_path: Path, small: bytes) -> None:
-    """Lengths of 2**60, in each place where a length stands near the front, must not be waited for or allocated."""
+def test_lengths_beyond_the_end_of_the_file(tmp_path: Path, small: bytes) -> None:
+    """Lengths of 2**60 in the header must not be read or allocated."""
     path = tmp_path / "x.gguf"
     key = b"tokenizer.ggml.tokens"
     at = small.index(key) + len(key) + 8
@@ -510,14 +508,14 @@ def test_some_rows_of_a_tensor(tmp_path: Path, small: bytes) -> None:
 
 
 def test_metadata_given_twice(tmp_path: Path, small: bytes) -> None:
-    """Which of the two would count is anybody's guess."""
+    """It is ambiguous which of the two counts."""
     path = tmp_path / "x.gguf"
     path.write_bytes(small.replace(b"tokenizer.ggml.bos_token_id", b"tokenizer.ggml.eos_token_id"))
     assert refused(path) == "it has 'tokenizer.ggml.eos_token_id' twice"
 
 
-def test_tensors_that_lie_on_one_another(tmp_path: Path, small: bytes) -> None:
-    """Or a small file could ask for any amount of memory."""
+def test_overlapping_tensors(tmp_path: Path, small: bytes) -> None:
+    """Else a small file could ask for any amount of memory."""
     path = tmp_path / "x.gguf"
     names = [b"blk.0.attn_q.weight", b"blk.0.attn_output.weight"]
     first, second = (small.index(name) + len(name) + 4 + 16 + 4 for name in names)

@@ -1,4 +1,4 @@
-"""Loading a model: where it may come from, adapters merged into it, and what is said when it can't be loaded."""
+"""Loading a model: its sources, merged adapters, and error messages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def refused(**settings: str) -> str:
 
 @pytest.fixture(autouse=True)
 def lookups(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """There is no network; what is looked up there all the same."""
+    """Turn the network off; returns the hosts that are looked up."""
     seen: list[Any] = []
 
     def no_network(host: Any, *_: Any, **__: Any) -> None:
@@ -153,7 +153,7 @@ def test_an_adapter_that_would_change_tied_embeddings(base: Path, tmp_path: Path
     )
 
 
-def test_what_is_no_adapter(base: Path, adapter: Path, tmp_path: Path) -> None:
+def test_directories_that_are_not_adapters(base: Path, adapter: Path, tmp_path: Path) -> None:
     for path in (tmp_path / "nowhere", base):
         assert refused(path=str(base), adapter=str(path)) == (
             f"model.adapter: {str(path)!r} is not an adapter: give a directory that PEFT saved (adapter_config.json)"

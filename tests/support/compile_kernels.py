@@ -1,4 +1,4 @@
-"""Compiles every Triton kernel for one kind of GPU (compute capability 9.0), whether there is one or not.
+"""Compiles every Triton kernel for one kind of GPU (compute capability 9.0); no GPU is needed.
 
 python tests/support/compile_kernels.py      # needs Triton; prints one line per kernel
 """

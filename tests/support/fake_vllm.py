@@ -1,4 +1,4 @@
-"""A vLLM server on this machine that is none: it has the endpoints, counts for a model, and fails as it is told to."""
+"""A fake vLLM server: it has the endpoints, computes tokens by arithmetic, and fails on request."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from models import VOCAB
 
 INFO = {"max_model_len": 320, "max_logprobs": 64, "logprobs_mode": "raw_logprobs", "dtype": "torch.float32"}
 Spoil = Callable[[int, dict[str, Any]], Any]
-"""Gets the number of an event in its stream and the event; gives what is sent, or raises to break off."""
+"""Takes the number of an event in its stream and the event; returns what is sent, or raises to break off."""
 
 
 class BreakOff(Exception):
@@ -30,37 +30,37 @@ def _set() -> threading.Event:
 
 
 def next_token(ids: list[int], weights: int) -> int:
-    """What this model says next: never a special token."""
+    """The next token of this model, never a special one."""
     return 4 + (sum(ids) * 7 + len(ids) + weights) % (VOCAB - 4)
 
 
 @dataclass
 class FakeVllm:
-    """What the server is, does next, and was asked."""
+    """State of the server, what it does next, and the requests it got."""
 
     url: str = ""
     weights: int = 0
     label: str = "default"
     info: dict[str, Any] = field(default_factory=lambda: dict(INFO))
-    status: dict[str, list[tuple[int, dict[str, str]]]] = field(default_factory=dict)  # by path, used up in turn
-    spoil: list[Spoil] = field(default_factory=list)  # for each turn, used up
+    status: dict[str, list[tuple[int, dict[str, str]]]] = field(default_factory=dict)  # replies by path, each used once
+    spoil: list[Spoil] = field(default_factory=list)  # one per turn
     hold: threading.Event | None = None  # turns wait for it after their first token
     loading: threading.Event = field(default_factory=_set)  # loads of weights wait for it
     began: threading.Event = field(default_factory=threading.Event)
-    gone: threading.Event = field(default_factory=threading.Event)  # someone hung up
+    gone: threading.Event = field(default_factory=threading.Event)  # the client disconnected
     asked: list[tuple[str, Any]] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def count(self, path: str) -> int:
-        """How often this was asked for."""
+        """Number of requests to this path."""
         return sum(asked.startswith(path) for asked, _ in self.asked)
 
     def turns(self) -> list[dict[str, Any]]:
-        """The turns that were asked for."""
+        """Bodies of the requests for a turn."""
         return [body for path, body in self.asked if path == "/inference/v1/generate"]
 
     def restart(self) -> None:
-        """As after a crash: other weights, no label."""
+        """Act as after a crash: other weights, no weight version."""
         self.weights, self.label = -1, "default"
 
 
@@ -77,7 +77,7 @@ def event(token: int, top: int, last: bool, label: str, logprob: float = math.lo
 
 @contextlib.contextmanager
 def fake_vllm() -> Iterator[FakeVllm]:
-    """A server that lives as long as the block."""
+    """Run a server within the context."""
     served = FakeVllm()
 
     class Handler(BaseHTTPRequestHandler):

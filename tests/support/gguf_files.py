@@ -1,5 +1,5 @@
-"""Writing small GGUF files from Hugging Face models, as llama.cpp's converter does: an independent way there, so that
-the way back can be checked."""
+"""Writing small GGUF files from Hugging Face models, as llama.cpp's converter does. Independent of the loader, so that
+it can be checked."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Vocabulary:
 
 
 def byte_level(pre: str, size: int = 420) -> Vocabulary:
-    """A byte-level vocabulary with merges, trained here, behind three special tokens and a user-defined one.
+    """A byte-level vocabulary with merges, trained here, after three special tokens and a user-defined one.
 
     Its merges know no bounds of words or numbers, so that every rule for cutting text shows.
     """
@@ -75,7 +75,7 @@ def sentencepiece(prefix: bool, size: int = 160) -> Vocabulary:
     core.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=size, show_progress=False))
     words = sorted(core.get_vocab(), key=core.get_vocab().__getitem__)
     words = [word for word in words if word not in ("\n", "\t", "\r") and word != "\u2581\u2581"]
-    words += [word for word in ("aa", "aaa", "aaaa") if word not in words]  # can be put together in several ways
+    words += [word for word in ("aa", "aaa", "aaaa") if word not in words]  # can be merged in several ways
     bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
     head = ["<pad>", "<eos>", "<bos>", "<unk>", "<end_of_turn>"]
     tokens = [*head, *bytes_, "  ", *words]
@@ -121,8 +121,6 @@ def small_model(family: str, vocab: int, seed: int = 0, **more: Any) -> Any:
 def tensors_of(family: str, model: Any) -> dict[str, np.ndarray[Any, Any]]:
     """The model's tensors under the names, and in the layout, of a GGUF file."""
     config = model.config
-    arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == family)
-    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     found: dict[str, np.ndarray[Any, Any]] = {}
     for name, value in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
@@ -134,8 +132,38 @@ def tensors_of(family: str, model: Any) -> dict[str, np.ndarray[Any, Any]]:
             numbers = permuted(numbers, config.num_key_value_heads)
         if family == "gemma3" and name.endswith("norm.weight"):
             numbers = numbers + 1
-        found[names.get_name(name, try_suffixes=(".weight", ".bias"))] = numbers
+        found[tensor_name(family, name)] = numbers
     return found
+
+
+TOP_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+BLOCK_NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+GEMMA_NAMES = BLOCK_NAMES | {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+
+
+def tensor_name(family: str, parameter: str) -> str:
+    """The name of a Hugging Face parameter in a GGUF file."""
+    module, _, leaf = parameter.rpartition(".")
+    if not module.startswith("model.layers."):
+        return f"{TOP_NAMES[module]}.{leaf}"
+    number, _, part = module.removeprefix("model.layers.").partition(".")
+    return f"blk.{number}.{(GEMMA_NAMES if family == 'gemma3' else BLOCK_NAMES)[part]}.{leaf}"
 
 
 def permuted(rows: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:

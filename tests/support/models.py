@@ -1,4 +1,4 @@
-"""Tiny random models of every family that the local engine runs, and the plain way to get their numbers."""
+"""Tiny random models of every family that the local engine supports, and their log-probs from plain forward passes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Letters:
 
 
 def make_model(family: str, attention: str = "sdpa", seed: int = 0, context: int = CONTEXT) -> Any:
-    """A model of a few thousand weights, wild enough that a wrong position or mask shows in every number."""
+    """A model of a few thousand weights, large enough that a wrong position or mask changes every log-prob."""
     shape: dict[str, Any] = {
         "vocab_size": VOCAB,
         "hidden_size": 24,
@@ -78,7 +78,7 @@ def make_model(family: str, attention: str = "sdpa", seed: int = 0, context: int
 
 
 def logits_of(model: Any, tokens: Sequence[int]) -> torch.Tensor:
-    """One plain forward pass over a sequence: what stands at i predicts token i + 1."""
+    """Logits of one plain forward pass over a sequence; row i predicts token i + 1."""
     with torch.no_grad():
         return model(torch.tensor([list(tokens)], device=model.device)).logits[0].double().cpu()  # type: ignore[no-any-return]
 
@@ -86,7 +86,7 @@ def logits_of(model: Any, tokens: Sequence[int]) -> torch.Tensor:
 def plain_numbers(
     model: Any, prefix: Sequence[int], sampled: Sequence[int], temperature: float
 ) -> tuple[list[float], list[float], list[int]]:
-    """Log-probs, entropies and likeliest tokens of a sampled turn, straight from the definitions."""
+    """Log-probs, entropies and most likely tokens of a sampled turn, straight from the definitions."""
     logits = logits_of(model, [*prefix, *sampled])[len(prefix) - 1 : -1] / (temperature or 1.0)
     probs = logits.softmax(-1).tolist()
     logprobs = [math.log(row[token]) for row, token in zip(probs, sampled, strict=True)]

@@ -131,7 +131,7 @@ def test_eos_tokens_end_turns(pair: Pair) -> None:
     assert done.finish == "eos"
 
 
-def test_a_branch_re_uses_its_prefix(pair: Pair) -> None:
+def test_a_branch_reuses_its_prefix(pair: Pair) -> None:
     prefix = [5 + i % 200 for i in range(150)]
     (trunk,) = run(pair.vllm, (prefix, SamplingParams(20, seed=1)))
     pair.vllm.stats()
@@ -174,7 +174,7 @@ def test_new_weights_are_used_and_nothing_of_the_old_ones(pair: Pair) -> None:
     assert [done.tokens for done in run(pair.vllm, *requests)] == [done.tokens for done in ours]
 
 
-def test_weights_may_not_change_under_a_turn_and_cancelling_frees(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_may_not_change_during_a_turn_and_cancelling_frees(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[Any] = []
     abort = pair.vllm._llm.abort
 
