@@ -22,7 +22,8 @@ from arpo.rewards import RewardFn, reward_from
 from arpo.runs.run_dir import open_run_dir as read_run
 from arpo.tools.build import build_tools
 from arpo.tools.executor import call_tool
-from arpo.training.loop import open_run, train
+from arpo.training.loop import open_training, train
+from arpo.training.sampler import LocalSampler
 from arpo.types import Reward, RolloutTree, Task, ToolCall
 
 ROOT = Path(__file__).parents[2]
@@ -189,17 +190,19 @@ def test_the_example_is_short_and_trains(tokenizer: Any, tmp_path: Path, monkeyp
         [f"model.path={tmp_path / 'model'}", f"run.dir={tmp_path / 'run'}", "train.steps=1", "train.batch_size=2",
          "rollout.num_trajectories=4", "rollout.max_tokens=24"],
     )  # fmt: skip
-    with open_run(config) as run:
-        assert asyncio.run(train(run)) == 1
-        assert list(run.session.tools) == ["price"]
-        box = run.session.tools
+    with open_training(config) as training:
+        assert asyncio.run(train(training)) == 1
+        assert isinstance(training.sampler, LocalSampler)
+        context = training.sampler.context
+        assert list(context.tools) == ["price"]
+        box = context.tools
         assert asyncio.run(call_tool(box, ToolCall("price", {"item": " Plum"}))).text == "25 cents"
         assert "there are: apple" in asyncio.run(call_tool(box, ToolCall("price", {"item": "axe"}))).text
-        task = run.session.tasks.train[0]
+        task = context.tasks.train[0]
         for box_text, total in {"150 cents": 1.0, "140": 0.5, "1": 0.0, "": 0.0, "²": 0.0}.items():
             tree = searched(last=f"<think>b</think><answer>\\boxed{{{box_text}}}</answer>", name="price")
             bonus = config.reward.bonus if total else 0.0
-            assert scored(run.session.reward, task, tree).total == pytest.approx(total + bonus)
+            assert scored(context.reward, task, tree).total == pytest.approx(total + bonus)
     (row,) = read_run(tmp_path / "run").read_metrics()
     assert row["trajectories"] == 8
 

@@ -34,7 +34,8 @@ from arpo.models.save import save_pretrained
 from arpo.rewards import Scorer, build_reward
 from arpo.runs.run_dir import open_run_dir as read_run
 from arpo.tools.build import build_tools
-from arpo.training.loop import _outcome, open_run, train
+from arpo.training.loop import _outcome, open_training, train
+from arpo.training.sampler import LocalSampler
 from arpo.types import Fault, Node, Reward, ScoredTree, Task, Trajectory
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -152,14 +153,14 @@ def test_long_prompts_are_left_out_of_training_and_counted(here: Path, tokenizer
     lengths = [len(agent.prompt(task)) for task in tasks.train]
     assert lengths[0] < lengths[2] < lengths[1] < lengths[3]
     for limit, kept in ((lengths[1], [1, 2, 3]), (lengths[1] - 1, [1, 3]), (10**6, [1, 2, 3, 4])):
-        fitted = fit_prompts(tasks, agent, limit)
+        fitted = fit_prompts(tasks, agent.prompts, limit)
         assert [task.id for task in fitted.train] == [f"mine.jsonl:{n}" for n in kept]
         assert fitted.test == tasks.test  # what is measured does not change
         note = f"{4 - len(kept)} of 4 questions of mine.jsonl are left out: over {limit} tokens"
         assert fitted.notes == ((note,) if len(kept) < 4 else ())
-    assert fit_prompts(tasks, agent, None) is tasks
+    assert fit_prompts(tasks, agent.prompts, None) is tasks
     with pytest.raises(ArpoError, match=r"data\.max_prompt_tokens: none of the 4 prompts of mine\.jsonl has 3 or less"):
-        fit_prompts(tasks, agent, 3)
+        fit_prompts(tasks, agent.prompts, 3)
 
 
 def test_without_a_limit_what_the_model_cannot_hold_is_refused(here: Path, tokenizer: Any) -> None:
@@ -167,8 +168,8 @@ def test_without_a_limit_what_the_model_cannot_hold_is_refused(here: Path, token
     tasks = load_task_set(toml("", "data.train=mine.jsonl"))
     agent = scripted(tokenizer, max_context=len(scripted(tokenizer).prompt(tasks.train[1])))
     with pytest.raises(ArpoError, match=r"mine\.jsonl:2"):
-        fit_prompts(tasks, agent, None)
-    assert len(fit_prompts(tasks, agent, 10**6).train) == 1  # with one it is left out as well
+        fit_prompts(tasks, agent.prompts, None)
+    assert len(fit_prompts(tasks, agent.prompts, 10**6).train) == 1  # with one it is left out as well
 
 
 # A curriculum resumes as if it had never stopped.
@@ -192,9 +193,10 @@ def run_to_the_end(tokenizer: Any, directory: Path, *more: str, resume: bool = F
     if not model.exists():
         save_pretrained(build_model(tokenizer, 32, 1, 256, seed=1), tokenizer, model)
     config = load_config(None, [f"model.path={model}", f"run.dir={directory}", *TINY_RUN, *more])
-    with open_run(config, resume) as run:
-        assert len(run.session.outcomes) == (run.step if config.data.curriculum else 0)
-        asyncio.run(train(replace(run, session=replace(run.session, reward=often_settled))))
+    with open_training(config, resume) as training:
+        assert isinstance(training.sampler, LocalSampler)
+        sampler = LocalSampler(replace(training.sampler.context, reward=often_settled))
+        asyncio.run(train(replace(training, sampler=sampler)))
 
 
 def what_it_left(directory: Path) -> tuple[list[Any], list[list[str]], dict[str, torch.Tensor]]:
@@ -347,7 +349,7 @@ def test_an_example_reads_its_files_and_rolls_out(here: Path, tokenizer: Any, na
     reward = build_reward(config.reward.accuracy, config.reward.bonus, config.reward.bonus_tools)
     with build_tools(config) as tools, Scorer(reward, 1) as scorer:
         agent = scripted(tokenizer, tools, script)
-        tasks = fit_prompts(load_task_set(config), agent, config.data.max_prompt_tokens)
+        tasks = fit_prompts(load_task_set(config), agent.prompts, config.data.max_prompt_tokens)
         assert [task.answers for task in tasks.train] == [(str(n),) for n in range(1, 21)]
         sampling = sample_trees(agent, tasks.train, config.rollout, config.branching, range(20), scorer.score)
         scored = asyncio.run(sampling)

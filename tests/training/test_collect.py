@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from arpo.data.traces import Trace
 from arpo.engine.scripted import ScriptedEngine
 from arpo.errors import ArpoError
 from arpo.training.collect import correct_traces, sample_traces
-from arpo.training.loop import open_session
+from arpo.training.context import open_context
 from arpo.training.sft import open_sft, train_sft
 from arpo.training.sft_examples import encode_trace
 from arpo.types import Fault, Kind, Node, Reward, RolloutTree, ScoredTree, StopReason, Task
@@ -121,8 +122,8 @@ def test_sampled_traces_are_read_back_with_the_tokens_that_were_sampled(
     assert call("data", "sample", taught / "run", "--out", out, "--per-question", 2, "--questions", 10, *settings) == 0
     assert "of 60 trajectories became traces" in capsys.readouterr().out
     config = sums_config(taught)
-    session = open_session(config)
-    fmt, tokenizer = session.agent.format, session.agent.tokenizer
+    with closing(open_context(config)) as context:
+        fmt, tokenizer = context.agent.format, context.agent.tokenizer
     reading = read_traces(str(out), fmt)
     assert reading.problems == () and len(reading.traces) > 5
     sampled = {grown.tokens(leaf.node) for grown in seen for leaf in grown.leaves}
@@ -150,5 +151,5 @@ def test_a_model_that_gets_nothing_right_leaves_no_file(taught: Path, tmp_path: 
         taught, f"data.train={taught / 'questions.jsonl'}", "rollout.num_trajectories=2", "rollout.max_tokens=9"
     )
     with pytest.raises(ArpoError, match="no traces were found"):
-        asyncio.run(sample_traces(open_session(config), tmp_path / "out.jsonl"))
+        asyncio.run(sample_traces(open_context(config), tmp_path / "out.jsonl"))
     assert list(tmp_path.iterdir()) == []
