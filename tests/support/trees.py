@@ -91,7 +91,7 @@ def two_branches() -> RolloutTree:
 
 
 def nested_branches() -> RolloutTree:
-    """Two levels of branching: node 1 is shared by four trajectories, node 3 by three of them, and a fifth trajectory is alone."""
+    """Two levels of branching: four trajectories share node 1, three of them node 3, and a fifth stands alone."""
     return tree(
         [
             prompt([1, 2, 3]),
