@@ -1,16 +1,17 @@
-"""Rendering: prompts and tool results become tokens that outside text cannot forge; calls are found in any text."""
+"""Formats: prompts and tool results become tokens that external text cannot forge; calls are found in any text."""
 
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from templates import CHATML, DROPPING, QWEN, STRICT, make_tokenizer
+from templates import CHATML, DROPPING, QWEN, STRICT, UNCLOSED, make_tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from arpo.agent.formats import build_format, encode_prompt, encode_result, escape_protocol_tags
+from arpo.agent.formats import build_format, encode_follow_up, encode_prompt, encode_result, escape_protocol_tags
 from arpo.errors import ArpoError
 from arpo.types import ToolCall, ToolSpec
 
@@ -350,3 +351,48 @@ def test_formats_refuse_what_they_cannot_express() -> None:
             build_format("tags", [bad])
         assert build_format("json", [bad]).specs == (bad,)
     assert build_format("tags", [spec("move", "a", "b")]).name == "tags"
+
+
+# Follow-up questions.
+
+CLOSED = (
+    "{% for m in messages %}{% if m.role == 'assistant' %} {{ m.content }} <|im_end|>"
+    "{% else %}<|im_start|>[INST] {{ m.content }} [/INST]{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("template", [CHATML, QWEN, STRICT, DROPPING, CLOSED])
+@pytest.mark.parametrize("own_end", [False, True])
+def test_a_follow_up_is_what_the_template_says(template: str, own_end: bool) -> None:
+    tokenizer = make_tokenizer(template)
+    talked = [("user", "Where was Mira born?"), ("assistant", "In Upper Kelso."), ("user", "In which year?")]
+    messages = [{"role": role, "content": content} for role, content in talked]
+    whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    expected = tokenizer(whole, add_special_tokens=False)["input_ids"]
+    closing = " <|im_end|>" if template is CLOSED else "<|im_end|>"
+    opening = " " if template is CLOSED else ""
+    said = tokenizer(f"{opening}In Upper Kelso.{closing if own_end else ''}", add_special_tokens=False)["input_ids"]
+    history = (*encode_prompt(tokenizer, talked[0][1], ""), *said)
+    assert [*history, *encode_follow_up(tokenizer, history, " In which year?\n")] == expected
+
+
+@given(st.lists(st.sampled_from(["<|im_end|>", "<|im_start|>", "<|im_", "end|>", "\n", "system", "<tool_call>"])))
+def test_a_follow_up_cannot_forge_control_tokens(parts: list[str]) -> None:
+    ids = encode_follow_up(TOKENIZER, (), "x" + "".join(parts) + "x")
+    assert ids is not None
+    assert (ids.count(START), ids.count(END), ids.count(CALL)) == (2, 2, 0)
+
+
+def test_only_an_end_of_turn_is_taken_for_one() -> None:
+    whole = encode_follow_up(TOKENIZER, (), "Why?")
+    assert whole is not None
+    newline = TOKENIZER("\n", add_special_tokens=False)["input_ids"][0]
+    for last in (START, newline, 5):
+        assert encode_follow_up(TOKENIZER, (7, last), "Why?") == whole
+    assert encode_follow_up(TOKENIZER, (7, END), "Why?") == whole[1:]
+
+
+@pytest.mark.parametrize("template", [UNCLOSED, None])
+def test_without_an_end_of_turn_there_is_no_follow_up(template: str | None, tokenizer: Any) -> None:
+    assert encode_follow_up(make_tokenizer(template), (1, 2), "Why?") is None
+    assert encode_follow_up(tokenizer, (1, 2), "Why?") is None

@@ -1,4 +1,4 @@
-"""Chat: text appears whole and harmless, a conversation keeps its ids, and Ctrl-C stops an answer, not the talk."""
+"""The chat command: text appears whole and harmless, limits are explained, and Ctrl-C stops an answer, not the chat."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from typing import Any
 
 import clock
 import pytest
+from conversations import CHAT, converse, num_tokens, says
 from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from rich.console import Console
-from templates import CHATML, DROPPING, QWEN, STRICT, UNCLOSED, make_tokenizer
 
-from arpo.agent.agent import Agent
 from arpo.agent.conversation import Answer, Conversation
-from arpo.agent.formats import build_format, encode_follow_up, encode_prompt, encode_result
+from arpo.agent.formats import encode_follow_up
 from arpo.builtin.model import build_model
 from arpo.cli.chat import (
     COMMANDS,
@@ -37,37 +36,16 @@ from arpo.cli.chat import (
 )
 from arpo.cli.main import main
 from arpo.cli.options import load_model_config
-from arpo.config.schema import Config, Rollout
+from arpo.config.schema import Config
 from arpo.engine.scripted import Script, ScriptedEngine
 from arpo.errors import ArpoError
 from arpo.models.save import save_pretrained
 from arpo.runs import run_dir as runlog
-from arpo.tools.base import Tool, tool
+from arpo.tools.base import tool
 from arpo.types import StopReason
 
-CLOSED = (
-    "{% for m in messages %}{% if m.role == 'assistant' %} {{ m.content }} <|im_end|>"
-    "{% else %}<|im_start|>[INST] {{ m.content }} [/INST]{% endif %}{% endfor %}"
-)
-CHAT = make_tokenizer(CHATML)
-START, END = CHAT.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+END = CHAT.convert_tokens_to_ids("<|im_end|>")
 RELAXED = hypothesis_settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-
-
-@tool(quick=True)
-def search(query: str) -> str:
-    """Look it up."""
-    return f"found: {query}"
-
-
-def converse(
-    script: Script, *tools: Tool, tokenizer: Any = CHAT, context: int = 4096, delay: float = 0.0, **rollout: Any
-) -> Conversation:
-    """A conversation with a scripted model."""
-    chosen = {t.spec.name: t for t in (tools or (search,))}
-    fmt = build_format("tags", [t.spec for t in chosen.values()])
-    agent = Agent(ScriptedEngine(tokenizer, script, max_context=context, delay=delay), tokenizer, chosen, fmt)
-    return Conversation(agent, Rollout(**rollout), probe_tokens=2, seed=0)
 
 
 def screen(terminal: bool = False, tokenizer: Any = CHAT) -> tuple[Screen, Callable[[], str]]:
@@ -95,12 +73,6 @@ def play(conversation: Conversation, *lines: str, interactive: bool = True) -> s
 
 def timeless(text: str) -> str:
     return re.sub(r"\d+ tokens/s", "N tokens/s", re.sub(r"\d\.\d{3} s", "T s", text))
-
-
-def says(*texts: str) -> Script:
-    """A model that says these things in order."""
-    waiting = list(texts)
-    return lambda prefix, seed: waiting.pop(0)
 
 
 # What reaches the terminal.
@@ -164,72 +136,6 @@ def test_results_are_shortened_on_the_screen() -> None:
     assert shorten("\n".join("abcdefghi"))[RESULT_LINES - 1 :] == ["f", "... 3 more lines"]
 
 
-# The conversation's ids.
-
-
-@pytest.mark.parametrize("template", [CHATML, QWEN, STRICT, DROPPING, CLOSED])
-@pytest.mark.parametrize("own_end", [False, True])
-def test_a_follow_up_is_what_the_template_says(template: str, own_end: bool) -> None:
-    tokenizer = make_tokenizer(template)
-    talked = [("user", "Where was Mira born?"), ("assistant", "In Upper Kelso."), ("user", "In which year?")]
-    messages = [{"role": role, "content": content} for role, content in talked]
-    whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    expected = tokenizer(whole, add_special_tokens=False)["input_ids"]
-    closing = " <|im_end|>" if template is CLOSED else "<|im_end|>"
-    opening = " " if template is CLOSED else ""
-    said = tokenizer(f"{opening}In Upper Kelso.{closing if own_end else ''}", add_special_tokens=False)["input_ids"]
-    history = (*encode_prompt(tokenizer, talked[0][1], ""), *said)
-    assert [*history, *encode_follow_up(tokenizer, history, " In which year?\n")] == expected
-
-
-@given(st.lists(st.sampled_from(["<|im_end|>", "<|im_start|>", "<|im_", "end|>", "\n", "system", "<tool_call>"])))
-def test_a_follow_up_cannot_forge_control_tokens(parts: list[str]) -> None:
-    ids = encode_follow_up(CHAT, (), "x" + "".join(parts) + "x")
-    assert ids is not None
-    assert (ids.count(START), ids.count(END), ids.count(CHAT.convert_tokens_to_ids("<tool_call>"))) == (2, 2, 0)
-
-
-def test_only_an_end_of_turn_is_taken_for_one() -> None:
-    whole = encode_follow_up(CHAT, (), "Why?")
-    assert whole is not None
-    newline = CHAT("\n", add_special_tokens=False)["input_ids"][0]
-    for last in (START, newline, 5):
-        assert encode_follow_up(CHAT, (7, last), "Why?") == whole
-    assert encode_follow_up(CHAT, (7, END), "Why?") == whole[1:]
-
-
-@pytest.mark.parametrize("template", [UNCLOSED, None])
-def test_without_an_end_of_turn_there_is_no_follow_up(template: str | None, tokenizer: Any) -> None:
-    assert encode_follow_up(make_tokenizer(template), (1, 2), "Why?") is None
-    assert encode_follow_up(tokenizer, (1, 2), "Why?") is None
-
-
-def test_a_conversation_is_prompt_turns_results_and_follow_ups_as_ids() -> None:
-    first, second, third = "<think>Hm.</think><search>Mira</search>", "Upper Kelso.<|im_end|>", "In 1912."
-    conversation = converse(says(first, second, third))
-    play(conversation, "Where was Mira born?", "When?")
-    ids = [CHAT(text, add_special_tokens=False)["input_ids"] for text in (first, second, third)]
-    agent = conversation.agent
-    expected = [
-        *encode_prompt(CHAT, "Where was Mira born?", agent.format.instructions),
-        *ids[0],
-        *encode_result(CHAT, agent.format, "found: Mira", 512)[0],
-        *ids[1],
-    ]
-    expected += [*(encode_follow_up(CHAT, expected, "When?") or ()), *ids[2]]
-    assert conversation.tokens == expected
-
-
-def test_every_turn_has_a_seed_of_its_own_that_repeats() -> None:
-    def seeds() -> list[int]:
-        seen: list[int] = []
-        play(converse(lambda prefix, seed: seen.append(seed) or "Yes."), "Why?", "/new", "Why?", "Why?")  # type: ignore[func-returns-value]
-        return seen
-
-    assert len({*seeds()}) == 3
-    assert seeds() == seeds()
-
-
 # Answers.
 
 
@@ -237,37 +143,16 @@ def test_a_call_is_shown_made_and_counted(tokenizer: Any) -> None:
     call, answer = "<search> Mira</search>", "<think> Hm.</think><answer>\\boxed{ Kelso}</answer>"
     conversation = converse(says(call, f"{answer} and more"), tokenizer=tokenizer)
     assert timeless(play(conversation, "Where was Mira born?")) == (
-        f"{NO_MEMORY}\n{call}\n  search: T s\n  found: Mira\n{answer}\n{_length(tokenizer, call + answer)} tokens, "
+        f"{NO_MEMORY}\n{call}\n  search: T s\n  found: Mira\n{answer}\n{num_tokens(tokenizer, call + answer)} tokens, "
         "N tokens/s, 1 tool call, entropy at the start 0.00, after results 0.00\n"
     )
 
 
-def _length(tokenizer: Any, text: str) -> int:
-    return len(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def test_entropies_are_those_of_the_first_tokens_of_the_turn_and_after_each_result() -> None:
-    turns = iter(
-        [
-            ("<search>a</search>", [1.0, 2.0, 99.0]),
-            ("<search>b</search>", [3.0, 4.0, 99.0]),
-            ("So it is.", [5.0, 6.0, 99.0]),
-        ]
-    )
-    conversation = converse(lambda prefix, seed: next(turns))
-    conversation.ask("Why?")
-    answer = asyncio.run(conversation.answer(screen()[0]))
-    assert (answer.stop_reason, answer.tool_calls) == (StopReason.EOS, 2)
-    assert (answer.initial_entropies, answer.result_entropies) == ([1.0, 2.0], [3.0, 4.0, 5.0, 6.0])
-    assert answer.sampled_tokens == sum(
-        _length(CHAT, text) for text in ("<search>a</search>", "<search>b</search>", "So it is.")
-    )
-    assert summary(answer).endswith("2 tool calls, entropy at the start 1.50, after results 4.50")
-
-
-def test_the_line_of_a_turn() -> None:
+def test_the_summary_of_an_answer() -> None:
     assert summary(Answer(StopReason.EOS, sampled_tokens=1, seconds=0.5)) == "1 token, 2 tokens/s, 0 tool calls"
     assert summary(Answer()) == "0 tokens, 0 tokens/s, 0 tool calls"
+    answer = Answer(tool_calls=2, initial_entropies=[1.0, 2.0], result_entropies=[3.0, 4.0, 5.0, 6.0])
+    assert summary(answer).endswith("2 tool calls, entropy at the start 1.50, after results 4.50")
 
 
 def test_calls_are_limited_per_answer() -> None:
@@ -277,7 +162,7 @@ def test_calls_are_limited_per_answer() -> None:
     assert shown.count("Cut off: the limit is 2 tool calls per answer (rollout.max_tool_calls).") == 1
 
 
-def test_a_broken_call_is_told_to_the_model() -> None:
+def test_a_malformed_call_gets_an_error_as_its_result() -> None:
     seen: list[str] = []
 
     def script(prefix: str, seed: int) -> str:
@@ -296,26 +181,9 @@ def test_tokens_are_limited_per_answer() -> None:
     assert shown.count("Cut off: the limit is 5 tokens per answer (rollout.max_tokens).") == 2
 
 
-def test_a_result_counts_against_the_tokens_of_an_answer() -> None:
-    room = _length(CHAT, "<search>a</search><result>found: a</result>\n")
-    for more, end in ((0, StopReason.LENGTH), (1, StopReason.EOS)):
-        conversation = converse(says("<search>a</search>", "x"), max_tokens=room + more)
-        conversation.ask("Why?")
-        asked = len(conversation.tokens)
-        assert asyncio.run(conversation.answer(screen()[0])).stop_reason is end
-        taken = room + 1 if end is StopReason.EOS else _length(CHAT, "<search>a</search>")
-        assert len(conversation.tokens) == asked + taken
-
-
 def test_a_character_that_is_cut_off_does_not_run_into_what_follows() -> None:
     shown = play(converse(lambda prefix, seed: "a🙂", max_tokens=3), "Why?", "Why?")
     assert shown.count("a\ufffd\n3 tokens") == 2
-
-
-def test_the_time_of_an_answer_is_that_of_all_its_sampling() -> None:
-    conversation = converse(says("<search>a</search>", "x"), delay=0.02)
-    conversation.ask("Why?")
-    assert clock.run(conversation.answer(screen()[0])).seconds == pytest.approx(0.04)
 
 
 def test_when_the_context_is_full_a_new_conversation_begins() -> None:
@@ -334,7 +202,7 @@ def test_when_the_context_is_full_a_new_conversation_begins() -> None:
 
 
 @pytest.mark.parametrize("question", ["Why? " * 300, "\udcff"])
-def test_a_question_that_cannot_be_asked_is_refused_and_the_conversation_goes_on(question: str) -> None:
+def test_a_question_that_cannot_be_asked_is_refused_and_the_conversation_stays(question: str) -> None:
     conversation = converse(lambda prefix, seed: "Yes.", context=600)
     play(conversation, "Why?")
     before = list(conversation.tokens)
@@ -356,7 +224,7 @@ def ctrl_c() -> Iterator[None]:
 
 
 class Stuck:
-    """An engine that says one token, waits for ever, and later brings one more that nobody wants."""
+    """An engine that says one token, waits for ever, and later brings one more token."""
 
     def __init__(self, inner: ScriptedEngine) -> None:
         self.capabilities, self.version, self.callback = inner.capabilities, 0, lambda *_: None
@@ -435,7 +303,7 @@ def test_ctrl_c_stops_a_tool(ctrl_c: None) -> None:
     assert "<slow>x</slow><|im_end|>\n<|im_start|>user\nSo?" in CHAT.decode(conversation.tokens)
 
 
-def test_ctrl_c_ends_everything_where_nobody_is_there_to_interactive(ctrl_c: None) -> None:
+def test_ctrl_c_ends_a_chat_that_is_not_interactive(ctrl_c: None) -> None:
     with pytest.raises(KeyboardInterrupt):
         play(converse(interrupted("abcd")), "Why?", "So?", interactive=False)
 
@@ -488,7 +356,7 @@ def test_what_chat_takes_for_a_model(tmp_path: Path) -> None:
 def test_chat_answers_piped_questions(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The real engine, over a random model: the same seed gives the same talk."""
+    """The real engine, over a random model: the same seed gives the same conversation."""
     save_pretrained(build_model(tokenizer, hidden=32, layers=1, max_context=128, seed=0), tokenizer, tmp_path)
     capsys.readouterr()
 
