@@ -223,7 +223,7 @@ class Rollout(Section):
     concurrency: int = Field(default=128, ge=1, description="trajectories sampled at the same time, over all tasks")
     engine: Literal["local", "vllm"] = Field(default="local", description="inference engine: built in, or vLLM")
     servers: Names = Field(
-        default=(), description="addresses of vLLM servers, for engine vllm; empty: vLLM runs in this process"
+        default=(), description="addresses of vLLM servers, for engine vllm; empty: arpo starts vLLM itself"
     )
     top_logprobs: int = Field(
         default=64, ge=1, description="number of likeliest tokens from which vLLM's entropies are estimated"
