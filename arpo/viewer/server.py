@@ -1,12 +1,12 @@
-"""The viewer's server: a page, its files, and what it asks for, to this machine and nobody else unless told so.
+"""The viewer's server: the page, its files and the API; by default for this machine only.
 
-    server = make_server(Folder(Path("runs")), "127.0.0.1", 8765)
+    server = build_server(Folder(Path("runs")), "127.0.0.1", 8765)
     server.serve_forever()
 
-Promises: nothing is changed, and nothing read but the viewer's own files and the runs that the folder holds; every
-answer, mistakes included, is JSON or one of the page's files. A page of another site can't ask: neither directly, as no
-answer allows it, nor by pointing its own name here, as the name in a request must be ours.
-Does not cover: passwords, encryption. Who can reach the port can read the runs.
+Guarantees: nothing is changed, and nothing is read except the viewer's own files and the runs in the folder. Every
+reply, errors included, is JSON or a file of the page. Pages of other sites cannot read anything: no reply allows other
+origins, and requests that name another host are refused (DNS rebinding).
+Not covered: passwords, encryption. Everyone who can reach the port can read the runs.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from typing import Any
 from urllib.parse import parse_qs, unquote
 
 from arpo.errors import ArpoError
-from arpo.viewer import data
-from arpo.viewer.folder import Folder, NotThere
+from arpo.viewer import api
+from arpo.viewer.folder import Folder, NotFound
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -48,13 +48,13 @@ TYPES = {
     "png": "image/png",
 }
 JSON = "application/json"
-IDLE_SECONDS = 30.0  # after which a connection that asks nothing is closed
+IDLE_SECONDS = 30.0  # until an idle connection is closed
 LOCAL = ("localhost", "127.0.0.1", "::1")
 ANY_HOST = ("", "0.0.0.0", "::")
 
 
 class BadRequest(ArpoError):
-    """A request that lacks something or says what no page of ours says."""
+    """A request with a missing or invalid parameter."""
 
 
 class Query:
@@ -67,19 +67,19 @@ class Query:
             raise BadRequest("too many parameters") from None
 
     def text(self, name: str) -> str:
-        """A parameter that must be there."""
+        """A required parameter."""
         if name not in self._values:
             raise BadRequest(f"the parameter {name} is missing")
         return self._values[name][0]
 
-    def maybe(self, name: str) -> str | None:
-        """A parameter that may be there."""
+    def optional(self, name: str) -> str | None:
+        """An optional parameter."""
         return self._values.get(name, [None])[0] or None
 
-    def number(self, name: str, otherwise: int | None = None) -> int:
-        """A whole number."""
-        if name not in self._values and otherwise is not None:
-            return otherwise
+    def number(self, name: str, default: int | None = None) -> int:
+        """A whole number; required unless there is a default."""
+        if name not in self._values and default is not None:
+            return default
         text = self.text(name)
         if not re.fullmatch("[0-9]{1,15}", text):
             raise BadRequest(f"{name}: got {text[:50]!r}, expected a whole number")
@@ -87,21 +87,21 @@ class Query:
 
 
 ROUTES: Mapping[str, Callable[[Folder, Query], dict[str, Any]]] = {
-    "runs": lambda folder, query: data.runs(folder),
-    "metrics": lambda folder, query: data.metrics(folder, query.text("run"), query.number("after", 0)),
-    "config": lambda folder, query: data.config(folder, query.text("run")),
-    "diff": lambda folder, query: data.diff(folder, query.text("a"), query.text("b")),
-    "steps": lambda folder, query: data.steps(folder, query.text("run")),
-    "prompts": lambda folder, query: data.prompts(folder, query.text("run"), query.number("step")),
-    "tree": lambda folder, query: data.tree(folder, query.text("run"), query.number("step"), query.number("n")),
-    "search": lambda folder, query: data.search(folder, query.text("run"), query.number("step"), query.text("q")),
-    "entropy": lambda folder, query: data.entropy(folder, query.text("run"), query.maybe("steps")),
-    "comparison": lambda folder, query: data.comparison(folder, query.text("id")),
+    "runs": lambda folder, query: api.runs(folder),
+    "metrics": lambda folder, query: api.metrics(folder, query.text("run"), query.number("after", 0)),
+    "config": lambda folder, query: api.config(folder, query.text("run")),
+    "diff": lambda folder, query: api.diff(folder, query.text("a"), query.text("b")),
+    "steps": lambda folder, query: api.steps(folder, query.text("run")),
+    "prompts": lambda folder, query: api.prompts(folder, query.text("run"), query.number("step")),
+    "tree": lambda folder, query: api.tree(folder, query.text("run"), query.number("step"), query.number("n")),
+    "search": lambda folder, query: api.search(folder, query.text("run"), query.number("step"), query.text("q")),
+    "entropy": lambda folder, query: api.entropy(folder, query.text("run"), query.optional("steps")),
+    "comparison": lambda folder, query: api.comparison(folder, query.text("id")),
 }
 
 
 class Server(ThreadingHTTPServer):
-    """Answers for one folder."""
+    """Serves one folder."""
 
     daemon_threads = True
 
@@ -114,12 +114,12 @@ class Server(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """Where to find the page."""
+        """The address of the page."""
         host = "localhost" if self.host in ANY_HOST else self.host
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}/"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that hangs up is no error."""
+        """Ignore browsers that close the connection."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 
@@ -131,42 +131,41 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "arpo", ""
     timeout = IDLE_SECONDS
-    disable_nagle_algorithm = True  # headers and content are written apart, and must not wait for each other
+    disable_nagle_algorithm = True  # headers and content are separate writes
 
     def do_GET(self) -> None:
-        """Answer; also what a HEAD asks for, whose content is not sent."""
+        """Reply to GET and HEAD."""
         if not known_host(self.headers.get("Host", ""), self.server.host, self.server.port):
-            self._send_json(HTTPStatus.FORBIDDEN, {"error": "this server is asked by its own address only"})
+            self._send_json(HTTPStatus.FORBIDDEN, {"error": "use the address that `arpo view` printed"})
             return
         address, _, query = self.path.partition("?")
         path = unquote(address)
         if path.startswith("/api/"):
-            status, found = answer(self.server.folder, path.removeprefix("/api/"), query)
-            self._send(status, JSON, found)
+            status, content = answer(self.server.folder, path.removeprefix("/api/"), query)
+            self._send(status, JSON, content)
             return
-        content = static_files().get("index.html" if path == "/" else path.removeprefix("/static/"))
-        if content is None or not (path == "/" or path.startswith("/static/")):
+        file = static_files().get("index.html" if path == "/" else path.removeprefix("/static/"))
+        if file is None or not (path == "/" or path.startswith("/static/")):
             self._send_json(HTTPStatus.NOT_FOUND, {"error": "there is no such page"})
         else:
-            self._send(HTTPStatus.OK, TYPES["html" if path == "/" else path.rpartition(".")[2]], content)
+            self._send(HTTPStatus.OK, TYPES["html" if path == "/" else path.rpartition(".")[2]], file)
 
     do_HEAD = do_GET
 
     def do_POST(self) -> None:
-        """Refuse everything that is no question."""
+        """Refuse all other methods."""
         self.close_connection = True
-        self._send_json(HTTPStatus.METHOD_NOT_ALLOWED, {"error": "only GET and HEAD are answered"}, Allow="GET, HEAD")
+        self._send_json(HTTPStatus.METHOD_NOT_ALLOWED, {"error": "only GET and HEAD are supported"}, Allow="GET, HEAD")
 
     do_PUT = do_DELETE = do_PATCH = do_OPTIONS = do_TRACE = do_CONNECT = do_POST
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Refuse what is no request, as JSON too."""
+        """Refuse an invalid request, in JSON."""
         self.close_connection = True
-        said = {"error": message or "this is no request that can be answered"}
-        self._send_json(HTTPStatus(code), said, Connection="close")
+        self._send_json(HTTPStatus(code), {"error": message or "invalid request"}, Connection="close")
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing on the terminal."""
+        """Print nothing."""
 
     def _send_json(self, status: HTTPStatus, value: Mapping[str, Any], **headers: str) -> None:
         self._send(status, JSON, dump(value), **headers)
@@ -181,37 +180,37 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def build_server(folder: Folder, host: str, port: int) -> Server:
-    """A server that listens already; port 0 takes a free one."""
+    """A listening server; port 0 takes any free port."""
     try:
         return Server(folder, host, port)
     except OSError as error:
         hint = "choose another --port, or 0 for a free one" if port else "choose another --host"
-        raise ArpoError(f"{host}:{port}: cannot be listened on ({error.strerror}); {hint}") from None
+        raise ArpoError(f"{host}:{port}: cannot listen ({error.strerror}); {hint}") from None
 
 
 def answer(folder: Folder, name: str, query: str) -> tuple[HTTPStatus, bytes]:
-    """What is asked for, or what is wrong, as JSON; nothing raises."""
+    """The reply to an API request, or an error, as JSON; never raises."""
     try:
         if name not in ROUTES:
-            raise NotThere("there is no such thing to ask for")
+            raise NotFound("there is no such request")
         return HTTPStatus.OK, dump(ROUTES[name](folder, Query(query)))
-    except NotThere as error:
-        status, said = HTTPStatus.NOT_FOUND, str(error)
+    except NotFound as error:
+        status, message = HTTPStatus.NOT_FOUND, str(error)
     except BadRequest as error:
-        status, said = HTTPStatus.BAD_REQUEST, str(error)
+        status, message = HTTPStatus.BAD_REQUEST, str(error)
     except ArpoError as error:
-        status, said = HTTPStatus.UNPROCESSABLE_ENTITY, str(error)
-    except Exception as error:  # files that other programs damaged can fail in any way
+        status, message = HTTPStatus.UNPROCESSABLE_ENTITY, str(error)
+    except Exception as error:  # damaged files can fail in any way
         status = HTTPStatus.UNPROCESSABLE_ENTITY
-        said = f"this part of the run cannot be read ({type(error).__name__}: {str(error)[:200]})"
-    return status, dump({"error": said})
+        message = f"this part of the run cannot be read ({type(error).__name__}: {str(error)[:200]})"
+    return status, dump({"error": message})
 
 
 def dump(value: Any) -> bytes:
-    """JSON in ASCII, so that no text in it can be broken; numbers that JSON lacks become null."""
+    """JSON in ASCII, with null for NaN and infinity."""
     try:
         text = json.dumps(value, allow_nan=False, separators=(",", ":"))
-    except ValueError:  # rare, and looking for them beforehand would take as long as all the rest
+    except ValueError:  # rare; replacing them always would be slow
         text = json.dumps(_finite(value), allow_nan=False, separators=(",", ":"))
     return text.encode("ascii")
 
@@ -225,7 +224,7 @@ def _finite(value: Any) -> Any:
 
 
 def known_host(given: str, host: str, port: int) -> bool:
-    """Whether a request names this server: its host, this machine, or, if it listens on all addresses, any of them."""
+    """Whether a Host header names this server: its host, this machine or, if it listens everywhere, any IP address."""
     match = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^:\[\]]+)(?::([0-9]{1,5}))?", given)
     if match is None or int(match[2] or 80) != port:
         return False
@@ -254,6 +253,6 @@ def _address(host: str, port: int) -> tuple[socket.AddressFamily, tuple[str, int
     try:
         found = socket.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
-        raise ArpoError(f"--host {host}: is no address of this machine ({error})") from None
+        raise ArpoError(f"--host {host}: is not an address of this machine ({error})") from None
     family, _, _, _, address = found[0]
     return family, (str(address[0]), port)

@@ -31,8 +31,8 @@ from arpo.runs import locks
 from arpo.runs.locks import acquire_lock, is_live
 from arpo.runs.run_dir import create_run_dir, open_run_dir
 from arpo.runs.trees import tree_from_json, tree_to_json
-from arpo.viewer import data, export
-from arpo.viewer.export import bundle, collect, escaped, make_page, spread, write_page
+from arpo.viewer import api
+from arpo.viewer.export import api_path, build_page, bundle, collect, escaped, evenly_spaced, write_page
 from arpo.viewer.folder import Folder
 from arpo.viewer.server import Server, build_server, known_host, static_files
 
@@ -139,14 +139,14 @@ def test_all_runs_are_listed_with_their_last_numbers(site: Site) -> None:
 
 
 def test_a_run_and_a_comparison_can_be_served_by_themselves(known: Path) -> None:
-    alone = data.runs(Folder(known / "branched"))
+    alone = api.runs(Folder(known / "branched"))
     assert [(run["id"], run["name"]) for run in alone["runs"]] == [(".", "branched")]
-    assert data.steps(Folder(known / "branched"), ".") == {"steps": [2, 4, 5]}
-    several = data.runs(Folder(known / "comparison"))
+    assert api.steps(Folder(known / "branched"), ".") == {"steps": [2, 4, 5]}
+    several = api.runs(Folder(known / "comparison"))
     assert [run["id"] for run in several["runs"]] == [name.removeprefix("comparison/") for name in RUNS[1:5]]
     assert [run["name"] for run in several["runs"]][:2] == ["arpo/seed-0", "arpo/seed-1"]
     assert several["comparisons"] == [{"id": ".", "title": "two <b>algorithms</b>"}]
-    assert data.comparison(Folder(known / "comparison"), ".")["baseline"] == "grpo"
+    assert api.comparison(Folder(known / "comparison"), ".")["baseline"] == "grpo"
 
 
 def test_runs_that_were_set_aside_are_listed_and_seeds_are_in_order(tmp_path: Path) -> None:
@@ -230,8 +230,8 @@ def test_no_secret_of_an_mcp_server_is_shown_or_exported(tmp_path: Path) -> None
         with create_run_dir(tmp_path / "runs" / name, {**given, "tools": {**given["tools"], "mcp": [server]}}) as log:
             view_runs.write_step(log, 1)
     folder = Folder(tmp_path / "runs")
-    assert data.config(folder, "a")["config"]["tools"]["mcp"] == [{"command": "x", "env": {"KEY": "(left out)"}}]
-    shown = json.dumps([data.diff(folder, "a", "b"), collect(folder, 10**9)])
+    assert api.config(folder, "a")["config"]["tools"]["mcp"] == [{"command": "x", "env": {"KEY": "(left out)"}}]
+    shown = json.dumps([api.diff(folder, "a", "b"), collect(folder, 10**9)])
     assert "run.dir" in shown and "KEY" in shown and "secret-" not in shown
 
 
@@ -327,15 +327,15 @@ def test_entropies_are_studied_once_and_again_when_trees_change(
 ) -> None:
     root, _ = own
     folder = Folder(root)
-    first = data.entropy(folder, "mine", "2")
-    assert data.entropy(folder, "mine", "2") is first
+    first = api.entropy(folder, "mine", "2")
+    assert api.entropy(folder, "mine", "2") is first
     with open_run_dir(root / "mine", write=True) as log:
         view_runs.write_step(log, 2, [view_runs.straight()])
     os.utime(log.tree_files(2)[1], ns=(1, 1))
-    assert data.entropy(folder, "mine", "2")["tree_count"] == 1
-    monkeypatch.setattr(data, "QUICK_BYTES", 1)
-    assert data.entropy(folder, "mine", None)["steps"] == [5]
-    assert data.entropy(folder, "mine", "1-5")["steps"] == [2, 4, 5]
+    assert api.entropy(folder, "mine", "2")["tree_count"] == 1
+    monkeypatch.setattr(api, "DEFAULT_STUDY_BYTES", 1)
+    assert api.entropy(folder, "mine", None)["steps"] == [5]
+    assert api.entropy(folder, "mine", "1-5")["steps"] == [2, 4, 5]
 
 
 @pytest.mark.parametrize(
@@ -353,7 +353,7 @@ def test_entropies_are_studied_once_and_again_when_trees_change(
         ("entropy", {"run": "branched", "steps": "all"}, 422, "expected a step or a range"),
         ("config", {"run": "nobody"}, 404, "there is no run 'nobody'"),
         ("comparison", {"id": "branched"}, 404, "there is no comparison 'branched'"),
-        ("nothing", {}, 404, "there is no such thing"),
+        ("nothing", {}, 404, "there is no such request"),
     ],
 )
 def test_mistakes_are_told(site: Site, name: str, given: dict[str, object], status: int, said: str) -> None:
@@ -497,17 +497,17 @@ def test_links_that_lead_out_are_not_followed(tmp_path: Path) -> None:
         folder = Folder(root)
         if part == "trees/step_000002.jsonl.zst":
             with pytest.raises(ArpoError, match="leads out"):
-                data.tree(folder, "mine", 2, 0)
+                api.tree(folder, "mine", 2, 0)
             with pytest.raises(ArpoError, match="leads out"):
-                data.search(folder, "mine", 2, "kelso")
+                api.search(folder, "mine", 2, "kelso")
             with pytest.raises(ArpoError, match="leads out"):
-                data.entropy(folder, "mine", None)
+                api.entropy(folder, "mine", None)
         elif part == "results.json":
-            assert data.runs(folder)["comparisons"] == []
+            assert api.runs(folder)["comparisons"] == []
         else:
-            assert data.runs(folder)["runs"] == []
+            assert api.runs(folder)["runs"] == []
             with pytest.raises(ArpoError):
-                data.metrics(folder, "mine", 0)
+                api.metrics(folder, "mine", 0)
 
 
 def test_links_within_and_round_in_circles(tmp_path: Path) -> None:
@@ -518,7 +518,7 @@ def test_links_within_and_round_in_circles(tmp_path: Path) -> None:
     view_runs.make_sft(tmp_path / "round")
     (tmp_path / "round/metrics.jsonl").unlink()
     (tmp_path / "round/metrics.jsonl").symlink_to("metrics.jsonl")
-    found = data.runs(Folder(tmp_path))["runs"]
+    found = api.runs(Folder(tmp_path))["runs"]
     assert [(run["id"], run["steps"]) for run in found] == [("mine", 5)]
 
 
@@ -527,7 +527,7 @@ def test_pipes_are_not_opened(tmp_path: Path) -> None:
     (tmp_path / "mine/metrics.jsonl").unlink()
     os.mkfifo(tmp_path / "mine/metrics.jsonl")
     os.mkfifo(tmp_path / "mine/results.json")
-    assert data.runs(Folder(tmp_path)) == {"root": tmp_path.name, "runs": [], "comparisons": []}
+    assert api.runs(Folder(tmp_path)) == {"root": tmp_path.name, "runs": [], "comparisons": []}
 
 
 # --- damage
@@ -608,7 +608,7 @@ def test_one_runs_odd_numbers_leave_the_others_in_the_list(own: tuple[Path, Site
     assert len(site.get("metrics", run="odd")["records"]) == 6
     for value in (site.get("config", run="odd")["config"]["preset"], site.get("comparison", id="results")["x"]):
         assert value in (None, [None], {"a": [None]})
-    held = re.search(r'id="data">(.*?)</script>', make_page(static_files(), collect(Folder(root), 10**9)).decode())
+    held = re.search(r'id="data">(.*?)</script>', build_page(static_files(), collect(Folder(root), 10**9)).decode())
     assert held is not None and json.loads(held[1])["/api/config?run=odd"] == site.get("config", run="odd")
 
 
@@ -690,7 +690,7 @@ def test_what_cannot_become_one_script_is_refused(source: bytes) -> None:
 
 def test_the_pages_own_scripts_become_one() -> None:
     files = static_files()
-    made = make_page(files, {"/api/runs": {}}).decode()
+    made = build_page(files, {"/api/runs": {}}).decode()
     assert "/static/" not in re.sub(r"<script(?s:.*?)</script>", "", made)
     if shutil.which("node"):
         script = re.findall(r'<script type="module">(.*?)</script>', made, re.DOTALL)[0]
@@ -698,7 +698,7 @@ def test_the_pages_own_scripts_become_one() -> None:
 
 
 def test_a_page_allows_its_own_elements_and_nothing_else() -> None:
-    made = make_page(MODULES, {"/api/runs": {"x": "</script><script>alert(1)</script><!--"}}).decode()
+    made = build_page(MODULES, {"/api/runs": {"x": "</script><script>alert(1)</script><!--"}}).decode()
     policy = re.findall(r'<meta http-equiv="Content-Security-Policy" content="([^"]*)">', made)[0].replace(
         "&#x27;", "'"
     )
@@ -749,7 +749,7 @@ def test_an_export_that_is_full_keeps_evenly_spread_steps_and_says_so(tmp_path: 
     kept = held["/api/steps?run=."]["steps"]
     assert len(escaped(held)) < everything // 2 + 1000
     assert 2 < len(kept) < 12 and (kept[0], kept[-1]) == (1, 21)
-    assert held["/api/runs"]["note"].endswith(f"mine: {len(kept)} of the 21 steps that have trees.")
+    assert held["/api/runs"]["note"].endswith(f"mine: {len(kept)} of the 21 steps with trees.")
     assert {f"/api/tree?run=.&step={step}&n=0" for step in kept} == {key for key in held if "/tree?" in key}
     none = collect(folder, 100)
     assert none["/api/steps?run=."]["steps"] == [] and len(none["/api/metrics?run=."]["records"]) == 21
@@ -786,19 +786,22 @@ def test_an_export_holds_what_can_be_read_of_damaged_settings_and_indexes(own: t
     (root / "mine/config.json").write_text('{"rollout": 5, "tools": [{"mcp": 5}]}')
     index = root / "mine/trees/step_000002.index.json"
     index.write_text(re.sub(r'"length": \d+', f'"length": {10**15}', index.read_text()))
-    assert data.search(Folder(root), "mine", 2, "easy")["damaged"] == 4
+    assert api.search(Folder(root), "mine", 2, "easy")["damaged"] == 4
     held = collect(Folder(root), 10**9)
     assert "/api/config?run=mine" not in held and len(held["/api/metrics?run=mine"]["records"]) == 5
     assert [path for path in held if "/tree?" in path] == [f"/api/tree?run=mine&step={step}&n=0" for step in (4, 5)]
 
 
-def test_steps_are_spread_evenly() -> None:
-    assert spread([1, 2, 3], 5) == [1, 2, 3] and spread(range(1, 11), 1) == [10] and spread(range(1, 11), 2) == [1, 10]
-    assert spread(range(101), 5) == [0, 25, 50, 75, 100] and spread(range(5), 0) == []
+def test_steps_are_evenly_spaced() -> None:
+    assert evenly_spaced([1, 2, 3], 5) == [1, 2, 3]
+    assert evenly_spaced(range(1, 11), 1) == [10]
+    assert evenly_spaced(range(1, 11), 2) == [1, 10]
+    assert evenly_spaced(range(101), 5) == [0, 25, 50, 75, 100]
+    assert evenly_spaced(range(5), 0) == []
 
 
 def test_an_address_is_written_as_the_page_does() -> None:
-    assert export.address("tree", run="a/b é!~*'()", step=3) == "/api/tree?run=a%2Fb%20%C3%A9!~*'()&step=3"
+    assert api_path("tree", run="a/b é!~*'()", step=3) == "/api/tree?run=a%2Fb%20%C3%A9!~*'()&step=3"
 
 
 # --- the command
@@ -817,7 +820,7 @@ def test_the_command_exports(known: Path, tmp_path: Path) -> None:
         ([".", "--export", "page.html"], "no run and no comparison"),
         ([".", "--export", "."], "--export .: is a folder; name a file in it"),
         ([".", "--export", "no/page.html"], "--export no/page.html: there is no folder no"),
-        ([".", "--host", "no.such.host.invalid"], "no address of this machine"),
+        ([".", "--host", "no.such.host.invalid"], "not an address of this machine"),
     ],
 )
 def test_the_command_tells_mistakes(
