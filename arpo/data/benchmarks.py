@@ -1,11 +1,11 @@
-"""The 13 benchmarks of the ARPO paper: where each is kept, how its rows are read, how its answers are judged.
+"""The 13 benchmarks of the ARPO paper: their sources, the layout of their rows, their metrics; published results.
 
     tasks = load_benchmark("gsm8k")                          # from the hub (extra `hub`)
-    tasks = load_benchmark("hotpotqa", "hotpotqa.jsonl")     # from a file: of the hub's columns, or question and answer
-    BENCHMARKS["gsm8k"].metric                               # "math": how its answers are compared
+    tasks = load_benchmark("hotpotqa", "hotpotqa.jsonl")     # from a file: the hub's columns, or question, answer
+    BENCHMARKS["gsm8k"].metric                               # "math"
 
-Promises: nothing of a benchmark is shipped with the package; questions that need an image or a file are left out.
-Does not cover: the samples that papers take of the larger sets (give them as a file); CSV files.
+Guarantees: no data of a benchmark is part of the package. Questions that need an image or a file are left out.
+Not covered: the subsets that papers use of the larger benchmarks (give them as a file); CSV files.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Metric = Literal["math", "f1", "em", "judge", "choice"]
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """One benchmark: `size` rows under `source`; `level` columns grade its questions; `gated` ones ask for consent."""
+    """One benchmark: `source` has `size` rows; `level` columns tell their difficulty; `gated` ones need consent."""
 
     title: str
     source: str
@@ -41,7 +41,7 @@ class Benchmark:
 
     @property
     def columns(self) -> Columns:
-        """Its own columns, then the usual ones, which files made from it have."""
+        """Its own columns, then the usual ones, for files made from it."""
         return Columns(
             question=(*self.question, "question", "problem"),
             answer=(*self.answer, "answer"),
@@ -53,12 +53,12 @@ class Benchmark:
 
     @property
     def page(self) -> str:
-        """The data set's page."""
+        """The URL of the data set's page."""
         return f"https://huggingface.co/datasets/{self.source.removeprefix('hf:').partition(':')[0]}"
 
 
 def load_benchmark(name: str, path: str | None = None, bad_rows: str = "refuse") -> tuple[Task, ...]:
-    """The questions of a benchmark, from a file or, without one, from where it is published."""
+    """The tasks of a benchmark, from a file or, if None, from the hub."""
     if name not in BENCHMARKS:
         raise ArpoError(f"there is no benchmark {name!r}; there are: {', '.join(BENCHMARKS)}")
     benchmark = BENCHMARKS[name]
@@ -72,12 +72,12 @@ def load_benchmark(name: str, path: str | None = None, bad_rows: str = "refuse")
 
 
 def _text_only(column: str) -> Callable[[Row], Row | None]:
-    """Leaves out rows in whose column there is something: an image, the name of a file."""
+    """Leave out rows with a value in this column: an image, the name of a file."""
     return lambda row: None if row.get(column) else row
 
 
 def _answer_from_solution(row: Row) -> Row:
-    """MATH as published has solutions whose answer is in a box; files made from it have an answer."""
+    """MATH has solutions with a boxed answer; files made from it may have an answer column."""
     solution = row.get("solution")
     if "answer" in row or not isinstance(solution, str):
         return row
@@ -85,24 +85,24 @@ def _answer_from_solution(row: Row) -> Row:
 
 
 def _with_aliases(row: Row) -> Row:
-    """MuSiQue as published lists other ways to write the answer beside it."""
+    """MuSiQue lists other spellings of the answer in a column of its own."""
     aliases, answer = row.get("answer_aliases"), row.get("answer")
     return {**row, "answer": [answer, *aliases]} if isinstance(aliases, list) and isinstance(answer, str) else row
 
 
-def _uncovered(row: Row) -> Row:
-    """xbench is kept out of search engines: question and answer are hidden under the row's own `canary`."""
+def _decrypt_row(row: Row) -> Row:
+    """xbench encrypts question and answer with the row's `canary`, to keep them out of search engines."""
     key = row.get("canary")
     if not isinstance(key, str) or not key:
         return row
-    return {**row, **{name: _uncover(row[name], key) for name in ("prompt", "answer") if name in row}}
+    return {**row, **{name: _decrypt(row[name], key) for name in ("prompt", "answer") if name in row}}
 
 
-def _uncover(text: Any, key: str) -> str:
+def _decrypt(text: Any, key: str) -> str:
     if not isinstance(text, str):
-        raise ValueError(f"expected covered text, got {type(text).__name__}")
-    covered = base64.b64decode(text, validate=True)  # both may raise a ValueError
-    return bytes(a ^ b for a, b in zip(covered, cycle(key.encode()), strict=False)).decode()
+        raise ValueError(f"expected encrypted text, got {type(text).__name__}")
+    encrypted = base64.b64decode(text, validate=True)  # may raise ValueError, as decode may
+    return bytes(a ^ b for a, b in zip(encrypted, cycle(key.encode()), strict=False)).decode()
 
 
 _RAG = "hf:RUC-NLPIR/FlashRAG_datasets"
@@ -163,7 +163,51 @@ BENCHMARKS: dict[str, Benchmark] = {
         prepare=_text_only("image"),
     ),
     "xbench": Benchmark(
-        "xbench-DeepSearch", "hf:xbench/DeepSearch:train", 100, "judge", question=("prompt",), prepare=_uncovered
+        "xbench-DeepSearch", "hf:xbench/DeepSearch:train", 100, "judge", question=("prompt",), prepare=_decrypt_row
     ),
 }
-"""By the name that `load_benchmark` takes."""
+"""All benchmarks by name."""
+
+ARPO, AEPO = "arXiv 2507.19849", "arXiv 2510.14545"
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """One published result, in percent: `Published("gaia", "ARPO", "Qwen3-14B", "pass@1", 43.7, ARPO)`."""
+
+    benchmark: str
+    method: str
+    model: str
+    measure: str
+    percent: float
+    source: str
+
+
+def _deep_search(method: str, model: str, *percents: float) -> tuple[Published, ...]:
+    names = ("gaia", "webwalker", "hle", "xbench")
+    return tuple(
+        Published(name, method, model, "pass@1", percent, ARPO) for name, percent in zip(names, percents, strict=True)
+    )
+
+
+PUBLISHED = (
+    *_deep_search("GRPO", "Qwen3-8B", 32.0, 29.0, 7.8, 20.0),
+    *_deep_search("ARPO", "Qwen3-8B", 38.8, 30.5, 8.8, 25.0),
+    *_deep_search("GRPO", "Qwen3-14B", 36.9, 30.0, 8.6, 27.0),
+    *_deep_search("ARPO", "Qwen3-14B", 43.7, 36.0, 10.0, 32.0),
+    Published("gaia", "ARPO", "Qwen3-14B", "pass@5", 61.2, ARPO),
+    Published("hle", "ARPO", "Qwen3-14B", "pass@5", 24.0, ARPO),
+    Published("xbench", "ARPO", "Qwen3-14B", "pass@5", 59.0, ARPO),
+    Published("gaia", "AEPO", "Qwen3-14B", "pass@1", 47.6, AEPO),
+    Published("hle", "AEPO", "Qwen3-14B", "pass@1", 11.2, AEPO),
+    Published("webwalker", "AEPO", "Qwen3-14B", "pass@1", 43.0, AEPO),
+)
+"""Results that are published for a single benchmark; of the other ten, only averages are.
+
+The authors used their own tools, subsets and judge, so differences of a few points may be due to these.
+"""
+
+
+def published_for(benchmark: str) -> tuple[Published, ...]:
+    """The published results on a benchmark."""
+    return tuple(row for row in PUBLISHED if row.benchmark == benchmark)

@@ -1,20 +1,18 @@
-"""PathQuestion as training data: questions over a knowledge base, split so that no test question needs a fact of
-training.
+"""PathQuestion as training data: questions over a knowledge base, split so that train and test share no facts.
 
 The files are those of the public set (github.com/zmtkeke/IRN): `PQ-2H.txt` with `2H-kb.txt`, `PQ-3H.txt` with
 `3H-kb.txt`, or only one pair. A line of questions is `question TAB answer(all/answers/) TAB chain`, where the chain is
-`subject#relation#entity#...#answer#<end>#answer`; one of facts is `subject TAB relation TAB object`.
+`subject#relation#entity#...#answer#<end>#answer`. A line of facts is `subject TAB relation TAB object`.
 
-    found = read_pathquestion(Path("PathQuestion"))      # questions, and the facts of all files together
-    train, test = split(found, test_share=0.1, seed=0)
+    data = read_pathquestion(Path("PathQuestion"))       # questions, and the facts of all files together
+    train, test = split(data, test_share=0.1, seed=0)
 
-Promises: the right answers of a question are all that its relations lead to from its subject in the facts of all files
-together, so what search finds is never counted as wrong. A question is on one side with all that needs the same: where
-a test question goes from an entity by a relation, no training question goes from that entity by that relation, nor
-between the two entities in any other way. So no chain, no part of a chain and no last step of a test question occurs
-in training. The same input and seed give the same split.
-Does not cover: entities and answers, which may be on both sides (by other facts), and the facts themselves: search
-finds all of them, in training too. Names stay in lower case, as the set has them.
+Guarantees: the correct answers of a question are all entities that its relations lead to from its subject, given the
+facts of all files, so an answer found by search is never counted as wrong. If a test question uses a fact between two
+entities, no training question uses any fact between these two. So no chain, part of a chain or last hop of a test
+question occurs in training. The same input and seed give the same split.
+Not covered: entities and answers may be on both sides, through other facts. Search finds all facts, in training too.
+Names stay in lower case, as in the files.
 """
 
 from __future__ import annotations
@@ -37,24 +35,24 @@ _ANSWERS = re.compile(r"(?P<one>.+)\((?P<all>.+)/\)")
 
 @dataclass(frozen=True, slots=True)
 class PathQuestions:
-    """What the files hold: each question once, with its chain in `meta["path"]`, and all facts, each once."""
+    """The questions, each with its chain in `meta["path"]`, and all facts; without duplicates."""
 
     tasks: tuple[Task, ...]
     facts: tuple[Fact, ...]
 
 
 def read_pathquestion(directory: Path) -> PathQuestions:
-    """Read the files of two hops, of three, or both; what does not fit is named by line, and nothing accepted."""
+    """Read the files of two hops, of three, or both; lines that cannot be parsed are an error."""
     names = {hops: (directory / f"PQ-{hops}H.txt", directory / f"{hops}H-kb.txt") for hops in HOPS}
-    there = [hops for hops, files in names.items() if any(file.exists() for file in files)]
-    if not there:
+    present = [hops for hops, files in names.items() if any(file.exists() for file in files)]
+    if not present:
         raise ArpoError(f"{directory}: holds neither PQ-2H.txt with 2H-kb.txt nor PQ-3H.txt with 3H-kb.txt")
     problems: list[str] = []
-    facts = {fact: None for hops in there for fact in _facts(names[hops][1], problems)}
-    known = _Known(facts)
+    facts = {fact: None for hops in present for fact in _facts(names[hops][1], problems)}
+    graph = _Graph(facts)
     tasks: dict[str, Task] = {}
-    for hops in there:
-        for task in _questions(names[hops][0], hops, known, problems):
+    for hops in present:
+        for task in _questions(names[hops][0], hops, graph, problems):
             tasks.setdefault(task.question, task)
     if problems:
         raise ArpoError(list_problems(problems))
@@ -63,17 +61,17 @@ def read_pathquestion(directory: Path) -> PathQuestions:
     return PathQuestions(tuple(tasks.values()), tuple(facts))
 
 
-def split(found: PathQuestions, test_share: float, seed: int) -> tuple[list[Task], list[Task]]:
-    """Training and test questions, each in random order; those of the test are `test_share` of all, or a few less."""
-    known = _Known(found.facts)
-    groups = _groups([_needs(task, known) for task in found.tasks])
+def split(data: PathQuestions, test_share: float, seed: int) -> tuple[list[Task], list[Task]]:
+    """Training and test questions, each in random order; at most `test_share` of all are test questions."""
+    graph = _Graph(data.facts)
+    groups = _connected([_edges(task, graph) for task in data.tasks])
     rng = random.Random(derive_seed(seed, "pathquestion"))
     rng.shuffle(groups)
     train: list[Task] = []
     test: list[Task] = []
     for group in groups:
-        tasks = [found.tasks[number] for number in group]
-        fits = len(test) + len(tasks) <= test_share * len(found.tasks)
+        tasks = [data.tasks[number] for number in group]
+        fits = len(test) + len(tasks) <= test_share * len(data.tasks)
         (test if fits else train).extend(tasks)
     if not train or not test:
         raise ArpoError(
@@ -85,9 +83,9 @@ def split(found: PathQuestions, test_share: float, seed: int) -> tuple[list[Task
 
 
 def write_pathquestion(out: Path, train: Sequence[Task], test: Sequence[Task], documents: Iterable[Document]) -> None:
-    """Make the directory with train.jsonl, test.jsonl and documents.jsonl; it appears when all is written."""
+    """Write a directory with train.jsonl, test.jsonl and documents.jsonl; it appears when all is written."""
     if out.exists():
-        raise ArpoError(f"{out}: is there already; choose another name for --output")
+        raise ArpoError(f"{out}: exists already; choose another name for --output")
     files = {"train": map(_row, train), "test": map(_row, test), "documents": map(asdict, documents)}
     unfinished = out.with_name(f"{out.name}.tmp")
     unfinished.mkdir(parents=True, exist_ok=True)
@@ -98,12 +96,12 @@ def write_pathquestion(out: Path, train: Sequence[Task], test: Sequence[Task], d
 
 
 def plain_name(name: str) -> str:
-    """A name of the set as text: "j_p_morgan_jr" is "j p morgan jr"."""
+    """A name in plain text: "j_p_morgan_jr" becomes "j p morgan jr"."""
     return " ".join(name.replace("_", " ").split())
 
 
 def plain_question(text: str) -> str:
-    """A question of the set as text: no underscores, no spaces before 's and ?, a capital at its beginning."""
+    """A question in plain text: no underscores, no spaces before 's and ?, a capital first letter."""
     text = re.sub(r" +(?='s\b|[?,.])", "", plain_name(text))
     return text[:1].upper() + text[1:]
 
@@ -113,7 +111,7 @@ def _row(task: Task) -> dict[str, object]:
     return {**row, "path": [plain_name(step) for step in task.meta["path"]]}
 
 
-class _Known:
+class _Graph:
     """The facts, by subject and relation."""
 
     def __init__(self, facts: Sequence[Fact] | dict[Fact, None]) -> None:
@@ -122,44 +120,44 @@ class _Known:
             self._values.setdefault((subject, relation), []).append(value)
 
     def walk(self, subject: str, relations: Sequence[str]) -> tuple[list[Fact], list[str]]:
-        """All facts that one goes through by these relations, and where they lead to."""
-        at, steps = [subject], []
+        """All facts used when following these relations from a subject, and the entities reached."""
+        entities, used = [subject], []
         for relation in relations:
-            step = [(entity, relation, value) for entity in at for value in self._values.get((entity, relation), ())]
-            steps += step
-            at = list(dict.fromkeys(value for _, _, value in step))
-        return steps, at
+            step = [(e, relation, value) for e in entities for value in self._values.get((e, relation), ())]
+            used += step
+            entities = list(dict.fromkeys(value for _, _, value in step))
+        return used, entities
 
 
-def _needs(task: Task, known: _Known) -> set[frozenset[str]]:
-    """What no question of the other side may need: the pairs of entities that it goes between, all values taken."""
+def _edges(task: Task, graph: _Graph) -> set[frozenset[str]]:
+    """The pairs of entities between which a question uses a fact."""
     path = task.meta["path"]
-    steps, _ = known.walk(path[0], path[1::2])
-    return {frozenset((subject, value)) for subject, _, value in steps}
+    facts, _ = graph.walk(path[0], path[1::2])
+    return {frozenset((subject, value)) for subject, _, value in facts}
 
 
-def _groups(needs: Sequence[set[frozenset[str]]]) -> list[list[int]]:
-    """The numbers of questions that must stay together: those that share a need, directly or through others."""
-    above = list(range(len(needs)))
+def _connected(edges: Sequence[set[frozenset[str]]]) -> list[list[int]]:
+    """Groups of questions that share an edge, directly or through others, by union-find."""
+    parent = list(range(len(edges)))
 
-    def top(number: int) -> int:
-        while above[number] != number:
-            above[number] = above[above[number]]
-            number = above[number]
+    def root(number: int) -> int:
+        while parent[number] != number:
+            parent[number] = parent[parent[number]]
+            number = parent[number]
         return number
 
     first: dict[frozenset[str], int] = {}
-    for number, own in enumerate(needs):
-        for need in own:
-            above[top(number)] = top(first.setdefault(need, number))
+    for number, own in enumerate(edges):
+        for edge in own:
+            parent[root(number)] = root(first.setdefault(edge, number))
     groups: dict[int, list[int]] = {}
-    for number in range(len(needs)):
-        groups.setdefault(top(number), []).append(number)
+    for number in range(len(edges)):
+        groups.setdefault(root(number), []).append(number)
     return list(groups.values())
 
 
 def _lines(path: Path, fields: int, problems: list[str]) -> Iterator[tuple[str, list[str]]]:
-    """The fields of each line, and where it stands; of those that have as many."""
+    """The place and the fields of each line; lines with another number of fields are problems."""
     for number, line in enumerate(read_text(str(path), "PathQuestion").split("\n"), 1):
         parts = [part.strip() for part in line.split("\t")]
         where = f"{path}, line {number}"
@@ -174,11 +172,11 @@ def _facts(path: Path, problems: list[str]) -> Iterator[Fact]:
         yield subject, relation, value
 
 
-def _questions(path: Path, hops: int, known: _Known, problems: list[str]) -> Iterator[Task]:
+def _questions(path: Path, hops: int, graph: _Graph, problems: list[str]) -> Iterator[Task]:
     for where, (question, answers, chain) in _lines(path, 3, problems):
         try:
             steps, right = _chain(chain, hops), _answers(answers)
-            _, reached = known.walk(steps[0], steps[1::2])
+            _, reached = graph.walk(steps[0], steps[1::2])
             if not {*right, steps[-1]} <= {*reached}:
                 raise ValueError("the facts do not lead to its answers")
         except ValueError as error:
@@ -190,7 +188,7 @@ def _questions(path: Path, hops: int, known: _Known, problems: list[str]) -> Ite
 
 
 def _chain(text: str, hops: int) -> tuple[str, ...]:
-    """Entities and relations in turn, the subject first and the answer last."""
+    """Entities and relations, alternating, from the subject to the answer."""
     steps = text.split("#")
     if len(steps) != 2 * hops + 3 or not all(steps) or steps[-2] != "<end>" or steps[-1] != steps[-3]:
         raise ValueError(f"expected a chain of {hops} relations, ending in #<end>#answer, got {text[:100]!r}")

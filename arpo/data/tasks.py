@@ -1,12 +1,12 @@
-"""From rows to questions: which column is what, and what is said of rows that do not fit.
+"""From rows to tasks: which column holds what, and what is wrong with rows that do not fit.
 
-Two layouts are read without being told: `question` (or `problem`) with `answer`, and verl's `prompt` with
-`reward_model.ground_truth`. Where the question is a list of messages, it is the one message of the user; messages of
-the system are left out, since they explain the tools of whoever wrote them, and ours are explained by our own prompt.
+Two layouts need no settings: `question` (or `problem`) with `answer`, and verl's `prompt` with
+`reward_model.ground_truth`. If the question is a list of messages, it is the one user message; system messages are
+left out, since they explain other tools than ours.
 
-Promises: every row becomes a task or a problem that names it and says why; none is dropped silently. An answer is
-taken as it is written: "[1, 3)" is a text, not a list.
-Does not cover: images and files that a question may need; conversations of more than one question.
+Guarantees: every row becomes a task or a problem that names the row and says why. Answers are taken as written:
+"[1, 3)" is a string, not a list.
+Not covered: images and files that a question needs; conversations with more than one question.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from arpo.data.rows import read_rows, refuse_bad_rows, source_name
 from arpo.types import Task
 
 Row = Mapping[str, Any]
-_NOWHERE = object()
+FIELDS = ("question", "answer", "id", "kind")
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """For each part of a task the columns that may hold it, the first that is there counts; dots lead inwards.
+    """For each field of a task the columns that may hold it, the first that exists; a dot leads into a column.
 
-    A row must have a question and an answer, and the others where `required` names them.
+    A row must have a question and an answer, and the fields in `required`.
     """
 
     question: tuple[str, ...] = ("question", "problem", "prompt")
@@ -38,19 +38,18 @@ class Columns:
     kind: tuple[str, ...] = ("kind", "ability")
     answer_after: str | None = None
     required: frozenset[str] = frozenset()
-    settings: str | None = "data."  # what the user sets them with
+    settings: str | None = "data."  # the section in which the user can name columns
 
     @staticmethod
     def named(given: Data | Mix, settings: str = "data.") -> Columns:
-        """The columns that the user named; those usual for the rest."""
-        names = {part: getattr(given, part) for part in ("question", "answer", "id", "kind")}
-        chosen = {part: (name,) for part, name in names.items() if name is not None}
+        """The columns that the user named, and the usual ones for other fields."""
+        chosen = {name: (column,) for name in FIELDS if (column := getattr(given, name)) is not None}
         return Columns(**chosen, answer_after=given.answer_after, required=frozenset(chosen), settings=settings)
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What became of a source: its tasks, its problems, rows left out on purpose, how often each column was used."""
+    """The tasks of a source, its problems, the rows left out on purpose, and how often each column was used."""
 
     source: str
     tasks: tuple[Task, ...]
@@ -60,23 +59,23 @@ class Reading:
 
     @property
     def rows(self) -> int:
-        """Rows that the source has."""
+        """The number of rows of the source."""
         return len(self.tasks) + len(self.problems) + self.left_out
 
 
 def read_tasks(source: str, columns: Columns, prepare: Callable[[Row], Row | None] | None = None) -> Reading:
-    """Read every row. `prepare` may change a row first, or give None for one that is to be left out."""
+    """Read every row. `prepare` may change a row, or return None to leave it out."""
     tasks: list[Task] = []
     problems: list[str] = []
     left_out = 0
-    used: dict[str, Counter[str]] = {part: Counter() for part in ("question", "answer", "id", "kind")}
+    used: dict[str, Counter[str]] = {name: Counter() for name in FIELDS}
     for raw in read_rows(source):
         try:
             row = raw.parse() if prepare is None else prepare(raw.parse())
             if row is None:
                 left_out += 1
             else:
-                tasks.append(_task(row, f"{source_name(source)}:{raw.number}", columns, used))
+                tasks.append(_parse_task(row, f"{source_name(source)}:{raw.number}", columns, used))
         except ValueError as error:
             problems.append(f"{source}, {raw.place}: {error}")
     return Reading(source, tuple(tasks), tuple(problems), left_out, used)
@@ -88,14 +87,14 @@ def load_tasks(
     bad_rows: str = "refuse",
     prepare: Callable[[Row], Row | None] | None = None,
 ) -> Reading:
-    """`read_tasks`, where rows that do not fit are refused unless `bad_rows` is "skip", and some must be there."""
+    """`read_tasks`, with an error for bad rows unless `bad_rows` is "skip", and if there are no tasks."""
     reading = read_tasks(source, columns, prepare)
     refuse_bad_rows(source, "questions", reading.tasks, reading.problems, bad_rows)
     return reading
 
 
 def text_after(text: str, mark: str) -> str:
-    """What follows the last `mark`; if that begins with a brace, what is inside it: "2" in "so \\boxed{2}."."""
+    r"""The text after the last `mark`, or inside the braces that follow it: "2" in "so \boxed{2}."."""
     _, found, rest = text.rpartition(mark)
     if not found:
         raise ValueError(f"no {mark!r} in {_short(text)}")
@@ -111,23 +110,23 @@ def text_after(text: str, mark: str) -> str:
 
 
 def lookup(row: Row, column: str) -> Any:
-    """The value of a column, or of a field inside one; KeyError if there is none."""
+    """The value of a column, or of a field inside one; KeyError if it does not exist."""
     if column in row:
         return row[column]
     first, dot, rest = column.partition(".")
-    inner = row.get(first, _NOWHERE)
+    inner = row.get(first)
     if not dot or not isinstance(inner, Mapping):
         raise KeyError(column)
     return lookup(inner, rest)
 
 
 def question_of(row: Row) -> str:
-    """The question of a row, in whichever of the usual columns."""
+    """The question of a row, from the usual columns."""
     column, value = _find(row, Columns(settings=None), "question")
     return _question(value, column)
 
 
-def _task(row: Row, name: str, columns: Columns, used: dict[str, Counter[str]]) -> Task:
+def _parse_task(row: Row, name: str, columns: Columns, used: dict[str, Counter[str]]) -> Task:
     column, value = _find(row, columns, "question")
     question = _question(value, column)
     used["question"][column] += 1
@@ -135,28 +134,28 @@ def _task(row: Row, name: str, columns: Columns, used: dict[str, Counter[str]]) 
     answers = _answers(value, column, columns.answer_after)
     used["answer"][column] += 1
     labels = {"id": name, "kind": ""}
-    for part in labels:
-        column, value = _find(row, columns, part)
+    for label in labels:
+        column, value = _find(row, columns, label)
         if value is not None:
-            labels[part] = _label(value, column)
-            used[part][column] += 1
+            labels[label] = _label(value, column)
+            used[label][column] += 1
     return Task(labels["id"], question, answers, labels["kind"])
 
 
-def _find(row: Row, columns: Columns, part: str) -> tuple[str, Any]:
-    """The column that holds a part, and its value; an optional part that is not there is None."""
-    names: Sequence[str] = getattr(columns, part)
-    for name in names:
+def _find(row: Row, columns: Columns, name: str) -> tuple[str, Any]:
+    """The column that holds a field, and its value; None if the field is optional and missing."""
+    candidates: Sequence[str] = getattr(columns, name)
+    for column in candidates:
         try:
-            return name, lookup(row, name)
+            return column, lookup(row, column)
         except KeyError:
             continue
-    if part in ("id", "kind") and part not in columns.required:
+    if name in ("id", "kind") and name not in columns.required:
         return "", None
-    there = ", ".join(map(repr, row)) or "none"
-    wanted = " or ".join(map(repr, names))
-    hint = "" if columns.settings is None else f"; name the right one with {columns.settings}{part}=..."
-    raise ValueError(f"no column {wanted} (there are: {there}){hint}")
+    present = ", ".join(map(repr, row)) or "none"
+    wanted = " or ".join(map(repr, candidates))
+    hint = "" if columns.settings is None else f"; name the right one with {columns.settings}{name}=..."
+    raise ValueError(f"no column {wanted} (there are: {present}){hint}")
 
 
 def _question(value: Any, column: str) -> str:
@@ -170,11 +169,11 @@ def _question(value: Any, column: str) -> str:
 def _user_message(messages: Sequence[Any], column: str) -> Any:
     if not all(isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in messages):
         raise ValueError(f"column {column!r} should hold text or messages, got {_short(messages)}")
-    said = [message for message in messages if message["role"] != "system"]
-    if [message["role"] for message in said] != ["user"]:
+    others = [message for message in messages if message["role"] != "system"]
+    if [message["role"] for message in others] != ["user"]:
         roles = ", ".join(str(message["role"]) for message in messages) or "none"
-        raise ValueError(f"column {column!r} should hold one message of the user's, got messages of: {roles}")
-    return said[0]["content"]
+        raise ValueError(f"column {column!r} should hold one user message, got messages of: {roles}")
+    return others[0]["content"]
 
 
 def _answers(value: Any, column: str, mark: str | None) -> tuple[str, ...]:
@@ -186,12 +185,11 @@ def _answers(value: Any, column: str, mark: str | None) -> tuple[str, ...]:
 
 
 def _answer_text(value: Any, column: str) -> str:
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not number and not isinstance(value, str):
         raise ValueError(f"column {column!r} should hold a text, a number or a list of them, got {_short(value)}")
     if not str(value).strip():
         raise ValueError(f"column {column!r} is empty")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"column {column!r} should hold a text, a number or a list of them, got {value!r}")
     return str(value).strip()
 
 

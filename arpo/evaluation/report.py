@@ -15,8 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arpo.data.benchmarks import BENCHMARKS
-from arpo.data.published import published_for
+from arpo.data.benchmarks import BENCHMARKS, published_for
 from arpo.evaluation.samples import Sample
 from arpo.evaluation.statistics import LEVEL, Estimate, Summary
 from arpo.figures.style import INSTALL, figure_style, has_matplotlib, new_figure, render

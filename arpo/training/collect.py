@@ -152,7 +152,7 @@ def _trace(trajectory: Trajectory) -> Trace:
 
 
 def _same_tokens(agent: Agent, trajectory: Trajectory, trace: Trace) -> bool:
-    """Whether the trace, read from a file, would have the sampled tokens; the prompt may differ by few-shot examples."""
+    """Whether the trace has the sampled tokens after the prompt, which may have begun with few-shot examples."""
     try:
         check_segments(trace.segments, agent.format)
     except ValueError:

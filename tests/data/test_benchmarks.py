@@ -132,7 +132,7 @@ def test_musique_with_aliases_and_hotpotqa_as_their_authors_publish_them(tmp_pat
         ("gsm8k", {"answer": "4"}, "no '####' in '4'"),
         ("xbench", {"answer": "!" + covered("x")}, "line 1: "),
         ("xbench", {"answer": covered("ab谁")[:4]}, "line 1: "),
-        ("xbench", {"answer": 3}, "expected covered text, got int"),
+        ("xbench", {"answer": 3}, "expected encrypted text, got int"),
     ],
 )
 def test_a_row_that_does_not_fit_is_named(tmp_path: Path, name: str, change: dict[str, Any], problem: str) -> None:

@@ -239,4 +239,4 @@ def test_the_command_makes_what_a_run_reads(tmp_path: Path, capsys: pytest.Captu
     assert documents["ben-oni ii"] == "ben-oni ii: nationality: old kingdom, new kingdom"
     assert documents["cy"] == "cy: children: dora, emil"
     assert call("data", "pathquestion", source, "-o", out, "--test-share", "0.5") == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err

@@ -246,10 +246,10 @@ USER, SYSTEM, ASSISTANT = ({"role": role, "content": f"{role}?"} for role in ("u
 @pytest.mark.parametrize(
     ("prompt", "problem"),
     [
-        ([], "should hold one message of the user's, got messages of: none"),
-        ([SYSTEM], "should hold one message of the user's, got messages of: system"),
-        ([USER, USER], "should hold one message of the user's, got messages of: user, user"),
-        ([USER, ASSISTANT], "should hold one message of the user's, got messages of: user, assistant"),
+        ([], "should hold one user message, got messages of: none"),
+        ([SYSTEM], "should hold one user message, got messages of: system"),
+        ([USER, USER], "should hold one user message, got messages of: user, user"),
+        ([USER, ASSISTANT], "should hold one user message, got messages of: user, assistant"),
         (["Who?"], "should hold text or messages, got ['Who?']"),
         ([{"role": "user"}], "should hold text or messages, got [{'role': 'user'}]"),
         ([{"role": "user", "content": [{"type": "image"}]}], "should hold text, got [{'type': 'image'}]"),

@@ -22,8 +22,7 @@ from questions import rows
 
 from arpo.builtin.model import build_model
 from arpo.config.loading import load_config
-from arpo.data.benchmarks import BENCHMARKS
-from arpo.data.published import PUBLISHED
+from arpo.data.benchmarks import BENCHMARKS, PUBLISHED
 from arpo.errors import ArpoError
 from arpo.evaluation import benchmarks as module
 from arpo.evaluation.benchmarks import BenchmarkPlan, answer_settings, load_questions
