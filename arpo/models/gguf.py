@@ -15,27 +15,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from arpo.errors import ArpoError
 from arpo.models.gguf_file import Array, GgufFile, read_gguf
 from arpo.models.gguf_tokenizer import end_of_turn_ids, read_tokenizer, special_ids
 
-_CLASSES: dict[str, tuple[Any, Any]] = {
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
-}
+_MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
 _KEYS = {
     *("context_length", "block_count", "embedding_length", "feed_forward_length", "vocab_size"),
     *("attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length"),
@@ -64,12 +50,14 @@ def load_gguf(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
 
 def _build_model(file: GgufFile, dtype: torch.dtype) -> Any:
     family = file.string("general.architecture")
-    if family not in _CLASSES:
-        raise ValueError(f"its architecture is {family!r}; supported are {', '.join(_CLASSES)}")
+    if family not in _MODEL_TYPES:
+        raise ValueError(f"its architecture is {family!r}; supported are {', '.join(_MODEL_TYPES)}")
     tied, best_embeddings = _tied_embeddings(file)
     config = _build_config(file, family, tied)
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(config)
     state: dict[str, torch.Tensor] = {}
-    for parameter, name in _tensor_names(file, family, config).items():
+    for parameter, name in _tensor_names(file, family, skeleton).items():
         values = file.dequantize(best_embeddings if name == "token_embd.weight" and tied else name)
         if family == "llama" and ".self_attn.q_proj." in parameter:
             values = _unpermute(values, config.num_attention_heads)
@@ -78,7 +66,7 @@ def _build_model(file: GgufFile, dtype: torch.dtype) -> Any:
         elif family == "gemma3" and parameter.endswith("norm.weight"):
             values = values - np.float32(1)  # the file stores 1 + weight, the model adds the 1 itself
         state[parameter] = torch.from_numpy(values).to(dtype)
-    return _CLASSES[family][1].from_pretrained(None, config=config, state_dict=state, dtype=dtype)
+    return type(skeleton).from_pretrained(None, config=config, state_dict=state, dtype=dtype)
 
 
 def _tied_embeddings(file: GgufFile) -> tuple[bool, str]:
@@ -141,7 +129,7 @@ def _build_config(file: GgufFile, family: str, tied: bool) -> Any:
     if len(file.array("tokenizer.ggml.tokens", str)) > settings["vocab_size"]:
         raise ValueError("it has more tokens than embeddings")
     try:
-        return _CLASSES[family][0](**settings)
+        return AutoConfig.for_model(_MODEL_TYPES[family], **settings)
     except Exception as error:  # the classes of these errors differ between versions of transformers
         raise ValueError(f"its settings are invalid: {error}") from error
 
@@ -193,23 +181,22 @@ def _llama3_rope(factors: Array, theta: float, head_dim: int) -> dict[str, Any]:
     }
 
 
-def _tensor_names(file: GgufFile, family: str, config: Any) -> dict[str, str]:
+def _tensor_names(file: GgufFile, family: str, model: Any) -> dict[str, str]:
     """Return the tensor in the file for each of the model's parameters, checked for presence and shape."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
-    with torch.device("meta"):
-        shapes = {name: tuple(value.shape) for name, value in _CLASSES[family][1](config).state_dict().items()}
     architecture = next(number for number, name in MODEL_ARCH_NAMES.items() if name == family)
-    mapping = get_tensor_name_map(architecture, config.num_hidden_layers)
+    mapping = get_tensor_name_map(architecture, model.config.num_hidden_layers)
     names: dict[str, str] = {}
-    for parameter, shape in shapes.items():
-        if parameter == "lm_head.weight" and config.tie_word_embeddings:
+    for parameter, value in model.state_dict().items():
+        if parameter == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
         name = mapping.get_name(parameter, try_suffixes=(".weight", ".bias"))
         if name is None or name not in file.tensors:
             raise ValueError(f"it has no tensor {name or parameter!r}")
-        if file.tensors[name].shape != shape:
-            raise ValueError(f"its tensor {name!r} has the shape {file.tensors[name].shape}, not {shape}")
+        if file.tensors[name].shape != tuple(value.shape):
+            shapes = f"{file.tensors[name].shape}, not {tuple(value.shape)}"
+            raise ValueError(f"its tensor {name!r} has the shape {shapes}")
         names[parameter] = name
     extra = file.tensors.keys() - names.values() - {"output.weight", "rope_freqs.weight"}
     if extra:
