@@ -8,9 +8,12 @@ import re
 from functools import reduce
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer.main
 
+from arpo.cli.main import app
 from arpo.config.loading import load_config, settings_table
 
 ROOT = Path(__file__).parent.parent
@@ -74,7 +77,8 @@ def test_links_between_pages_lead_somewhere() -> None:
 
 def blocks(page: Path, language: str) -> list[str]:
     """The code blocks of a page that are marked as this language."""
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    return [block for marked, block in fenced if marked == language]
 
 
 def test_the_python_example_in_the_readme_runs(
@@ -95,6 +99,18 @@ def test_python_examples_import_names_that_exist(page: Path) -> None:
         code = ast.parse(block)
         imports = [node for node in code.body if isinstance(node, ast.Import | ast.ImportFrom)]
         exec(compile(ast.Module(imports, []), page.name, "exec"), {})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_in_examples_exist(page: Path) -> None:
+    for line in re.findall(r"^(?:torchrun .* -m )?arpo (.*)", "\n".join(blocks(page, "")), re.MULTILINE):
+        command: Any = typer.main.get_command(app)
+        words = line.split("  #")[0].split()
+        while hasattr(command, "commands"):
+            assert words[0] in command.commands, f"{page.name}: arpo {line}"
+            command = command.commands[words.pop(0)]
+        options = {option for parameter in command.params for option in parameter.opts}
+        assert {word for word in words if word.startswith("-")} <= options, f"{page.name}: arpo {line}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
