@@ -23,7 +23,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any
 
 from arpo.errors import ArpoError
 from arpo.types import ToolCall, ToolSpec
@@ -33,10 +33,7 @@ PROTOCOL_TAGS = ("think", "answer", "result", "tool_call", "tool_response")
 
 ANSWER_STOP = "</answer>"
 CUT_NOTE = " [cut]"
-_SLOT_1, _SLOT_2 = (
-    "@@slot-1@@",
-    "@@slot-2@@",
-)  # placeholders for content while a chat template is rendered; never encoded
+_SLOT_1, _SLOT_2 = "@@slot-1@@", "@@slot-2@@"  # placeholders for content in a rendered chat template; never encoded
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +41,6 @@ class CallFormat(ABC):
     """How the model writes tool calls and how results are wrapped."""
 
     specs: tuple[ToolSpec, ...]
-    name: ClassVar[str]
 
     @property
     @abstractmethod
@@ -72,8 +68,6 @@ class CallFormat(ABC):
 @dataclass(frozen=True, slots=True)
 class TagFormat(CallFormat):
     """`<search>query</search>`, answered by `<result>...</result>` in the same message."""
-
-    name: ClassVar[str] = "tags"
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -105,8 +99,6 @@ class TagFormat(CallFormat):
 @dataclass(frozen=True, slots=True)
 class JsonFormat(CallFormat):
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, answered by a message of its own."""
-
-    name: ClassVar[str] = "json"
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -151,7 +143,9 @@ def build_format(name: str, specs: Sequence[ToolSpec]) -> CallFormat:
         main = next(iter(properties), None)
         others = {*spec.schema.get("required", ())} - {main}
         if main is None or others or properties[main].get("type", "string") != "string":
-            raise ArpoError(f"tool {spec.name!r} needs more than one text; the tags format cannot call it, use json")
+            raise ArpoError(
+                f"tool {spec.name!r} does not take a single text argument, as the tags format requires; use json"
+            )
     return TagFormat(tuple(specs))
 
 

@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 from templates import CHATML, DROPPING, QWEN, STRICT, UNCLOSED, make_tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from arpo.agent.formats import build_format, encode_follow_up, encode_prompt, encode_result, escape_protocol_tags
+from arpo.agent.formats import (
+    TagFormat,
+    build_format,
+    encode_follow_up,
+    encode_prompt,
+    encode_result,
+    escape_protocol_tags,
+)
 from arpo.errors import ArpoError
 from arpo.types import ToolCall, ToolSpec
 
@@ -350,7 +357,7 @@ def test_formats_refuse_what_they_cannot_express() -> None:
         with pytest.raises(ArpoError, match="use json"):
             build_format("tags", [bad])
         assert build_format("json", [bad]).specs == (bad,)
-    assert build_format("tags", [spec("move", "a", "b")]).name == "tags"
+    assert isinstance(build_format("tags", [spec("move", "a", "b")]), TagFormat)
 
 
 # Follow-up questions.
