@@ -19,12 +19,12 @@ import time
 from pathlib import Path
 from statistics import fmean
 
-from arpo.cli import main as cli
-from arpo.cluster.connect import on_cluster
-from arpo.cluster.sampler import Pool
+import arpo.builtin
+from arpo.cluster.connect import connect
+from arpo.cluster.sampler import RaySampler
 from arpo.config.loading import load_config
 from arpo.runs.run_dir import open_run_dir as read_run
-from arpo.training.loop import open_run, train
+from arpo.training.loop import open_training, train
 
 TOOL = '''
 import asyncio
@@ -44,12 +44,13 @@ SETTINGS = [
 
 def measure(folder: Path, address: str, steps: int, name: str, kill: bool = False) -> None:
     """One run; prints what it took."""
-    base = Path(cli.__file__).parent / "models" / "base"
+    base = Path(arpo.builtin.__file__).parent / "base"
     named = [f"model.path={base}", f"run.dir={folder / name}", f'tools.enabled=["{folder / "slow.py"}:search"]']
     config = load_config(None, [*named, *SETTINGS, f"train.steps={steps}", f"cluster.address={address}"])
-    with on_cluster(config) as pool, open_run(config, False, None, pool) as run:
+    with connect(config) as build_sampler, open_training(config, build_sampler=build_sampler) as run:
         if kill:
-            threading.Thread(target=_kill, args=(pool, run.log.directory), daemon=True).start()
+            directory = run.checkpoints.run.directory
+            threading.Thread(target=_kill, args=(run.sampler, directory), daemon=True).start()
         asyncio.run(train(run))
     rows = read_run(folder / name).read_metrics()[1:]
     seconds = [row["rollout_seconds"] for row in rows]
@@ -58,7 +59,7 @@ def measure(folder: Path, address: str, steps: int, name: str, kill: bool = Fals
     print(f"{name}: {sum(row['tool_calls'] for row in rows)} calls, {redone:.0f} trees grown again", flush=True)
 
 
-def _kill(pool: Pool, directory: Path) -> None:
+def _kill(pool: RaySampler, directory: Path) -> None:
     """Kill an actor in the second step and say when it is noticed and when another is there."""
     while not (directory / "metrics.jsonl").exists() or not (directory / "metrics.jsonl").read_text().strip():
         time.sleep(0.05)

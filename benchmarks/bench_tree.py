@@ -7,8 +7,8 @@ random path, three rounds of 150 generated and 200 tool tokens, then an answer o
 rewards and weights are random. Three ways compute the same gradient:
 
     padded   one row per path, sorted by length, padded on the right, causal attention without a mask
-    packed   every path written out, without padding: `tree_batch(..., shared=False)`
-    tree     every shared token once: `tree_batch(...)`
+    packed   every path written out, without padding: `build_batch(..., shared=False)`
+    tree     every shared token once: `build_batch(...)`
 
 They take turns, so that what else the machine does falls on all alike. `X_ratio` is X's seconds over the tree's, the
 median over the repeats; `X_cpu_ratio` is the same in CPU seconds, where the CPU does the work. Neither laying out the
@@ -26,7 +26,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,17 +35,19 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
+from arpo.types import ScoredTree
+
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from plain import learn_rows, padded_rows
 from trees import model as model_node
 from trees import prompt, tool, tree
 
-from arpo.algorithm.advantage import credit
-from arpo.algorithm.batch import tree_batch
+from arpo.algorithm.advantage import compute_credits
+from arpo.algorithm.batch import build_batch
 from arpo.config.schema import Advantage, Loss
-from arpo.trainer.forward_backward import accumulate
-from arpo.types import Credit, Node, Reward, RolloutTree
+from arpo.trainer.forward_backward import forward_backward
+from arpo.types import Node, Reward, RolloutTree
 
 SHAPES: dict[str, Callable[[], Any]] = {
     "tiny": lambda: llama(256, 688, 6, 4, 2, 2048),
@@ -97,14 +99,14 @@ def main() -> None:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All that goes into the JSON object."""
     model = build_model(options)
-    trees, credits = make_trees(options, model.config.vocab_size)
+    trees = make_trees(options, model.config.vocab_size)
     unique, total = (sum(getattr(t, name) for t in trees) for name in ("unique_tokens", "total_tokens"))
     log(f"{len(trees)} trees, {unique} unique of {total} tokens, a factor of {total / unique:.2f}")
 
     layouts = {
-        "padded": lambda: padded_rows(trees, credits, LOSS, MAX_TOKENS, options.budget),
-        "packed": lambda: tree_batch(trees, credits, LOSS, MAX_TOKENS, shared=False),
-        "tree": lambda: tree_batch(trees, credits, LOSS, MAX_TOKENS),
+        "padded": lambda: padded_rows(trees, LOSS, MAX_TOKENS, options.budget),
+        "packed": lambda: build_batch(trees, LOSS, MAX_TOKENS, shared=False),
+        "tree": lambda: build_batch(trees, LOSS, MAX_TOKENS),
     }
     laid_out, layout_seconds = {}, {}
     for name, layout in layouts.items():
@@ -113,7 +115,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         layout_seconds[f"{name}_layout_seconds"] = round(time.perf_counter() - started, 4)
 
     def along(batch: Any) -> float:
-        return accumulate(model, batch, LOSS, TEMPERATURE, options.budget)["loss"]
+        return forward_backward(model, batch, LOSS, TEMPERATURE, options.budget)["loss"]
 
     ways: dict[str, Way] = {
         "padded": lambda: learn_rows(model, laid_out["padded"], LOSS, TEMPERATURE),
@@ -227,7 +229,7 @@ def build_model(options: argparse.Namespace) -> Any:
     return model
 
 
-def make_trees(options: argparse.Namespace, vocab: int) -> tuple[Sequence[RolloutTree], Sequence[Sequence[Credit]]]:
+def make_trees(options: argparse.Namespace, vocab: int) -> list[ScoredTree]:
     """As many as asked for, with credits."""
     rng = random.Random(options.seed)
     trees: list[RolloutTree] = []
@@ -235,8 +237,8 @@ def make_trees(options: argparse.Namespace, vocab: int) -> tuple[Sequence[Rollou
         len(trees) < options.trees if options.unique is None else sum(t.unique_tokens for t in trees) < options.unique
     ):
         trees.append(make_tree(rng, vocab, options.scale))
-    credits = credit(trees, [[Reward(rng.random()) for _ in t.leaves] for t in trees], Advantage())
-    return trees, credits
+    scored = [ScoredTree(t, tuple(Reward(rng.random()) for _ in t.leaves)) for t in trees]
+    return compute_credits(scored, Advantage())
 
 
 def make_tree(rng: random.Random, vocab: int, scale: float = 1.0) -> RolloutTree:

@@ -85,7 +85,7 @@ def learn(case: Case, out: Path, ranks: ProcessGroup | None) -> list[dict[str, f
         if ranks is not None and not ranks.is_leader:
             kind, step = ranks.receive()
             assert kind == "update"
-        told.append(trainer.update(*trees_from_bytes(step)))
+        told.append(trainer.update(trees_from_bytes(step)))
     if ranks is None or ranks.is_leader:
         out.mkdir(parents=True)
         save_checkpoint(trainer, len(case.steps), out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -11,11 +12,15 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from arpo.algorithm.advantage import compute_credits
 from arpo.config.loading import load_config
-from arpo.config.schema import Config
+from arpo.config.schema import Advantage, Config
+from arpo.rewards import RewardFn
 from arpo.runs.run_dir import open_run_dir as read_run
-from arpo.training.loop import Run, open_run, train
-from arpo.types import Reward, Trajectory
+from arpo.training.context import RolloutContext
+from arpo.training.loop import Training, open_training, train
+from arpo.training.sampler import LocalSampler
+from arpo.types import Reward, RolloutTree, ScoredTree, Trajectory
 
 SMALL = [
     "world.entities=60", "world.train_questions=12", "world.test_questions=4", "eval.questions=2", "train.batch_size=3",
@@ -35,13 +40,28 @@ def config_for(model: Path, directory: Path, *more: str) -> Config:
     return load_config(None, [f"model.path={model}", "model.device=cpu", f"run.dir={directory}", *SMALL, *more])
 
 
-def with_toy_reward(run: Run) -> Run:
-    return replace(run, session=replace(run.session, reward=even_share))
+def context_of(training: Training) -> RolloutContext:
+    """The rollout context of a run that samples in this process."""
+    assert isinstance(training.sampler, LocalSampler)
+    return training.sampler.context
+
+
+def with_reward(training: Training, reward: RewardFn = even_share) -> Training:
+    """The run with another reward function."""
+    return replace(training, sampler=LocalSampler(replace(context_of(training), reward=reward)))
 
 
 def run_to_the_end(config: Config, resume: bool = False) -> None:
-    with open_run(config, resume) as run:
-        asyncio.run(train(with_toy_reward(run)))
+    with open_training(config, resume) as training:
+        asyncio.run(train(with_reward(training)))
+
+
+def with_credits_of(
+    reward: RewardFn, trees: Sequence[RolloutTree], settings: Advantage | None = None
+) -> list[ScoredTree]:
+    """The trees with the rewards that a function gives, and the credits that follow."""
+    scored = [ScoredTree(tree, tuple(map(reward, tree.trajectories))) for tree in trees]
+    return compute_credits(scored, settings or Advantage())
 
 
 def what_it_left(directory: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]], list[Any]]:

@@ -17,7 +17,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from training_runs import config_for as any_config
-from training_runs import even_share
+from training_runs import context_of, even_share, with_reward
 
 import arpo.builtin.cold_start
 from arpo.cli.main import main
@@ -31,9 +31,10 @@ from arpo.models.lora import add_adapter, disable_adapter, has_adapter, load_ada
 from arpo.models.resolve import checkpoint_model_settings
 from arpo.runs.run_dir import open_run_dir as read_run
 from arpo.trainer.optimizer import Optimizer
-from arpo.training.loop import open_run, open_session, train
-from arpo.training.loop import test as run_test
-from arpo.types import Completion, SamplingParams
+from arpo.training.context import RolloutContext, open_context
+from arpo.training.loop import evaluate_policy, open_training, train
+from arpo.training.sampler import LocalSampler
+from arpo.types import Completion, RolloutTree, SamplingParams
 
 ALL = Train().lora_targets
 PROMPT = [5, 6, 7, 9] * 12
@@ -269,16 +270,21 @@ def config_for(model: Path, directory: Path, *more: str) -> Config:
     return any_config(model, directory, *SMALL, *more)
 
 
+def evaluate(context: RolloutContext) -> list[RolloutTree]:
+    result = asyncio.run(evaluate_policy(LocalSampler(context), context.tasks, context.config))
+    return [scored.tree for scored in result.trees]
+
+
 def nodes_of(trees: Any) -> list[Any]:
     return [[(n.kind, n.tokens, n.logprobs, n.entropies) for n in tree.nodes] for tree in trees]
 
 
 def run_to_the_end(config: Config, resume: bool = False) -> list[Any]:
     """Trains; what a test of the trained model came to."""
-    with open_run(config, resume) as run:
-        run = replace(run, session=replace(run.session, reward=even_share))
+    with open_training(config, resume) as run:
+        run = with_reward(run)
         asyncio.run(train(run))
-        return nodes_of(asyncio.run(run_test(run.session)).trees)
+        return nodes_of(evaluate(context_of(run)))
 
 
 def what_it_left(directory: Path) -> tuple[dict[str, Tensor], list[dict[str, Any]], list[Any], bytes]:
@@ -315,12 +321,12 @@ def test_a_run_trains_stops_resumes_and_is_evaluated(kind: str, model_path: Path
     with_masters = any("/master/" in key for key in tensors)
     assert with_masters == (kind != "lora")
     # The checkpoint is the model that was trained: it gives the very numbers of the test above.
-    session = open_session(load_target_config(tmp_path / "straight", []))
+    session = open_context(load_target_config(tmp_path / "straight", []))
     session = replace(session, reward=even_share)
-    assert nodes_of(asyncio.run(run_test(session)).trees) == tested
+    assert nodes_of(evaluate(session)) == tested
     session.close()
-    fresh = open_session(config_for(model_path, tmp_path / "none", *more))
-    assert nodes_of(asyncio.run(run_test(fresh)).trees) != tested
+    fresh = open_context(config_for(model_path, tmp_path / "none", *more))
+    assert nodes_of(evaluate(fresh)) != tested
     fresh.close()
 
 
@@ -367,12 +373,12 @@ def test_an_adapter_may_be_trained_further_in_another_run(model_path: Path, tmp_
     assert_same(tmp_path / "straight", tmp_path / "halves")
     with (
         pytest.raises(ArpoError, match=r"loss\.kl: "),
-        open_run(config_for(model_path, tmp_path / "other", *more, "loss.kl_coef=0.1")),
+        open_training(config_for(model_path, tmp_path / "other", *more, "loss.kl_coef=0.1")),
     ):
         raise AssertionError("a run was opened")
     with (
         pytest.raises(ArpoError, match="has r = 4"),
-        open_run(config_for(model_path, tmp_path / "other", *more, "train.lora_rank=8")),
+        open_training(config_for(model_path, tmp_path / "other", *more, "train.lora_rank=8")),
     ):
         raise AssertionError("a run was opened")
     assert not (tmp_path / "other").exists()
@@ -382,8 +388,8 @@ def test_an_adapter_of_the_built_in_model(model_path: Path, tmp_path: Path, monk
     monkeypatch.setattr(arpo.builtin.cold_start, "cold_start", lambda *_: model_path)
     config = load_config(None, [f"run.dir={tmp_path / 'run'}", *SMALL, "train.steps=1", *LORA])
     tested = run_to_the_end(config)
-    session = open_session(load_target_config(tmp_path / "run", []))
-    assert nodes_of(asyncio.run(run_test(session)).trees) == tested
+    session = open_context(load_target_config(tmp_path / "run", []))
+    assert nodes_of(evaluate(session)) == tested
     session.close()
 
 
@@ -427,11 +433,11 @@ def test_an_adapter_of_the_built_in_model_can_be_built_on(
     first, second = (config_for(Path("tiny"), tmp_path / name, "train.steps=1", *LORA) for name in ("a", "b"))
     run_to_the_end(first)
     config = config_for(tmp_path / "a", tmp_path / "b", "train.steps=1", *again)
-    with open_run(config) as run:
-        assert has_adapter(run.session.model) == bool(again)
+    with open_training(config) as run:
+        assert has_adapter(context_of(run).model) == bool(again)
         plain = make_plain(second, model_path)
         assert not torch.equal(
-            logits_of(run.session.model, [5, 6, 7]), logits_of(plain, [5, 6, 7])
+            logits_of(context_of(run).model, [5, 6, 7]), logits_of(plain, [5, 6, 7])
         )  # what was learnt is there
 
 

@@ -47,7 +47,7 @@ from arpo.trainer.dist.process_group import is_lost_rank, join_process_group
 from arpo.trainer.dist.sharded import trees_from_bytes, trees_to_bytes
 from arpo.trainer.dist.shards import read_shards
 from arpo.trainer.forward_backward import forward_backward
-from arpo.training.loop import open_run, train
+from arpo.training.loop import open_training, train
 from arpo.types import TreeBatch
 
 # --- dividing the trees
@@ -383,7 +383,7 @@ def given(tokenizer: Any, tmp_path: Path) -> list[str]:
 
 
 def alone(settings: list[str], directory: Path, resume: bool = False) -> None:
-    with open_run(load_config(None, [*settings, f"run.dir={directory}"]), resume) as run:
+    with open_training(load_config(None, [*settings, f"run.dir={directory}"]), resume) as run:
         asyncio.run(train(run))
 
 

@@ -7,7 +7,6 @@ import json
 import math
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -15,11 +14,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from training_runs import with_reward
 from trees import two_branches
 
 import arpo.cli.main
 import arpo.training.loop
 from arpo.builtin.model import build_model
+from arpo.cli.display import ConsoleReporter
 from arpo.config.loading import load_config
 from arpo.config.schema import Config
 from arpo.errors import Collapsed, Diverged
@@ -36,8 +37,8 @@ from arpo.training.collapse import (
     not_finite,
     protected_checkpoints,
 )
-from arpo.training.loop import open_run, train
-from arpo.types import Credit, Kind, Leaf, Reward, RolloutTree, Task
+from arpo.training.loop import open_training, train
+from arpo.types import Credit, Reward, Trajectory
 
 HEALTHY = {
     "reward": 0.5, "accuracy": 0.5, "format": 0.9, "entropy_start": 0.4, "completion_tokens": 100.0, "grad_norm": 0.2,
@@ -265,9 +266,9 @@ SMALL = [
 ]  # fmt: skip
 
 
-def even_share(task: Task, tree: RolloutTree, leaf: Leaf) -> Reward:
-    """A reward that any model can earn: the share of even token ids on the path."""
-    tokens = [t for i in tree.path(leaf.node) if tree.nodes[i].kind is Kind.MODEL for t in tree.nodes[i].tokens]
+def even_share(trajectory: Trajectory) -> Reward:
+    """A reward that any model can earn: the share of even token ids on the trajectory."""
+    tokens = [token for node in trajectory.model_nodes for token in node.tokens]
     share = fmean(token % 2 == 0 for token in tokens)
     return Reward(share, {"correct": 0.5, "format": 1.0})
 
@@ -281,8 +282,8 @@ def go(tokenizer: Any, tmp_path: Path) -> Iterator[Callable[..., Path]]:
         return load_config(None, [f"model.path={tmp_path / 'model'}", f"run.dir={tmp_path / 'run'}", *SMALL, *more])
 
     def run(*more: str, resume: bool = False) -> Path:
-        with open_run(config(*more), resume) as opened:
-            asyncio.run(train(replace(opened, session=replace(opened.session, reward=even_share))))
+        with open_training(config(*more), resume, reporter=ConsoleReporter()) as opened:
+            asyncio.run(train(with_reward(opened, even_share)))
         return tmp_path / "run"
 
     yield run

@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import time
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -16,16 +16,24 @@ import pytest
 import torch
 import warm_process
 from safetensors.torch import load_file
-from training_runs import SMALL, assert_same, config_for, even_share, run_to_the_end, what_it_left
+from training_runs import (
+    SMALL,
+    assert_same,
+    config_for,
+    even_share,
+    run_to_the_end,
+    what_it_left,
+    with_credits_of,
+    with_reward,
+)
 
 import arpo.training.loop
 from arpo.agent.agent import Agent
 from arpo.agent.formats import build_format
-from arpo.algorithm.advantage import credit
 from arpo.algorithm.rollout import rollout
 from arpo.builtin.model import build_model
 from arpo.config.loading import load_config
-from arpo.config.schema import Advantage, Branching, Rollout
+from arpo.config.schema import Branching, Rollout
 from arpo.data.order import Source, batch_tasks
 from arpo.data.task_set import load_task_set
 from arpo.engine.local.engine import LocalEngine
@@ -33,8 +41,8 @@ from arpo.errors import ArpoError
 from arpo.runs.run_dir import open_run_dir as read_run
 from arpo.trainer.checkpoint import load_checkpoint, save_checkpoint
 from arpo.trainer.trainer import Trainer
-from arpo.training.loop import Session, open_run, sample_step, train
-from arpo.types import Leaf, Reward, RolloutTree, Task
+from arpo.training.loop import Training, open_training, sample_step, train
+from arpo.types import Reward, RolloutTree, ScoredTree, Task, Trajectory
 
 
 @pytest.mark.slow
@@ -55,10 +63,10 @@ def test_stopping_saves_and_steps_after_the_checkpoint_are_done_again(
 ) -> None:
     run_to_the_end(config_for(model_path, tmp_path / "straight"))
 
-    async def stop_in_step_four(session: Session, step: int) -> list[RolloutTree]:
+    async def stop_in_step_four(training: Training, step: int, outcomes: Sequence[str]) -> list[ScoredTree]:
         if step == 4:
             asyncio.current_task().cancel()  # type: ignore[union-attr]
-        return await sample_step(session, step)
+        return await sample_step(training, step, outcomes)
 
     with monkeypatch.context() as patch:
         patch.setattr(arpo.training.loop, "sample_step", stop_in_step_four)
@@ -100,10 +108,10 @@ def test_several_minibatches_and_warmup_resume_too(model_path: Path, tmp_path: P
 def test_an_error_in_a_tool_or_engine_costs_no_finished_step(
     model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def broken_in_step_two(session: Session, step: int) -> list[RolloutTree]:
+    async def broken_in_step_two(training: Training, step: int, outcomes: Sequence[str]) -> list[ScoredTree]:
         if step == 2:
             raise RuntimeError("out of memory")
-        return await sample_step(session, step)
+        return await sample_step(training, step, outcomes)
 
     with monkeypatch.context() as patch:
         patch.setattr(arpo.training.loop, "sample_step", broken_in_step_two)
@@ -151,11 +159,11 @@ def test_a_test_that_a_stop_left_out_is_made_up(
 ) -> None:
     run_to_the_end(config_for(model_path, tmp_path / "straight", "eval.every=2"))
 
-    async def stopped(session: Session) -> Any:
+    async def stopped(*_: Any) -> Any:
         raise asyncio.CancelledError
 
     with monkeypatch.context() as patch:
-        patch.setattr(arpo.training.loop, "test", stopped)
+        patch.setattr(arpo.training.loop, "evaluate_policy", stopped)
         with pytest.raises(asyncio.CancelledError):
             run_to_the_end(config_for(model_path, tmp_path / "stopped", "eval.every=2"))
     assert "test_accuracy" not in read_run(tmp_path / "stopped").read_metrics()[-1]
@@ -225,10 +233,10 @@ def test_it_learns_a_toy_task(tokenizer: Any) -> None:
             trees = await asyncio.gather(
                 *(rollout(agent, t, config.rollout, config.branching, 100 * step + i) for i, t in enumerate(tasks))
             )
-            rewards = [[even_share(tree.task, tree, leaf) for leaf in tree.leaves] for tree in trees]
-            trainer.update(trees, credit(trees, rewards, config.advantage))
+            scored = with_credits_of(even_share, trees, config.advantage)
+            trainer.update(scored)
             await agent.engine.sync_weights(step)
-            shares.append(fmean(reward.total for group in rewards for reward in group))
+            shares.append(fmean(reward.total for one in scored for reward in one.rewards))
 
     asyncio.run(learn())
     assert 0.3 < shares[0] < 0.7
@@ -255,14 +263,14 @@ def test_later_minibatches_are_off_policy_by_what_the_earlier_ones_changed(model
 def test_every_step_draws_anew(model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[int] = []
 
-    async def record(*given: Any) -> list[RolloutTree]:
+    async def record(*given: Any) -> list[ScoredTree]:
         drawn.extend(given[4])
         return []
 
-    monkeypatch.setattr("arpo.training.sampler.rollouts", record)
-    with open_run(config_for(model_path, tmp_path / "run")) as run:
+    monkeypatch.setattr("arpo.training.sampler.sample_trees", record)
+    with open_training(config_for(model_path, tmp_path / "run")) as training:
         for step in (1, 2, 1):
-            asyncio.run(sample_step(run.session, step))
+            asyncio.run(sample_step(training, step))
     first, second, again = drawn[:3], drawn[3:6], drawn[6:]
     assert first == again
     assert len({*first, *second}) == 6
@@ -270,24 +278,24 @@ def test_every_step_draws_anew(model_path: Path, tmp_path: Path, monkeypatch: py
 
 def test_logits_in_chunks_change_nothing(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     trees = asyncio.run(_some_trees(tokenizer))
-    credits = credit(trees, [[even_share(t.task, t, leaf) for leaf in t.leaves] for t in trees], Advantage())
+    scored = with_credits_of(even_share, trees)
     weights = []
     for size in (2048, 5):
         monkeypatch.setattr("arpo.trainer.forward_backward.LOGITS_CHUNK", size)
         model = build_model(tokenizer, 32, 1, 128, seed=0).eval()
-        Trainer(model, tokenizer, load_config(None, ["train.lr=0.01"])).update(trees, credits)
+        Trainer(model, tokenizer, load_config(None, ["train.lr=0.01"])).update(scored)
         weights.append(model.model.layers[0].mlp.up_proj.weight.detach().clone())
     torch.testing.assert_close(weights[0], weights[1], rtol=1e-4, atol=1e-6)
 
 
 def test_paths_that_share_little_are_packed(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     trees = asyncio.run(_some_trees(tokenizer))
-    credits = credit(trees, [[even_share(t.task, t, leaf) for leaf in t.leaves] for t in trees], Advantage())
+    scored = with_credits_of(even_share, trees)
     computed = {}
     for limit in (0.0, 1.0):
         monkeypatch.setattr("arpo.trainer.trainer.SHARING_PAYS", limit)
         model = build_model(tokenizer, 32, 1, 128, seed=0).eval()
-        metrics = Trainer(model, tokenizer, load_config(None)).update(trees, credits)
+        metrics = Trainer(model, tokenizer, load_config(None)).update(scored)
         computed[limit] = metrics["computed_tokens"], metrics["unshared_tokens"], metrics["grad_norm"]
     assert computed[0.0][0] == computed[0.0][1] == computed[1.0][1] > computed[1.0][0]
     assert computed[0.0][2] == pytest.approx(computed[1.0][2], rel=1e-4)
@@ -311,12 +319,12 @@ def test_the_kl_term_holds_the_model_near_the_one_before_training(model_path: Pa
 
 def test_micro_batches_do_not_change_the_gradient(tokenizer: Any) -> None:
     trees = asyncio.run(_some_trees(tokenizer))
-    credits = credit(trees, [[even_share(t.task, t, leaf) for leaf in t.leaves] for t in trees], Advantage())
+    scored = with_credits_of(even_share, trees)
     norms, weights = [], []
     for size in (16, 100_000):
         model = build_model(tokenizer, 32, 1, 128, seed=0).eval()
         trainer = Trainer(model, tokenizer, load_config(None, [f"train.max_microbatch_tokens={size}"]))
-        norms.append(trainer.update(trees, credits)["grad_norm"])
+        norms.append(trainer.update(scored)["grad_norm"])
         weights.append(model.model.layers[0].mlp.up_proj.weight.detach().clone())
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
     torch.testing.assert_close(weights[0], weights[1], rtol=1e-4, atol=1e-7)
@@ -331,20 +339,20 @@ async def _some_trees(tokenizer: Any) -> list[RolloutTree]:
 
 def test_a_batch_with_nothing_to_learn_changes_nothing(tokenizer: Any) -> None:
     trees = asyncio.run(_some_trees(tokenizer))
-    credits = credit(trees, [[Reward(1.0, {})] * len(tree.leaves) for tree in trees], Advantage())
+    scored = with_credits_of(lambda trajectory: Reward(1.0, {}), trees)
     model = build_model(tokenizer, 32, 1, 128, seed=0).eval()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    metrics = Trainer(model, tokenizer, load_config(None, ["train.lr=0.1"])).update(trees, credits)
+    metrics = Trainer(model, tokenizer, load_config(None, ["train.lr=0.1"])).update(scored)
     assert (metrics["optimizer_steps"], metrics["trained_tokens"]) == (0, 0)
     assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
 
 
-def test_checkpoints_round_trip_the_optimiser(tokenizer: Any, tmp_path: Path) -> None:
+def test_checkpoints_round_trip_the_optimizer(tokenizer: Any, tmp_path: Path) -> None:
     trees = asyncio.run(_some_trees(tokenizer))
-    credits = credit(trees, [[even_share(t.task, t, leaf) for leaf in t.leaves] for t in trees], Advantage())
+    scored = with_credits_of(even_share, trees)
     model = build_model(tokenizer, 32, 1, 128, seed=0).eval()
     trainer = Trainer(model, tokenizer, load_config(None))
-    trainer.update(trees, credits)
+    trainer.update(scored)
     save_checkpoint(trainer, 7, tmp_path)
     other = Trainer(model, tokenizer, load_config(None))
     assert load_checkpoint(other, tmp_path) == 7
@@ -367,7 +375,7 @@ def test_batches_go_through_all_questions_before_any_comes_again() -> None:
 
 def test_data_mistakes_are_found_before_a_directory_is_made(tmp_path: Path) -> None:
     config = load_config(None, ["data.train=nowhere.jsonl", f"run.dir={tmp_path / 'run'}"])
-    with pytest.raises(ArpoError, match=r"nowhere\.jsonl"), open_run(config):
+    with pytest.raises(ArpoError, match=r"nowhere\.jsonl"), open_training(config):
         raise AssertionError("a run was opened")
     assert not (tmp_path / "run").exists()
     assert load_task_set(load_config(None, SMALL)).train
@@ -375,18 +383,18 @@ def test_data_mistakes_are_found_before_a_directory_is_made(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_a_path_without_a_verdict_teaches_nothing_and_is_counted(model_path: Path, tmp_path: Path) -> None:
-    def now_and_then(task: Task, tree: RolloutTree, leaf: Leaf) -> Reward:
-        number = tree.leaves.index(leaf)
+    def now_and_then(trajectory: Trajectory) -> Reward:
+        number = trajectory.tree.leaves.index(trajectory.leaf)
         fault = {"judge.unavailable": 1.0} if number == 0 else {"judge.timeout": 1.0} if number == 1 else {}
         return Reward(float(number), {"correct": 0.0, "format": 1.0, **fault})
 
     for drop in (True, False):
         directory = tmp_path / str(drop)
         more = ("train.steps=1", "branching.policy=never", f"train.mask_infra_faults={str(drop).lower()}")
-        with open_run(config_for(model_path, directory, *more)) as run:
-            asyncio.run(train(replace(run, session=replace(run.session, reward=now_and_then))))
+        with open_training(config_for(model_path, directory, *more)) as training:
+            asyncio.run(train(with_reward(training, now_and_then)))
         log = read_run(directory)
         (row,) = log.read_metrics()
         assert (row["judge.unavailable"], row["judge.timeout"]) == (3.0, 3.0)
-        kept = [[credit.kept for credit in scored.credits] for scored in log.read_trees(1)]
-        assert kept == [[not drop, True, True, True]] * 3
+        masks = [scored.mask for scored in log.read_trees(1)]
+        assert masks == [(not drop, True, True, True)] * 3

@@ -26,13 +26,15 @@ import arpo.training.sft
 from arpo.agent.traces import read_traces
 from arpo.config.schema import Config, Model
 from arpo.errors import ArpoError
+from arpo.evaluation.evaluate import Evaluation
 from arpo.models.load import load_model
 from arpo.models.resolve import load_policy
 from arpo.runs.run_dir import open_run_dir as read_run
 from arpo.trainer.trainer import Trainer
-from arpo.training.loop import open_session
-from arpo.training.loop import test as evaluate
-from arpo.training.sft import objective, open_sft, plan, train_sft
+from arpo.training.context import open_context
+from arpo.training.loop import evaluate_policy
+from arpo.training.sampler import LocalSampler
+from arpo.training.sft import objective, open_sft, plan_steps, train_sft
 from arpo.training.sft_examples import SFTExample, encode_trace
 from arpo.types import Kind
 
@@ -96,6 +98,11 @@ def plain_gradients(model: Any, examples: Sequence[SFTExample]) -> tuple[dict[st
     return found, total
 
 
+def evaluate(config: Config) -> Evaluation:
+    context = open_context(config)
+    return asyncio.run(evaluate_policy(LocalSampler(context), context.tasks, config))
+
+
 @pytest.mark.slow
 def test_it_teaches_how_to_call_tools(tmp_path: Path) -> None:
     """From no path in the right format to nearly all, on held-out questions; each answer comes after a real call."""
@@ -110,9 +117,9 @@ def test_it_teaches_how_to_call_tools(tmp_path: Path) -> None:
         "run.checkpoint_every=1000",
         f"data.train={questions}", f"data.test={questions}",
     )  # fmt: skip
-    before = asyncio.run(evaluate(open_session(config)))
+    before = evaluate(config)
     steps = run_to_the_end(config)
-    after = asyncio.run(evaluate(open_session(with_model(config, path=str(tmp_path / "run")))))
+    after = evaluate(with_model(config, path=str(tmp_path / "run")))
     assert before.format_rate < 0.05
     assert after.format_rate > 0.95
     assert after.tool_calls > 0.95
@@ -178,7 +185,7 @@ def test_a_run_has_the_settings_of_its_section(folder: Path) -> None:
         run_to_the_end(sums_config(folder, *FAST, "rollout.temperature=0.5", more, f"run.dir={folder / str(number)}"))
     rows = [what_it_left(folder / str(number))[1] for number in range(3)]
     with open_sft(sums_config(folder, *FAST, f"run.dir={folder / 'other'}")) as run:
-        model, examples = run.keeper.trainer.model, [run.examples[n] for n in run.batches[0][1]]
+        model, examples = run.checkpoints.trainer.model, [run.examples[n] for n in run.batches[0][1]]
     assert rows[0][0]["loss"] == pytest.approx(plain_gradients(model, examples)[1], rel=1e-5)
     assert rows[0][0]["traces"] == len(examples)
     assert rows[0][-1]["loss"] < 0.9 * rows[0][0]["loss"]
@@ -249,9 +256,9 @@ def test_resuming_refuses_other_settings_and_the_other_command(folder: Path) -> 
     other = sums_config(
         folder, *FAST, "sft.epochs=1", f"run.dir={folder / 'rl'}", f"data.train={questions}", "train.steps=1"
     )
-    with arpo.training.loop.open_run(other) as run:
+    with arpo.training.loop.open_training(other) as run:
         asyncio.run(arpo.training.loop.train(run))
-    for opened, wrong in ((open_sft, other), (arpo.training.loop.open_run, config)):
+    for opened, wrong in ((open_sft, other), (arpo.training.loop.open_training, config)):
         with pytest.raises(ArpoError, match="begun by another command") as refused, opened(wrong, True):
             raise AssertionError("it was opened")
     assert run_to_the_end(config, resume=True) == 4 and refused  # the lock was given back, and there is nothing to do
@@ -293,7 +300,7 @@ def test_bad_rows_are_refused_or_skipped_and_leave_no_run_behind(
 def test_every_epoch_takes_every_trace_once_in_batches_of_even_size(
     counts: list[int], batch: int, epochs: int, seed: int
 ) -> None:
-    steps = plan(counts, batch, epochs, seed)
+    steps = plan_steps(counts, batch, epochs, seed)
     assert all(numbers for _, numbers in steps)
     for epoch in range(epochs):
         own = [numbers for done, numbers in steps if epoch < done <= epoch + 1]
@@ -302,13 +309,13 @@ def test_every_epoch_takes_every_trace_once_in_batches_of_even_size(
         assert all(sum(counts[n] for n in numbers) < batch + max(counts) for numbers in own)
     assert [done for done, _ in steps] == sorted(done for done, _ in steps)
     assert steps[-1][0] == epochs
-    assert plan(counts, batch, epochs + 1, seed)[: len(steps)] == steps
+    assert plan_steps(counts, batch, epochs + 1, seed)[: len(steps)] == steps
 
 
 def test_epochs_and_seeds_have_orders_of_their_own() -> None:
-    first, second = (numbers for _, numbers in plan([1] * 30, 30, 2, seed=0))
+    first, second = (numbers for _, numbers in plan_steps([1] * 30, 30, 2, seed=0))
     assert first != second != [*range(30)]
-    assert plan([1] * 30, 30, 1, seed=1)[0][1] != first
+    assert plan_steps([1] * 30, 30, 1, seed=1)[0][1] != first
 
 
 def test_a_run_is_a_model_for_another_one(folder: Path) -> None:
