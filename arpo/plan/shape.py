@@ -84,17 +84,7 @@ SHAPES = {
         Shape("Llama-3.1-70B", 80, 8192, 64, 8, 128, 28672, 128256, False),
     )
 }
-SIZES = {
-    "135M": "SmolLM2-135M",
-    "0.5B": "Qwen2.5-0.5B",
-    "1.5B": "Qwen2.5-1.5B",
-    "3B": "Qwen2.5-3B",
-    "7B": "Qwen2.5-7B",
-    "8B": "Qwen3-8B",
-    "14B": "Qwen3-14B",
-    "32B": "Qwen3-32B",
-    "70B": "Llama-3.1-70B",
-}
+SIZES = {shape.name.rpartition("-")[2]: shape.name for shape in SHAPES.values()}  # of two models of a size, the last
 
 
 def find_shape(model: str) -> Shape:

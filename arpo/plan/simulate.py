@@ -15,7 +15,7 @@ import heapq
 import math
 import random
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 from arpo.plan.cost import Decoder
 from arpo.plan.hardware import GPUS
@@ -51,10 +51,7 @@ class Sampled:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
-COUNTS = (
-    *("sampled_tokens", "prefill_tokens", "unique_tokens", "total_tokens"),
-    *("tool_calls", "trajectory_calls", "trajectories", "branches"),
-)
+COUNTS = tuple(each.name for each in fields(Sampled) if each.type == "int")
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Pictures of trees: everything is where it belongs, and no text of a model's becomes markup."""
+"""Pictures of trees: the layout, and that untrusted text never becomes markup."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def test_models_are_found_by_size_name_hub_name_and_directory(tmp_path: Path) ->
     [("{", "cannot be read"), ("[]", "no model settings"), ('{"hidden_size": 8}', "decoder-only"),
      ('{"num_experts": 8}', "mixture-of-experts")],
 )  # fmt: skip
-def test_shapes_that_cannot_be_told_are_refused(tmp_path: Path, content: str, message: str) -> None:
+def test_unsupported_models_are_refused(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ArpoError, match=message):
         find_shape(str(tmp_path))
@@ -104,7 +104,7 @@ def test_shapes_that_cannot_be_told_are_refused(tmp_path: Path, content: str, me
 # Hardware.
 
 
-def test_hardware_comes_by_name_or_from_a_file(tmp_path: Path) -> None:
+def test_hardware_is_found_by_name_or_in_a_file(tmp_path: Path) -> None:
     assert find_hardware("H200").bandwidth == 4.8e12
     file = tmp_path / "mine.toml"
     file.write_text('base = "h100"\nmemory_gb = 94\nflops_reached = 0.5\n')
@@ -120,7 +120,7 @@ def test_hardware_comes_by_name_or_from_a_file(tmp_path: Path) -> None:
      ('base = "h100"\ntflops = true', "expected a number"), ('base = "h100"\nmemory_gb = -1', "memory"),
      ('base = "h100"\nflops_reached = 1.5', "at most 1"), ("=", "cannot be read as TOML")],
 )  # fmt: skip
-def test_hardware_files_that_make_no_sense_are_refused(tmp_path: Path, content: str, message: str) -> None:
+def test_invalid_hardware_files_are_refused(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "x.toml").write_text(content)
     with pytest.raises(ArpoError, match=message):
         find_hardware(str(tmp_path / "x.toml"))
@@ -130,7 +130,7 @@ def test_hardware_files_that_make_no_sense_are_refused(tmp_path: Path, content: 
         find_hardware("h300")
 
 
-def test_speeds_are_those_that_are_reached() -> None:
+def test_speeds_are_achieved_speeds() -> None:
     half = replace(SLOW, flops_reached=0.5, bandwidth_reached=0.25)
     assert (half.memory_speed, half.compute_speed(2), half.compute_speed(4)) == (250, 5000, 500)
     assert [SLOW.link_speed(gpus) for gpus in (2, 4, 5)] == [50, 50, 20]
@@ -159,13 +159,13 @@ def test_a_decode_step_by_hand() -> None:
     assert fast.decode(2, 10) == pytest.approx(1.5 + (1312 + 320) / 1e4, rel=1e-4)
 
 
-def test_numbers_of_four_bytes_take_twice_the_memory_and_other_arithmetic() -> None:
+def test_float32_takes_twice_the_memory_and_other_compute() -> None:
     decoder = Decoder(TOY, SLOW, number_bytes=4)
     assert decoder.weights == 1.312 and decoder.kv_per_token == 0.032 and decoder.elementwise(1) == pytest.approx(4.16)
     assert decoder.compute(1, 0) == pytest.approx(0.656)
 
 
-def test_a_replica_of_two_gpus_halves_the_work_and_pays_for_joining() -> None:
+def test_a_replica_of_two_gpus_halves_the_work_and_pays_for_all_reduces() -> None:
     one, two = Decoder(TOY, SLOW), Decoder(TOY, SLOW, tensor_parallel=2)
     assert two.weights == one.weights / 2 and two.kv_per_token == one.kv_per_token  # of a single head
     heads = replace(TOY, kv_heads=2)
@@ -175,7 +175,7 @@ def test_a_replica_of_two_gpus_halves_the_work_and_pays_for_joining() -> None:
     assert two.overhead(2) == pytest.approx(1.5 + 2.08 + joining)
 
 
-def test_a_step_that_reads_by_hand() -> None:
+def test_a_prefill_step_by_hand() -> None:
     decoder = Decoder(TOY, SLOW)
     assert decoder.prefill(2, 10, 0) == decoder.decode(2, 10)
     # 2 rows and 6 tokens to read: 8 are computed, and 10 + 6 * 5 / 2 seen; reading the weights takes longer.
@@ -218,7 +218,7 @@ def test_an_update_by_hand() -> None:
     assert update_time(config, TOY, SLOW, 1, 0, 5, 0).seconds == 0
 
 
-def test_more_gpus_share_the_tokens_and_collect_weights() -> None:
+def test_more_gpus_share_the_tokens_and_gather_weights() -> None:
     config = load_config(None, [*BF16, "train.max_microbatch_tokens=10", "train.minibatches=2", "train.batch_size=2"])
     one, eight = (update_time(config, TOY, SLOW, gpus, 80, 5, 16) for gpus in (1, 8))
     assert eight.compute == one.compute / 8 and eight.elementwise == one.elementwise / 8
@@ -245,7 +245,7 @@ def test_no_tree_is_divided() -> None:
     [([], 3), (["train.gradient_checkpointing=true"], 4), (["train.minibatches=2"], 4), (["loss.kl_coef=0.1"], 4),
      (["train.lora_rank=4"], 2), (["loss.kl_coef=0.1", "train.minibatches=2", "train.gradient_checkpointing=true"], 6)],
 )  # fmt: skip
-def test_settings_ask_for_more_passes(settings: list[str], passes: int) -> None:
+def test_some_settings_need_more_passes(settings: list[str], passes: int) -> None:
     assert forward_passes(load_config(None, settings)) == passes
 
 
@@ -268,7 +268,7 @@ def test_a_sync_sends_what_was_trained() -> None:
     assert trained_parameters(TOY, adapter) == 128 and sync_time(adapter, TOY, SLOW, 8) == 256 / 20
 
 
-# What a step has to do.
+# The workload of a step.
 
 
 def test_without_a_run_half_of_the_limits_is_guessed() -> None:
@@ -291,7 +291,7 @@ def test_tools_are_guessed_by_where_they_are(settings: list[str], p50: float) ->
     assert guess_workload(load_config(None, settings)).tool_p50 == p50
 
 
-def test_a_runs_metrics_tell_what_its_steps_were() -> None:
+def test_the_workload_follows_from_a_runs_metrics() -> None:
     load = workload_from_metrics(
         load_config(None, ["rollout.num_trajectories=2", "train.batch_size=2"]), [record(), record()], 0.3
     )
@@ -303,7 +303,7 @@ def test_a_runs_metrics_tell_what_its_steps_were() -> None:
     assert workload_from_metrics(load_config(None, []), [older]).shared_prompt == 0
 
 
-def test_what_a_run_does_not_tell_is_said() -> None:
+def test_missing_metrics_are_reported() -> None:
     with pytest.raises(ArpoError, match="no finished step"):
         workload_from_metrics(load_config(None, []), [])
     with pytest.raises(ArpoError, match="no trajectories"):
@@ -312,7 +312,7 @@ def test_what_a_run_does_not_tell_is_said() -> None:
     assert workload_from_metrics(load_config(None, []), [quiet]).tool_p50 == 1e-6
 
 
-def test_values_can_be_given_and_nonsense_is_refused() -> None:
+def test_assumptions_are_applied_and_invalid_ones_refused() -> None:
     load = guess_workload(load_config(None, []))
     changed = apply_assumptions(load, ["calls=2.5", "concurrency=7", "tool_blocks=1", "tool_p95=9"])
     assert changed == replace(load, calls=2.5, concurrency=7, tool_blocks=True, tool_p95=9.0)

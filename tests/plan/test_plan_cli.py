@@ -80,7 +80,7 @@ def test_more_gpus_than_trees_do_not_train_faster() -> None:
     apart = replace(given.workload, num_initial=4, branch_rate=0.0, prompt_tokens=1.0)  # next to nothing is shared
     alone = [Planner(replace(given, workload=apart)).option(Split(4, training, 1, False)) for training in (8, 12)]
     assert alone[0] is not None and alone[1] is not None
-    assert alone[1].update.compute == pytest.approx(alone[0].update.compute * 3 / 4)  # 32 paths: 4 or 3 on each
+    assert alone[1].update.compute == pytest.approx(alone[0].update.compute * 3 / 4)  # 32 trajectories: 4 or 3 on each
 
 
 def test_only_separate_halves_overlap() -> None:
@@ -120,7 +120,7 @@ def test_memory_decides_what_fits() -> None:
     assert both.sampling_memory.total <= USABLE_MEMORY * 80e9
 
 
-def test_keys_and_values_limit_the_open_paths() -> None:
+def test_the_kv_cache_limits_the_open_trajectories() -> None:
     given = setup("7B", 1, 0, "h200", "train.lora_rank=8", "train.batch_size=128", "rollout.concurrency=4096")
     given = replace(given, workload=replace(given.workload, num_trajectories=16, num_initial=8))
     roomy = Planner(given).best()
@@ -134,7 +134,7 @@ def test_keys_and_values_limit_the_open_paths() -> None:
     )
 
 
-def test_heads_of_keys_and_values_are_not_divided() -> None:
+def test_kv_heads_are_not_divided() -> None:
     given = setup("3B", 8, 0, "h100", "train.batch_size=128", "rollout.num_trajectories=64", "rollout.concurrency=9999")
     assert given.shape.kv_heads == 2
     limit, token = USABLE_MEMORY * 80e9 / given.workload.trajectory_tokens, 36864 * given.workload.trajectory_tokens
@@ -148,7 +148,7 @@ def test_heads_of_keys_and_values_are_not_divided() -> None:
         )
 
 
-def test_what_does_not_fit_says_what_would() -> None:
+def test_if_nothing_fits_the_error_says_what_would() -> None:
     with pytest.raises(ArpoError, match=r"Qwen3-14B does not fit on 2 x h100 .80 GB.*it fits with --gpus 8"):
         Planner(setup("14B", 2)).best()
     with pytest.raises(
@@ -174,7 +174,7 @@ def test_what_helps_is_predicted_anew() -> None:
     assert helps["twice the GPUs"] < best.step
 
 
-def test_slow_tools_are_named_and_helped() -> None:
+def test_slow_tools_are_the_bottleneck() -> None:
     given = setup("0.5B", 1)
     slow = replace(
         given, workload=replace(given.workload, tool_p50=60.0, tool_p95=60.0, tool_limit=100.0, calls=3.0, spread=0.0)
@@ -227,7 +227,7 @@ def run_of(path: Path, records: list[dict[str, Any]]) -> Path:
     return path
 
 
-def test_the_report_has_all_that_was_asked(tmp_path: Path) -> None:
+def test_the_report_is_complete(tmp_path: Path) -> None:
     done = plan(str(ROOT / "arpo" / "builtin" / "demo.toml"), "--gpus", "4", "--model", "1.5B", "model.dtype=bfloat16")
     assert done.exit_code == 0, done.output
     for words in (
@@ -239,7 +239,7 @@ def test_the_report_has_all_that_was_asked(tmp_path: Path) -> None:
     assert "measured" not in done.output
 
 
-def test_json_holds_the_same(tmp_path: Path) -> None:
+def test_json_has_the_same_numbers(tmp_path: Path) -> None:
     done = plan(
         str(ROOT / "arpo" / "builtin" / "demo.toml"), "--gpus", "2", "--json", "--assume", "calls=1", "--network", "12"
     )
@@ -258,7 +258,7 @@ def test_json_holds_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_is_held_against_its_own_prediction(tmp_path: Path) -> None:
+def test_a_run_is_compared_with_its_prediction(tmp_path: Path) -> None:
     seconds = {"rollout_seconds": 4.0, "train_seconds": 2.0, "engine_graph_seconds": 1.0}
     run = run_of(tmp_path / "run", [record(**seconds), record(**seconds, step_note=1)])
     values = json.loads(plan(str(run), "--gpu", "h200", "--json").output)

@@ -1,4 +1,4 @@
-"""The simulation of `arpo plan` against closed forms, and against a plain one that goes token by token."""
+"""The simulation of `arpo plan` against closed forms, and against a reference that goes token by token."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ H200 = Decoder(SHAPES["qwen2.5-0.5b"], GPUS["h200"])
 
 
 def load_of(**changed: float | bool) -> Workload:
-    """Four questions of one path each without calls: prompts of 100 tokens, answers of 50."""
+    """Four questions of one trajectory each without calls: prompts of 100 tokens, answers of 50."""
     plain = guess_workload(
         load_config(None, ["train.batch_size=4", "rollout.num_trajectories=1", "rollout.num_initial=1"])
     )
@@ -30,7 +30,7 @@ def load_of(**changed: float | bool) -> Workload:
 # Closed forms.
 
 
-def test_paths_of_one_length_are_one_reading_and_steps() -> None:
+def test_trajectories_of_one_length_are_one_prefill_and_decode_steps() -> None:
     done = simulate(load_of(), H200)
     assert done.seconds == pytest.approx(H200.prefill(4, 400, 400) + H200.decode(4, 404, 49))
     assert (
@@ -46,7 +46,7 @@ def test_paths_of_one_length_are_one_reading_and_steps() -> None:
     assert done.parts["weights"] == pytest.approx(49 * H200.weights)
 
 
-def test_one_path_waits_for_its_tools() -> None:
+def test_one_trajectory_waits_for_its_tools() -> None:
     done = simulate(load_of(questions=1, calls=2.0, result_tokens=30.0), H200)
     turns = [(100, 100), (180, 30), (260, 30)]  # what is known before the turn, and of that unread
     alone = sum(H200.prefill(1, known, unread) + H200.decode(1, known + 1, 49) for known, unread in turns)
@@ -64,7 +64,7 @@ def test_slow_tools_are_cut_off() -> None:
     assert simulate(load_of(questions=1, calls=1.0, tool_limit=0.25), H200).parts["tools"] == pytest.approx(0.25)
 
 
-def test_few_places_make_rounds() -> None:
+def test_few_slots_make_rounds() -> None:
     done = simulate(load_of(concurrency=2), H200)
     assert done.seconds == pytest.approx(2 * (H200.prefill(2, 200, 200) + H200.decode(2, 202, 49)))
 
@@ -76,21 +76,21 @@ def test_replicas_share_the_questions_and_the_last_one_counts() -> None:
     assert simulate(load_of(questions=2), H200, replicas=9).trajectories == 2
 
 
-def test_a_shared_prompt_is_read_once_by_each_replica() -> None:
+def test_a_shared_prompt_is_prefilled_once_by_each_replica() -> None:
     assert simulate(load_of(shared_prompt=60.0), H200).prefill_tokens == 100 + 3 * 40
     assert simulate(load_of(shared_prompt=60.0), H200, replicas=2).prefill_tokens == 2 * (100 + 40)
     assert (
         simulate(load_of(num_trajectories=5, num_initial=5), H200).prefill_tokens == 400
-    )  # paths of a question share it
+    )  # trajectories of a question share it
 
 
-def test_paths_end_at_the_limit() -> None:
+def test_trajectories_end_at_the_limit() -> None:
     done = simulate(load_of(questions=1, max_tokens=70, calls=3.0, result_tokens=10.0), H200)
     assert (done.total_tokens, done.tool_calls, done.sampled_tokens) == (100 + 70, 1, 60)
     assert simulate(load_of(questions=1, max_tokens=55, calls=3.0, result_tokens=10.0), H200).tool_calls == 0
 
 
-def test_branches_come_where_they_may_and_missing_paths_are_filled() -> None:
+def test_branches_and_the_filling_of_the_budget() -> None:
     tree = load_of(questions=1, num_trajectories=6, num_initial=2, calls=1.0, result_tokens=10.0, probe_tokens=20)
     every = simulate(replace(tree, branch_rate=1.0), H200)
     assert (every.branches, every.tool_calls, every.trajectories, every.trajectory_calls) == (
@@ -128,12 +128,12 @@ def test_the_seed_decides_all() -> None:
     assert simulate(uneven, H200, seed=1) == simulate(uneven, H200, seed=1) != simulate(uneven, H200, seed=2)
 
 
-# The plain simulation: one list of paths, one token at a time.
+# The reference simulation: one list of trajectories, one token at a time.
 
 
 @dataclass
 class Row:
-    """A path: where it is now, and since when."""
+    """A trajectory and its state."""
 
     question: int
     number: int
@@ -151,8 +151,8 @@ class Row:
     looks: bool = False
 
 
-def plainly(load: Workload, decoder: Decoder, seed: int) -> Sampled:
-    """What `simulate` says for one replica, found by going through all paths at every token."""
+def reference(load: Workload, decoder: Decoder, seed: int) -> Sampled:
+    """What `simulate` says for one replica, computed by going through all trajectories at every token."""
     done, now, rank, plain = Sampled(), 0.0, 0, 0
     rows: list[Row] = []
     read: set[int] = set()
@@ -285,7 +285,7 @@ def test_the_simulation_is_that_of_every_single_token(
     case: dict[str, float | bool], hardware: Hardware, seed: int
 ) -> None:
     load, decoder = load_of(questions=7, **case), Decoder(SHAPES["qwen2.5-0.5b"], hardware)
-    slow, fast = plainly(load, decoder, seed), simulate(load, decoder, seed=seed)
+    slow, fast = reference(load, decoder, seed), simulate(load, decoder, seed=seed)
     assert fast.seconds == pytest.approx(slow.seconds, rel=1e-9)
     assert [getattr(fast, name) for name in COUNTS] == [getattr(slow, name) for name in COUNTS]
     assert sum(fast.parts.values()) == pytest.approx(fast.seconds)

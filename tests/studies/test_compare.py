@@ -1,4 +1,4 @@
-"""Comparisons: what runs when and with which budget, what happens to runs that die, and one from end to end."""
+"""Comparisons: the order and the budgets of runs, runs that die, and one comparison from end to end."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def plan_for(
 
 
 class Processes:
-    """In place of processes: each run writes the log of a training that spends `CALLS` in every step."""
+    """Replaces the processes: each run writes the metrics of a training that spends `CALLS` in every step."""
 
     def __init__(self) -> None:
         self.started: list[str] = []
@@ -160,7 +160,7 @@ def test_without_the_baseline_the_budget_is_unknown(config: Path, processes: Pro
     assert "arpo seed-4" not in processes.started
 
 
-def test_more_algorithms_and_seeds_are_added_and_other_terms_refused(config: Path, processes: Processes) -> None:
+def test_algorithms_and_seeds_can_be_added_but_the_terms_cannot_change(config: Path, processes: Processes) -> None:
     run(plan_for(config, "arpo,grpo", seeds=1))
     processes.started.clear()
     assert len(run(plan_for(config, "arpo,grpo,dapo", seeds=2)).trials) == 6
@@ -172,7 +172,7 @@ def test_more_algorithms_and_seeds_are_added_and_other_terms_refused(config: Pat
         run(plan_for(config))
 
 
-def test_a_run_that_was_not_matched_is_told(
+def test_a_run_that_did_not_match_the_budget_is_reported(
     config: Path, processes: Processes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(CALLS, "arpo", 0)
@@ -181,7 +181,7 @@ def test_a_run_that_was_not_matched_is_told(
     assert found == {"arpo": "spent 0 tool calls but the budget is 120", "grpo": ""}
 
 
-def test_a_baseline_that_spends_nothing_is_no_measure(
+def test_a_baseline_that_spends_nothing_gives_no_budget(
     config: Path, processes: Processes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(CALLS, "grpo", 0)
@@ -197,7 +197,7 @@ def test_a_cold_start_that_fails_costs_its_seed_only(config: Path, processes: Pr
     assert {found[name, 3] for name in ("arpo", "grpo", "dapo")} == {""}
 
 
-def test_a_result_of_other_settings_is_not_taken(config: Path, processes: Processes) -> None:
+def test_a_result_of_other_settings_is_refused(config: Path, processes: Processes) -> None:
     mine = config.parent / "mine.toml"
     mine.write_text("[train]\nlr = 1e-4\n")
     run(plan_for(config, f"grpo,{mine}", seeds=1))
@@ -206,7 +206,7 @@ def test_a_result_of_other_settings_is_not_taken(config: Path, processes: Proces
         run(plan_for(config, f"grpo,{mine}", seeds=1))
 
 
-def test_what_was_begun_before_a_setting_existed_goes_on(config: Path, processes: Processes) -> None:
+def test_a_comparison_from_before_a_setting_existed_can_be_resumed(config: Path, processes: Processes) -> None:
     plan = plan_for(config, "arpo,grpo", seeds=1)
     run(plan)
     for path in (plan.out / "compare.json", plan.directory("arpo", 3) / "config.json"):
@@ -216,7 +216,7 @@ def test_what_was_begun_before_a_setting_existed_goes_on(config: Path, processes
     assert all(not trial.problem for trial in run(plan_for(config, "arpo,grpo", seeds=2)).trials)
 
 
-def test_a_collapse_is_told_as_one_and_errors_are_shown_whole(config: Path, processes: Processes) -> None:
+def test_a_collapse_is_reported_as_one_and_errors_are_shown_in_full(config: Path, processes: Processes) -> None:
     processes.dies = {"arpo seed-3": [3], "dapo seed-3": [2]}
     spawn = processes.spawn
 
@@ -233,7 +233,7 @@ def test_a_collapse_is_told_as_one_and_errors_are_shown_whole(config: Path, proc
     assert processes.started.count("arpo seed-3") == 1
 
 
-def test_a_mistake_in_the_settings_ends_it_at_once(config: Path, processes: Processes) -> None:
+def test_a_mistake_in_the_settings_ends_the_comparison_at_once(config: Path, processes: Processes) -> None:
     processes.dies = {"cold-start seed-3": [2]}
     with pytest.raises(ArpoError, match="could not be evaluated: exit code 2: out of memory"):
         run(plan_for(config))
@@ -271,7 +271,7 @@ def test_two_at_a_time(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda c: plan_for(c, more=["seed=9999999999999999999"]), "seed: got"),
     ],
 )
-def test_mistakes_are_named(config: Path, change: Callable[[Path], ComparisonPlan], message: str) -> None:
+def test_invalid_options_are_reported(config: Path, change: Callable[[Path], ComparisonPlan], message: str) -> None:
     with pytest.raises(ArpoError, match=message):
         change(config)
 
@@ -309,7 +309,7 @@ def test_from_end_to_end(model_path: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_run_stops_and_saves_when_whoever_started_it_is_gone(model_path: Path, tmp_path: Path) -> None:
+def test_a_trial_stops_and_saves_when_its_parent_is_gone(model_path: Path, tmp_path: Path) -> None:
     config = config_for(model_path, tmp_path / "run", "train.steps=100000", "run.checkpoint_every=100000")
     (tmp_path / "config.json").write_text(json.dumps(config.resolved()))
     code = "import runpy; runpy.run_module('arpo.studies.compare.trial', run_name='__main__')"

@@ -41,7 +41,7 @@ def lines(panel: Axes) -> dict[str, np.ndarray]:
 
 
 def scaled(curve: list[tuple[float, float]], unit: float) -> np.ndarray:
-    """A curve whose costs are told in this unit."""
+    """A curve with its costs in this unit."""
     return np.array(curve) / (unit, 1)
 
 

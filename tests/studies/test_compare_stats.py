@@ -1,4 +1,4 @@
-"""The numbers of a comparison: by hand, against slow and plain ways of computing them, and when there is little."""
+"""The statistics of a comparison: by hand, against slow reference implementations, and with little data."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_rounding_is_no_gain_and_no_failure() -> None:
     assert found is not None and found.ratio == pytest.approx(0.5)
 
 
-def test_the_bootstrap_is_that_over_all_draws_of_seeds() -> None:
+def test_the_bootstrap_equals_that_over_all_draws_of_seeds() -> None:
     """Of three seeds there are 27 draws; the ends are the percentiles of all of them, up to chance."""
     whole = noisy(["grpo", "arpo"], 3)
     own, base = complete(whole, "arpo"), complete(whole, "grpo")
@@ -247,7 +247,7 @@ def test_only_complete_runs_count_and_the_others_are_named() -> None:
     whole = noisy(["grpo", "arpo", "other"], 2)
     spoiled = trial("arpo", 1, [(0, 0.4), (10, 0.0)], "the machine stopped")
     partial = replace(whole, trials=(*whole.trials[:3], spoiled, whole.trials[4]))
-    assert [tuple(lack) for lack in missing_runs(partial)] == [
+    assert [tuple(run) for run in missing_runs(partial)] == [
         ("arpo", 1, "the machine stopped"),
         ("other", 1, "not run"),
     ]
@@ -314,7 +314,7 @@ def test_a_table_for_people() -> None:
     assert lines[2] == "| grpo | 1,000 | 500 | 10,000 | 8.3 | - | - |"
 
 
-def test_what_is_missing_comes_first() -> None:
+def test_missing_runs_come_first() -> None:
     whole = noisy(["grpo", "ar|po"], 2)
     partial = replace(whole, trials=(*whole.trials[:2], trial("ar|po", 0, [], "out of *memory*\nat step 3")))
     lines = markdown(partial).splitlines()
@@ -329,7 +329,7 @@ def test_one_seed_has_no_intervals_and_says_so() -> None:
     assert "There is only one seed" in shown and "Student" not in shown
 
 
-def test_open_ends_are_told() -> None:
+def test_open_ends_of_intervals_are_shown() -> None:
     base = [trial("grpo", seed, [(0, 0.2), (100, 0.6)]) for seed in (1, 2)]
     own = [trial("arpo", 1, [(0, 0.2), (100, 0.9)]), trial("arpo", 2, [(0, 0.2), (100, 0.3)])]
     assert "| 1.00 (0.57 to none) |" in markdown(comparison(*base, *own))

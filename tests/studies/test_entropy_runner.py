@@ -1,4 +1,4 @@
-"""`arpo entropy`: on the trees of a run, on new ones, and every mistake before slow work."""
+"""`arpo entropy`: saved trees of a run, new trees, and mistakes that are reported before slow work."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ K = 2
 
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the picture, which takes most of the time."""
+    """Without the figure, which takes most of the time."""
     monkeypatch.setattr("arpo.studies.entropy.report.draw_study", lambda *_: {})
 
 
@@ -48,16 +48,16 @@ def saved(trained: Path, tmp_path: Path) -> Path:
 def test_entropy_of_a_run_uses_its_trees(arpo: Arpo, saved: Path) -> None:
     outcome = arpo("entropy", saved, "--tokens", 1, "--out", "here")
     assert (outcome.code, outcome.err) == (0, "")
-    told = json.loads(Path("here/entropy.json").read_bytes())
-    assert (told["trees"], told["tree_count"], told["questions"]) == ("trees of steps 1 to 2", 17, 17)
-    assert (told["probe_tokens"], told["threshold"]) == (K, 0)
-    assert [(row["label"], row["turns"]) for row in told["turn_starts"]] == [
+    found = json.loads(Path("here/entropy.json").read_bytes())
+    assert (found["trees"], found["tree_count"], found["questions"]) == ("trees of steps 1 to 2", 17, 17)
+    assert (found["probe_tokens"], found["threshold"]) == (K, 0)
+    assert [(row["label"], row["turns"]) for row in found["turn_starts"]] == [
         ("start of the reasoning", 17),
         ("after python", 10),
         ("after search", 24),
     ]
-    assert [len(row["positions"]) for row in told["turn_starts"]] == [1, 1, 1]
-    assert told["turn_starts"][2]["first_tokens"]["value"] == 2.5
+    assert [len(row["positions"]) for row in found["turn_starts"]] == [1, 1, 1]
+    assert found["turn_starts"][2]["first_tokens"]["value"] == 2.5
     lines = outcome.out.splitlines()
     row = next(line for line in lines if "after python" in line)
     assert " ".join(row.split()) == "after python 5 10 2.500 (2.500 to 2.500) +1.000 (+1.000 to +1.000) 100% 5"
@@ -77,7 +77,7 @@ def test_entropy_of_some_steps(arpo: Arpo, saved: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
-def test_entropy_grows_trees_for_a_file_a_run_or_a_model(arpo: Arpo, trained: Path, model_dir: Path) -> None:
+def test_entropy_samples_trees_for_a_file_a_run_or_a_model(arpo: Arpo, trained: Path, model_dir: Path) -> None:
     own = (
         "world.entities=60",
         "world.train_questions=20",
@@ -88,9 +88,9 @@ def test_entropy_grows_trees_for_a_file_a_run_or_a_model(arpo: Arpo, trained: Pa
     for target, options in (("small.toml", ()), (trained, ("--sample",)), (model_dir, own)):
         outcome = arpo("entropy", target, *options, "rollout.num_trajectories=4", "--questions", 3, "--out", "here")
         assert (outcome.code, outcome.err) == (0, "")
-        told = json.loads(Path("here/entropy.json").read_bytes())
-        assert (told["name"], told["trees"], told["questions"]) == (str(target), "3 held-out questions, seed 0", 3)
-        assert told["turn_starts"][0]["first_tokens"]["count"] == 3
+        found = json.loads(Path("here/entropy.json").read_bytes())
+        assert (found["name"], found["trees"], found["questions"]) == (str(target), "3 held-out questions, seed 0", 3)
+        assert found["turn_starts"][0]["first_tokens"]["count"] == 3
         assert "there are no findings" in outcome.out
     again = Path("here/entropy.json").read_bytes()
     assert arpo("entropy", model_dir, *own, "rollout.num_trajectories=4", "--questions", 3, "--out", "here").code == 0
@@ -103,16 +103,16 @@ def test_entropy_asks_training_questions_where_there_are_no_others(arpo: Arpo) -
     Path("mine.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
     outcome = arpo("entropy", "small.toml", "data.train=mine.jsonl", 'tools.enabled=["python"]', "reward.bonus=0")
     assert outcome.code == 0
-    told = json.loads(Path("entropy/small.toml/entropy.json").read_bytes())
-    assert (told["trees"], told["tree_count"]) == ("1 training questions, seed 0", 1)
+    found = json.loads(Path("entropy/small.toml/entropy.json").read_bytes())
+    assert (found["trees"], found["tree_count"]) == ("1 training questions, seed 0", 1)
     Path("held.jsonl").write_text('{"question": "1 + 2?", "answer": "3"}\n{"question": "2 + 2?", "answer": "4"}\n')
     own = ("data.train=mine.jsonl", "data.test=held.jsonl", 'tools.enabled=["python"]', "reward.bonus=0")
     assert arpo("entropy", "small.toml", *own).code == 0
-    told = json.loads(Path("entropy/small.toml/entropy.json").read_bytes())
-    assert (told["trees"], told["tree_count"]) == ("2 held-out questions, seed 0", 2)
+    found = json.loads(Path("entropy/small.toml/entropy.json").read_bytes())
+    assert (found["trees"], found["tree_count"]) == ("2 held-out questions, seed 0", 2)
 
 
-def test_results_go_to_a_folder_named_after_what_was_studied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_output_directory_is_named_after_the_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names = {"../runs/six": "runs-six", "..": "here", "Qwen/Qwen3-0.6B": "Qwen-Qwen3-0.6B", "/a b/c.gguf": "a-b-c.gguf"}
     for target, name in names.items():
@@ -120,24 +120,24 @@ def test_results_go_to_a_folder_named_after_what_was_studied(tmp_path: Path, mon
     assert make_output_dir("..", tmp_path / "mine") == tmp_path / "mine"
 
 
-def test_mistakes_are_told_before_slow_work(arpo: Arpo, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes_are_reported_before_slow_work(arpo: Arpo, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("arpo.training.context.open_context", lambda *_: pytest.fail("began to load"))
-    told = mistake(arpo("entropy", "nosuch"))
-    assert told.startswith(
+    found = mistake(arpo("entropy", "nosuch"))
+    assert found.startswith(
         "nosuch is neither a run nor a TOML file, and a model has no questions of its own: name some with"
     )
     assert mistake(arpo("entropy", "none.toml")) == "none.toml: there is no such file"
     assert mistake(arpo("entropy", trained, "seed=3")) == "settings and --questions apply to new trees: add --sample"
     assert mistake(arpo("entropy", trained, "--questions", 3)) == mistake(arpo("entropy", trained, "seed=3"))
-    told = mistake(arpo("entropy", trained, "--sample", "--steps", "1"))
-    assert told == "--steps selects saved trees of a run and cannot be combined with --sample"
+    found = mistake(arpo("entropy", trained, "--sample", "--steps", "1"))
+    assert found == "--steps selects saved trees of a run and cannot be combined with --sample"
     Path("file").touch()
     for out in ("file", "file/below"):
-        told = mistake(arpo("entropy", "small.toml", "--out", out))
-        assert told == f"--out: {out} cannot be a directory, as there is a file of that name"
+        found = mistake(arpo("entropy", "small.toml", "--out", out))
+        assert found == f"--out: {out} cannot be a directory, as there is a file of that name"
     shutil.copytree(trained, "bare", ignore=shutil.ignore_patterns("trees"))
-    told = mistake(arpo("entropy", "bare"))
-    assert told == "bare: holds no trees; --sample grows new ones with its last checkpoint"
+    found = mistake(arpo("entropy", "bare"))
+    assert found == "bare: holds no trees; --sample grows new ones with its last checkpoint"
 
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     for target in ("small.toml", trained):

@@ -1,4 +1,4 @@
-"""The study of entropies: its numbers against a slow count, its files, its picture."""
+"""The entropy study: its numbers against a slow count, its files and its figure."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ HOSTILE = "a|b<script>$x^{$\x1b[31m_\u202e&\n*c*"
 
 
 def branched_tree() -> RolloutTree:
-    """Two paths from the prompt; one was branched from after a search, the other met Python and a failed call."""
+    """Two trajectories from the prompt: one with a branch after a search, one with Python and a failed call."""
     nodes = [
         prompt(),
         wrote(0, 1.0, 3.0, 5.0),
@@ -52,7 +52,7 @@ def branched_tree() -> RolloutTree:
     return tree(nodes, [3, 4, 9])
 
 
-def test_every_place_counts_once_and_its_turns_are_averaged_first() -> None:
+def test_every_turn_start_counts_once_and_its_turns_are_averaged_first() -> None:
     found = study([ScoredTree(branched_tree(), earned(1, 0, 0))], RULE, tokens=2)
     assert list(found.curves) == [START, PYTHON, SEARCH, FAILED]
     assert (found.trees, found.questions, found.probe_tokens) == (1, 1, 2)
@@ -94,17 +94,17 @@ def test_a_result_after_which_nothing_came_has_no_dh() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rewards", "compared", "different"),
+    ("rewards", "compared", "informative"),
     [((1, 0, 0), 1, 1), ((1, 1, 0), 1, 0), ((0.1 + 0.2, 0.3, 0), 1, 0)],
 )
-def test_a_branch_point_tells_something_if_its_continuations_earn_differently(
-    rewards: tuple[float, ...], compared: int, different: int
+def test_a_branch_point_is_informative_if_its_continuations_have_different_rewards(
+    rewards: tuple[float, ...], compared: int, informative: int
 ) -> None:
     search = study([ScoredTree(branched_tree(), earned(*rewards))], RULE, 5).by_tool[SEARCH]
-    assert (search.compared, search.informative) == (compared, different)
+    assert (search.compared, search.informative) == (compared, informative)
 
 
-def test_a_nested_branch_point_is_told_apart_from_the_one_above() -> None:
+def test_a_nested_branch_point_is_separate_from_the_one_above() -> None:
     """Below the first point both continuations earn 0.5 on average; only the second point makes a difference."""
     nodes = [
         prompt(),
@@ -121,7 +121,7 @@ def test_a_nested_branch_point_is_told_apart_from_the_one_above() -> None:
     assert (looks[PYTHON].compared, looks[PYTHON].informative) == (1, 1)
 
 
-def test_paths_whose_rewards_say_nothing_are_not_compared() -> None:
+def test_trajectories_without_a_valid_reward_are_not_compared() -> None:
     unjudged = Reward(0.0, {"judge.unavailable": 1.0})
     found = study([ScoredTree(branched_tree(), (earned(1)[0], unjudged, unjudged))], RULE, 5).by_tool[SEARCH]
     assert (found.branched, found.compared) == (1, 0)
@@ -131,14 +131,14 @@ def test_paths_whose_rewards_say_nothing_are_not_compared() -> None:
     assert (found.branched, found.compared) == (1, 0)
 
 
-def test_paths_cut_off_right_after_a_result_are_continuations_of_their_own() -> None:
+def test_trajectories_that_end_at_a_result_are_continuations_of_their_own() -> None:
     nodes = branched_tree().nodes[:4]
     found = study([ScoredTree(tree(nodes, [3, 2, 2]), earned(0.5, 0, 1))], RULE, 5).by_tool[SEARCH]
     assert (found.compared, found.informative) == (1, 1)
 
 
 def test_errors_are_over_questions() -> None:
-    """With one place a question they are the usual ones; more trees of the same question add no certainty."""
+    """With one turn start per question they are the usual ones; more trees of a question add no certainty."""
     values = [1.0, 2.0, 4.0, 9.0]
     plain = [ScoredTree(tree([prompt(), wrote(0, v)], [1], about(str(v))), earned(0)) for v in values]
     first = study(plain, RULE, 5).curves[START].first
@@ -168,7 +168,7 @@ def random_tree(draw: random.Random, name: str) -> RolloutTree:
     return tree(nodes, leaves, about(name))
 
 
-def slow_told(grown: RolloutTree, rewards: Sequence[Reward], index: int) -> bool | None:
+def slow_informative(grown: RolloutTree, rewards: Sequence[Reward], index: int) -> bool | None:
     """Whether what follows a branch point earned differently; None if there is nothing to compare."""
     earned_by: dict[object, list[float]] = {}
     for number, trajectory in enumerate(grown.trajectories):
@@ -233,7 +233,7 @@ def test_the_numbers_equal_a_slow_count(seed: int, tokens: int) -> None:
                     if here:
                         positions.setdefault((kind_of(node), at), []).append((each.task.id, fmean(here)))
             if node.decision is not None and node.decision.branches:
-                verdict = (slow_told(each, group, index), node.decision.delta)
+                verdict = (slow_informative(each, group, index), node.decision.delta)
                 told.setdefault(kind_of(node), []).append(verdict)
             if node.decision is not None and node.decision.probed_tokens:
                 deltas.setdefault(kind_of(node), []).append((each.task.id, node.decision.delta))
@@ -321,7 +321,7 @@ def test_findings_say_which_way_it_goes() -> None:
 
 
 @pytest.mark.slow
-def test_the_files_say_the_same_and_come_out_the_same(tmp_path: Path) -> None:
+def test_the_files_agree_and_are_reproducible(tmp_path: Path) -> None:
     found = some_study()
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -349,7 +349,7 @@ def test_the_files_say_the_same_and_come_out_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_hostile_names_are_text(tmp_path: Path) -> None:
+def test_hostile_names_are_shown_as_text(tmp_path: Path) -> None:
     found = some_study((HOSTILE, "after $\\frac$", "-" * 300))
     write_study(tmp_path, Subject(HOSTILE, HOSTILE, 1.0), found)
     svg = ElementTree.fromstring((tmp_path / "entropy.svg").read_bytes())
@@ -362,7 +362,7 @@ def test_hostile_names_are_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_picture_ignores_the_users_own_style(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_figure_ignores_the_users_matplotlib_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     import matplotlib
 
     found = some_study()
@@ -374,8 +374,8 @@ def test_the_picture_ignores_the_users_own_style(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
-def test_the_picture_takes_anything() -> None:
-    """No tool results; a single token; more tools than there are colours."""
+def test_the_figure_handles_extreme_studies() -> None:
+    """No tool results; a single token; more tools than there are colors."""
     assert MAX_SHOWN == len(COLORS) == len(DASHES) == len(set(COLORS))
     nothing = study([ScoredTree(tree([prompt(), wrote(0, 1.0)], [1]), earned(0))], RULE, 1)
     empty = study([ScoredTree(tree([prompt()], [0]), earned(0))], RULE, 1)
