@@ -18,6 +18,11 @@ OptionalText = Annotated[Text | None, NoneWord]
 MAX_SEED = 2**32 - 1  # what every random generator in use accepts
 
 
+def setting(default: Any, description: str, **limits: Any) -> Any:
+    """A setting with its default (`...`: required), description and range."""
+    return Field(default, description=description, **limits)
+
+
 class Section(BaseModel):
     """Base of all sections: frozen, strict about types, and unknown names are errors."""
 
@@ -36,56 +41,51 @@ class Section(BaseModel):
 class _Columns(Section):
     """Which column of a row holds what; a dot leads to a field inside a column (reward_model.ground_truth)."""
 
-    question: OptionalText = Field(
-        default=None,
-        description="column of the question, a string or a list of messages; none: question, problem or prompt",
+    question: OptionalText = setting(
+        None, "column of the question, a string or a list of messages; none: question, problem or prompt"
     )
-    answer: OptionalText = Field(
-        default=None,
-        description="column of the correct answer or a list of them; none: answer or reward_model.ground_truth",
+    answer: OptionalText = setting(
+        None, "column of the correct answer or a list of them; none: answer or reward_model.ground_truth"
     )
-    id: OptionalText = Field(default=None, description="column of the task's id; none: id if present, else file:line")
-    kind: OptionalText = Field(
-        default=None, description="column by which accuracy is reported separately; none: kind or ability, if present"
+    id: OptionalText = setting(None, "column of the task's id; none: id if present, else file:line")
+    kind: OptionalText = setting(
+        None, "column by which accuracy is reported separately; none: kind or ability, if present"
     )
-    answer_after: OptionalText = Field(
-        default=None, description='the answer is the text after the last occurrence of this, like "####"; none: all'
+    answer_after: OptionalText = setting(
+        None, 'the answer is the text after the last occurrence of this, like "####"; none: all'
     )
 
 
 class Mix(_Columns):
     """One source of training tasks among several."""
 
-    source: Text = Field(description="where the tasks come from, as in data.train")
-    weight: int = Field(default=1, ge=1, le=10_000, description="relative share of the tasks that are drawn")
+    source: Text = setting(..., "where the tasks come from, as in data.train")
+    weight: int = setting(1, "relative share of the tasks that are drawn", ge=1, le=10_000)
 
 
 class Data(_Columns):
     """The tasks."""
 
-    train: OptionalText = Field(
-        default=None,
-        description='training tasks: a .jsonl, .json or .parquet file, "hf:NAME:CONFIG:SPLIT", or "world"; none: '
-        "data.mix, or the world if there is no mix",
+    train: OptionalText = setting(
+        None,
+        'training tasks: a .jsonl, .json or .parquet file, "hf:NAME:CONFIG:SPLIT", or "world"; none: data.mix, or '
+        "the world if there is no mix",
     )
-    test: OptionalText = Field(
-        default=None, description="held-out tasks, as in data.train; none: the world's if data.train is the world"
+    test: OptionalText = setting(None, "held-out tasks, as in data.train; none: the world's if data.train is the world")
+    mix: Annotated[tuple[Mix, ...], Field(strict=False)] = setting(
+        (), "training tasks from several sources, one [[data.mix]] table each"
     )
-    mix: Annotated[tuple[Mix, ...], Field(strict=False)] = Field(
-        default=(), description="training tasks from several sources, one [[data.mix]] table each"
+    bad_rows: Literal["refuse", "skip"] = setting(
+        "refuse", "what to do with rows that have no question and answer: stop, or leave them out"
     )
-    bad_rows: Literal["refuse", "skip"] = Field(
-        default="refuse", description="what to do with rows that have no question and answer: stop, or leave them out"
+    max_prompt_tokens: Annotated[Annotated[int, Field(ge=1)] | None, NoneWord] = setting(
+        None, "training tasks with a longer prompt are left out; none: a prompt too long is an error"
     )
-    max_prompt_tokens: Annotated[Annotated[int, Field(ge=1)] | None, NoneWord] = Field(
-        default=None,
-        description="training tasks with a longer prompt are left out; none: a prompt too long is an error",
-    )
-    curriculum: int = Field(
-        default=0,
+    curriculum: int = setting(
+        0,
+        "tasks that were all correct or all wrong in this many last visits come up in only every fourth epoch; 0: "
+        "no curriculum",
         ge=0,
-        description="tasks that were all correct or all wrong in this many last visits come up in only every fourth "
-        "epoch; 0: no curriculum",
     )
 
     @field_validator("mix")
@@ -108,26 +108,24 @@ COLUMNS = tuple(_Columns.model_fields)
 class World(Section):
     """The built-in generated world."""
 
-    seed: int = Field(default=0, ge=0, le=MAX_SEED, description="seed of the world")
-    entities: int = Field(default=1000, ge=60, le=2000, description="number of people, firms, towns and regions")
-    train_questions: int = Field(default=2000, ge=1, description="number of training questions")
-    test_questions: int = Field(default=300, ge=1, description="number of held-out questions")
-    difficulty: float = Field(
-        default=0.5, ge=0, le=1, description="share of long questions, and rate of mistakes in the cold-start traces"
+    seed: int = setting(0, "seed of the world", ge=0, le=MAX_SEED)
+    entities: int = setting(1000, "number of people, firms, towns and regions", ge=60, le=2000)
+    train_questions: int = setting(2000, "number of training questions", ge=1)
+    test_questions: int = setting(300, "number of held-out questions", ge=1)
+    difficulty: float = setting(
+        0.5, "share of long questions, and rate of mistakes in the cold-start traces", ge=0, le=1
     )
 
 
 class Mcp(Section):
     """One MCP server whose tools the model may call: a command to start, or a URL."""
 
-    command: OptionalText = Field(default=None, description="program that speaks MCP over stdio")
-    args: Names = Field(default=(), description="arguments of the command")
-    env: dict[str, str] = Field(default={}, description="additional environment variables of the command")
-    url: OptionalText = Field(default=None, description="URL of a server that speaks streamable HTTP")
-    token_env: OptionalText = Field(
-        default=None, description="environment variable that holds the bearer token for the URL"
-    )
-    only: Names = Field(default=(), description="names of the tools that are used; empty: all")
+    command: OptionalText = setting(None, "program that speaks MCP over stdio")
+    args: Names = setting((), "arguments of the command")
+    env: dict[str, str] = setting({}, "additional environment variables of the command")
+    url: OptionalText = setting(None, "URL of a server that speaks streamable HTTP")
+    token_env: OptionalText = setting(None, "environment variable that holds the bearer token for the URL")
+    only: Names = setting((), "names of the tools that are used; empty: all")
 
     @model_validator(mode="after")
     def _one_way(self) -> Mcp:
@@ -139,98 +137,81 @@ class Mcp(Section):
 class Tools(Section):
     """What the model may call."""
 
-    enabled: Names = Field(
-        default=("search", "python"),
-        description="tools of the model: search, python, browse, or your own as path/to/file.py:name; tools of MCP "
-        "servers are added",
+    enabled: Names = setting(
+        ("search", "python"),
+        "tools of the model: search, python, browse, or your own as path/to/file.py:name; tools of MCP servers are "
+        "added",
     )
-    search: OptionalText = Field(
-        default=None,
-        description="where search looks: a file of documents, an index folder, the URL of a /retrieve server, or "
-        "serper, tavily, brave; none: the world's documents",
+    search: OptionalText = setting(
+        None,
+        "where search looks: a file of documents, an index folder, the URL of a /retrieve server, or serper, "
+        "tavily, brave; none: the world's documents",
     )
-    search_mode: Literal["bm25", "dense", "hybrid"] = Field(
-        default="bm25", description="how an index folder is searched; dense and hybrid need one built with --dense"
+    search_mode: Literal["bm25", "dense", "hybrid"] = setting(
+        "bm25", "how an index folder is searched; dense and hybrid need one built with --dense"
     )
-    search_results: int = Field(default=2, ge=1, description="documents in one search result")
-    timeout: float = Field(default=10.0, gt=0, description="time limit of one call, in seconds")
-    max_result_tokens: int = Field(default=512, ge=1, description="longer tool results are cut to this many tokens")
-    python_memory_mb: int = Field(default=512, ge=16, description="memory limit of one execution of code, in MB")
-    python_blocks: bool = Field(
-        default=False, description="wait for each execution on the event loop: slower, but runs are reproducible"
+    search_results: int = setting(2, "documents in one search result", ge=1)
+    timeout: float = setting(10.0, "time limit of one call, in seconds", gt=0)
+    max_result_tokens: int = setting(512, "longer tool results are cut to this many tokens", ge=1)
+    python_memory_mb: int = setting(512, "memory limit of one execution of code, in MB", ge=16)
+    python_blocks: bool = setting(False, "wait for each execution on the event loop: slower, but runs are reproducible")
+    unsafe_no_isolation: bool = setting(
+        False, "run model-written code with your own rights where it cannot be isolated"
     )
-    unsafe_no_isolation: bool = Field(
-        default=False, description="run model-written code with your own rights where it cannot be isolated"
+    browse_url: OptionalText = setting(
+        None, "OpenAI-compatible endpoint that condenses pages; none: keep the best paragraphs"
     )
-    browse_url: OptionalText = Field(
-        default=None, description="OpenAI-compatible endpoint that condenses pages; none: keep the best paragraphs"
+    browse_model: OptionalText = setting(None, "model to use at browse_url")
+    cache: OptionalText = setting(None, "file that stores tool results for all runs that name it; none: no cache")
+    cache_mode: Literal["on", "record", "replay"] = setting(
+        "on", "on: use and fill the cache; record: make every call and store it; replay: make no call"
     )
-    browse_model: OptionalText = Field(default=None, description="model to use at browse_url")
-    cache: OptionalText = Field(
-        default=None, description="file that stores tool results for all runs that name it; none: no cache"
-    )
-    cache_mode: Literal["on", "record", "replay"] = Field(
-        default="on",
-        description="on: use and fill the cache; record: make every call and store it; replay: make no call",
-    )
-    mcp: Annotated[tuple[Mcp, ...], Field(strict=False)] = Field(
-        default=(), description="MCP servers, one [[tools.mcp]] table each"
-    )
+    mcp: Annotated[tuple[Mcp, ...], Field(strict=False)] = setting((), "MCP servers, one [[tools.mcp]] table each")
 
 
 class Model(Section):
     """The model that is trained."""
 
-    path: Text = Field(
-        default="tiny",
-        description='a Hugging Face directory, a hub name, a GGUF file, a run (its last checkpoint), or "tiny" (built '
-        "in)",
+    path: Text = setting(
+        "tiny", 'a Hugging Face directory, a hub name, a GGUF file, a run (its last checkpoint), or "tiny" (built in)'
     )
-    adapter: OptionalText = Field(
-        default=None,
-        description="directory of a LoRA adapter; merged into the model, or trained further if train.lora_rank is "
-        "not 0; none: no adapter",
+    adapter: OptionalText = setting(
+        None,
+        "directory of a LoRA adapter; merged into the model, or trained further if train.lora_rank is not 0; none: "
+        "no adapter",
     )
-    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: CUDA if available, else CPU")
-    dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32", description="data type of the weights; bfloat16 trains with float32 master weights"
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto: CUDA if available, else CPU")
+    dtype: Literal["float32", "bfloat16"] = setting(
+        "float32", "data type of the weights; bfloat16 trains with float32 master weights"
     )
 
 
 class Rollout(Section):
     """How trajectories are sampled."""
 
-    format: Literal["tags", "json"] = Field(
-        default="tags", description="format of tool calls: <search>...</search> tags, or JSON in <tool_call> tags"
+    format: Literal["tags", "json"] = setting(
+        "tags", "format of tool calls: <search>...</search> tags, or JSON in <tool_call> tags"
     )
-    num_trajectories: int = Field(default=16, ge=1, description="M: trajectories per task")
+    num_trajectories: int = setting(16, "M: trajectories per task", ge=1)
     num_initial: int = Field(
         default_factory=lambda data: max(1, data.get("num_trajectories", 1) // 2),
         ge=1,
         description="N: trajectories started at the prompt; unset: M / 2, or M if branching.policy is never",
     )
-    examples: OptionalText = Field(
-        default=None, description="file of traces used as few-shot examples at the start of every prompt; none: none"
+    examples: OptionalText = setting(
+        None, "file of traces used as few-shot examples at the start of every prompt; none: none"
     )
-    max_tool_calls: int = Field(default=3, ge=0, description="tool calls per trajectory")
-    max_tokens: int = Field(default=4096, ge=1, description="tokens per trajectory after the prompt")
-    max_seconds: float = Field(default=600.0, gt=0, description="wall-clock limit per trajectory, in seconds")
-    temperature: float = Field(default=1.0, gt=0, description="sampling temperature")
-    top_p: float = Field(
-        default=1.0, gt=0, le=1, description="sample from the likeliest tokens of this total probability"
-    )
-    top_k: int = Field(default=0, ge=0, description="sample from this many likeliest tokens; 0: all")
-    concurrency: int = Field(default=128, ge=1, description="trajectories sampled at the same time, over all tasks")
-    engine: Literal["local", "vllm"] = Field(default="local", description="inference engine: built in, or vLLM")
-    servers: Names = Field(
-        default=(), description="addresses of vLLM servers, for engine vllm; empty: arpo starts vLLM itself"
-    )
-    top_logprobs: int = Field(
-        default=64, ge=1, description="number of likeliest tokens from which vLLM's entropies are estimated"
-    )
-    kv_cache_tokens: int = Field(
-        default=0, ge=0, description="size of the engine's KV cache, in tokens; 0: as many as fit into memory"
-    )
+    max_tool_calls: int = setting(3, "tool calls per trajectory", ge=0)
+    max_tokens: int = setting(4096, "tokens per trajectory after the prompt", ge=1)
+    max_seconds: float = setting(600.0, "wall-clock limit per trajectory, in seconds", gt=0)
+    temperature: float = setting(1.0, "sampling temperature", gt=0)
+    top_p: float = setting(1.0, "sample from the likeliest tokens of this total probability", gt=0, le=1)
+    top_k: int = setting(0, "sample from this many likeliest tokens; 0: all", ge=0)
+    concurrency: int = setting(128, "trajectories sampled at the same time, over all tasks", ge=1)
+    engine: Literal["local", "vllm"] = setting("local", "inference engine: built in, or vLLM")
+    servers: Names = setting((), "addresses of vLLM servers, for engine vllm; empty: arpo starts vLLM itself")
+    top_logprobs: int = setting(64, "number of likeliest tokens from which vLLM's entropies are estimated", ge=1)
+    kv_cache_tokens: int = setting(0, "size of the engine's KV cache, in tokens; 0: as many as fit into memory", ge=0)
 
     @field_validator("num_initial")
     @classmethod
@@ -241,67 +222,60 @@ class Rollout(Section):
 class Branching(Section):
     """Where a rollout tree branches."""
 
-    policy: Literal["entropy", "random", "always", "posthoc_random", "posthoc_entropy", "never"] = Field(
-        default="entropy",
-        description="where to branch: after tool results, by entropy, at random (with probability alpha) or always; "
-        "when all initial trajectories have ended, at random tool results (posthoc_random) or those with the largest "
+    policy: Literal["entropy", "random", "always", "posthoc_random", "posthoc_entropy", "never"] = setting(
+        "entropy",
+        "where to branch: after tool results, by entropy, at random (with probability alpha) or always; when all "
+        "initial trajectories have ended, at random tool results (posthoc_random) or those with the largest "
         "entropy rise (posthoc_entropy); never",
     )
-    rule: Literal["threshold", "stochastic"] = Field(
-        default="threshold", description="policy entropy: branch if P > tau, or with probability P"
+    rule: Literal["threshold", "stochastic"] = setting(
+        "threshold", "policy entropy: branch if P > tau, or with probability P"
     )
-    alpha: float = Field(default=0.5, ge=0, le=1, description="base probability in P = alpha + beta * dH")
-    beta: float = Field(default=0.2, ge=0, description="weight of the entropy change dH in P")
-    tau: float = Field(default=0.5, ge=0, le=1, description="threshold on P")
-    probe_tokens: int = Field(default=20, ge=1, description="k: number of tokens whose mean entropy is measured")
-    branch_width: int = Field(default=1, ge=1, description="Z: trajectories added at one branch point")
-    penalty: float = Field(
-        default=0.0,
-        ge=0,
-        le=1,
-        description="policy entropy: P shrinks by this share for each consecutive branch point just before",
+    alpha: float = setting(0.5, "base probability in P = alpha + beta * dH", ge=0, le=1)
+    beta: float = setting(0.2, "weight of the entropy change dH in P", ge=0)
+    tau: float = setting(0.5, "threshold on P", ge=0, le=1)
+    probe_tokens: int = setting(20, "k: number of tokens whose mean entropy is measured", ge=1)
+    branch_width: int = setting(1, "Z: trajectories added at one branch point", ge=1)
+    penalty: float = setting(
+        0.0, "policy entropy: P shrinks by this share for each consecutive branch point just before", ge=0, le=1
     )
-    fill: Literal["all", "informative"] = Field(
-        default="all",
-        description="which tasks get the trajectories missing from M when all have ended: all, or those whose "
-        "trajectories earned unequal rewards",
+    fill: Literal["all", "informative"] = setting(
+        "all",
+        "which tasks get the trajectories missing from M when all have ended: all, or those whose trajectories "
+        "earned unequal rewards",
     )
-    balance: Annotated[Annotated[float, Field(ge=0)] | None, NoneWord] = Field(
-        default=None,
-        description="N = M sigmoid(balance (H at the start - H after tools)), measured on a first trajectory; none: N "
-        "is rollout.num_initial",
+    balance: Annotated[Annotated[float, Field(ge=0)] | None, NoneWord] = setting(
+        None,
+        "N = M sigmoid(balance (H at the start - H after tools)), measured on a first trajectory; none: N is "
+        "rollout.num_initial",
     )
 
 
 class Rewards(Section):
     """The reward of a trajectory."""
 
-    accuracy: Text = Field(
-        default="f1",
-        description="how answers are compared: f1, em, number, math, choice, judge, or your function, as "
-        "path/to/file.py:name or package.module:name",
+    accuracy: Text = setting(
+        "f1",
+        "how answers are compared: f1, em, number, math, choice, judge, or your function, as path/to/file.py:name "
+        "or package.module:name",
     )
-    by_kind: dict[str, Text] = Field(default={}, description="a different accuracy for some kinds of tasks (data.kind)")
-    function: OptionalText = Field(
-        default=None, description="your function, named in the same way, that replaces the whole reward"
+    by_kind: dict[str, Text] = setting({}, "a different accuracy for some kinds of tasks (data.kind)")
+    function: OptionalText = setting(None, "your function, named in the same way, that replaces the whole reward")
+    bonus: float = setting(0.1, "added to a correct answer that used all of bonus_tools", ge=0)
+    bonus_tools: Names = setting(("search", "python"), "tools that must all be used for the bonus")
+    tolerance: float = setting(1e-6, "number: relative difference that is still correct", ge=0, lt=1)
+    math_seconds: float = setting(3.0, "math: time limit for comparing one answer, in seconds", gt=0)
+    judge_url: OptionalText = setting(None, "judge: OpenAI-compatible endpoint, like http://localhost:8000/v1")
+    judge_model: OptionalText = setting(None, "judge: model to use at judge_url")
+    judge_key_env: OptionalText = setting(
+        None, "judge: environment variable that holds the API key; none: no key is sent"
     )
-    bonus: float = Field(default=0.1, ge=0, description="added to a correct answer that used all of bonus_tools")
-    bonus_tools: Names = Field(default=("search", "python"), description="tools that must all be used for the bonus")
-    tolerance: float = Field(default=1e-6, ge=0, lt=1, description="number: relative difference that is still correct")
-    math_seconds: float = Field(default=3.0, gt=0, description="math: time limit for comparing one answer, in seconds")
-    judge_url: OptionalText = Field(
-        default=None, description="judge: OpenAI-compatible endpoint, like http://localhost:8000/v1"
-    )
-    judge_model: OptionalText = Field(default=None, description="judge: model to use at judge_url")
-    judge_key_env: OptionalText = Field(
-        default=None, description="judge: environment variable that holds the API key; none: no key is sent"
-    )
-    workers: int = Field(default=8, ge=1, le=256, description="trajectories scored at the same time")
-    overlong: float = Field(
-        default=0.0,
+    workers: int = setting(8, "trajectories scored at the same time", ge=1, le=256)
+    overlong: float = setting(
+        0.0,
+        "soft length penalty: in this last share of rollout.max_tokens the reward falls by up to 1; 0: off",
         ge=0,
         le=1,
-        description="soft length penalty: in this last share of rollout.max_tokens the reward falls by up to 1; 0: off",
     )
 
     @field_validator("accuracy", "by_kind")
@@ -318,103 +292,93 @@ class Rewards(Section):
 class Advantage(Section):
     """How rewards become advantages."""
 
-    baseline: Literal["group", "leave_one_out", "batch", "tree"] = Field(
-        default="group",
-        description="what is subtracted from a reward: the mean of the task's trajectories, of its other trajectories, "
-        "of the whole batch, or (tree) of the task's and of those that share its first turn",
+    baseline: Literal["group", "leave_one_out", "batch", "tree"] = setting(
+        "group",
+        "what is subtracted from a reward: the mean of the task's trajectories, of its other trajectories, of the "
+        "whole batch, or (tree) of the task's and of those that share its first turn",
     )
-    scale: Literal["std", "none"] = Field(
-        default="std", description="whether advantages are divided by the standard deviation of the same rewards"
+    scale: Literal["std", "none"] = setting(
+        "std", "whether advantages are divided by the standard deviation of the same rewards"
     )
-    attribution: Literal["soft", "hard"] = Field(
-        default="soft",
-        description="tokens shared by several trajectories: each trajectory's advantage counts (soft), or their mean "
-        "does (hard)",
+    attribution: Literal["soft", "hard"] = setting(
+        "soft",
+        "tokens shared by several trajectories: each trajectory's advantage counts (soft), or their mean does (hard)",
     )
-    entropy_weight: float = Field(
-        default=0.0,
+    entropy_weight: float = setting(
+        0.0,
+        "a token's policy term is weighted with 1 + entropy_weight * z, at least 0, where z is its entropy's z-score",
         ge=0,
-        description="a token's policy term is weighted with 1 + entropy_weight * z, at least 0, where z is its "
-        "entropy's z-score",
     )
 
 
 class Loss(Section):
     """The policy-gradient loss."""
 
-    kind: Literal["ppo", "gspo", "cispo"] = Field(
-        default="ppo",
-        description="what is clipped: the ratio of each token (ppo), of the whole trajectory (gspo), or the weight of "
-        "each token's gradient (cispo)",
+    kind: Literal["ppo", "gspo", "cispo"] = setting(
+        "ppo",
+        "what is clipped: the ratio of each token (ppo), of the whole trajectory (gspo), or the weight of each "
+        "token's gradient (cispo)",
     )
-    clip_low: float = Field(default=0.2, gt=0, le=1, description="ratios are clipped below 1 - clip_low")
-    clip_high: float = Field(default=0.2, gt=0, description="ratios are clipped above 1 + clip_high")
-    clip_keeps_gradient: bool = Field(
-        default=False, description="ppo, gspo: tokens above the upper clip keep a gradient, of the clipped size"
+    clip_low: float = setting(0.2, "ratios are clipped below 1 - clip_low", gt=0, le=1)
+    clip_high: float = setting(0.2, "ratios are clipped above 1 + clip_high", gt=0)
+    clip_keeps_gradient: bool = setting(
+        False, "ppo, gspo: tokens above the upper clip keep a gradient, of the clipped size"
     )
-    dual_clip: Annotated[Annotated[float, Field(gt=1)] | None, NoneWord] = Field(
-        default=3.0, description="upper limit of the ratio where the advantage is negative; none: no limit"
+    dual_clip: Annotated[Annotated[float, Field(gt=1)] | None, NoneWord] = setting(
+        3.0, "upper limit of the ratio where the advantage is negative; none: no limit"
     )
-    aggregation: Literal["token-mean", "sequence-mean", "constant"] = Field(
-        default="sequence-mean",
-        description="mean over all tokens, mean over trajectories of their token means, or (constant) token sums "
-        "divided by rollout.max_tokens",
+    aggregation: Literal["token-mean", "sequence-mean", "constant"] = setting(
+        "sequence-mean",
+        "mean over all tokens, mean over trajectories of their token means, or (constant) token sums divided by "
+        "rollout.max_tokens",
     )
-    kl_coef: float = Field(
-        default=0.0, ge=0, description="coefficient of the KL divergence from the model before training"
-    )
-    entropy_coef: float = Field(default=0.0, ge=0, description="coefficient of the entropy bonus")
-    importance_cap: Annotated[Annotated[float, Field(gt=0)] | None, NoneWord] = Field(
-        default=None,
-        description="truncated importance sampling (TIS): upper limit of the trainer's over the engine's probability; "
-        "none: no correction",
+    kl_coef: float = setting(0.0, "coefficient of the KL divergence from the model before training", ge=0)
+    entropy_coef: float = setting(0.0, "coefficient of the entropy bonus", ge=0)
+    importance_cap: Annotated[Annotated[float, Field(gt=0)] | None, NoneWord] = setting(
+        None,
+        "truncated importance sampling (TIS): upper limit of the trainer's over the engine's probability; none: no "
+        "correction",
     )
 
 
 class Train(Section):
     """The optimizer and the training loop."""
 
-    steps: int = Field(default=100, ge=1, description="training steps, each with a batch of new trees")
-    budget: int = Field(
-        default=0, ge=0, description="stop after the step that has used this much, if before train.steps; 0: no budget"
+    steps: int = setting(100, "training steps, each with a batch of new trees", ge=1)
+    budget: int = setting(0, "stop after the step that has used this much, if before train.steps; 0: no budget", ge=0)
+    budget_unit: Literal["tool_calls", "trajectories", "sampled_tokens"] = setting(
+        "tool_calls", "what train.budget counts; calls and tokens of shared prefixes count once"
     )
-    budget_unit: Literal["tool_calls", "trajectories", "sampled_tokens"] = Field(
-        default="tool_calls", description="what train.budget counts; calls and tokens of shared prefixes count once"
-    )
-    batch_size: int = Field(default=16, ge=1, description="tasks per step")
-    dynamic_sampling_rounds: int = Field(
-        default=0,
+    batch_size: int = setting(16, "tasks per step", ge=1)
+    dynamic_sampling_rounds: int = setting(
+        0,
+        "up to this many times per step, tasks whose trajectories earned equal rewards are replaced by others; 0: "
+        "never",
         ge=0,
-        description="up to this many times per step, tasks whose trajectories earned equal rewards are replaced by "
-        "others; 0: never",
     )
-    minibatches: int = Field(default=1, ge=1, description="optimizer steps per batch")
-    lr: float = Field(default=1e-6, gt=0, description="learning rate")
-    warmup_steps: int = Field(default=0, ge=0, description="optimizer steps of linear warmup")
-    weight_decay: float = Field(default=0.0, ge=0, description="weight decay")
-    max_grad_norm: float = Field(default=1.0, gt=0, description="gradients are clipped to this norm")
-    max_microbatch_tokens: int = Field(
-        default=16384, ge=1, description="tokens in one forward pass; larger trees are split"
+    minibatches: int = setting(1, "optimizer steps per batch", ge=1)
+    lr: float = setting(1e-6, "learning rate", gt=0)
+    warmup_steps: int = setting(0, "optimizer steps of linear warmup", ge=0)
+    weight_decay: float = setting(0.0, "weight decay", ge=0)
+    max_grad_norm: float = setting(1.0, "gradients are clipped to this norm", gt=0)
+    max_microbatch_tokens: int = setting(16384, "tokens in one forward pass; larger trees are split", ge=1)
+    mask_infra_faults: bool = setting(
+        True, "leave trajectories out of training that a broken tool, engine or judge spoiled"
     )
-    mask_infra_faults: bool = Field(
-        default=True, description="leave trajectories out of training that a broken tool, engine or judge spoiled"
-    )
-    lora_rank: int = Field(
-        default=0, ge=0, le=1024, description="rank of the LoRA adapter to train; 0: train all weights"
-    )
-    lora_alpha: int = Field(default=32, ge=1, description="the adapter is scaled by lora_alpha / lora_rank")
-    lora_targets: Names = Field(
-        default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    lora_rank: int = setting(0, "rank of the LoRA adapter to train; 0: train all weights", ge=0, le=1024)
+    lora_alpha: int = setting(32, "the adapter is scaled by lora_alpha / lora_rank", ge=1)
+    lora_targets: Names = setting(
+        ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+        "linear layers that get an adapter",
         min_length=1,
-        description="linear layers that get an adapter",
     )
-    gradient_checkpointing: bool = Field(
-        default=False, description="recompute activations in the backward pass: less memory, a third more time"
+    gradient_checkpointing: bool = setting(
+        False, "recompute activations in the backward pass: less memory, a third more time"
     )
-    on_collapse: Literal["warn", "stop", "ignore"] = Field(
-        default="warn",
-        description="at signs of collapse: print a warning; stop with exit code 3 and return to the last checkpoint "
-        "before them; or do nothing",
+    on_collapse: Literal["warn", "stop", "ignore"] = setting(
+        "warn",
+        "at signs of collapse: print a warning; stop with exit code 3 and return to the last checkpoint before "
+        "them; or do nothing",
     )
 
     @field_validator("minibatches")
@@ -426,24 +390,20 @@ class Train(Section):
 class Eval(Section):
     """Evaluation."""
 
-    every: int = Field(default=0, ge=0, description="training steps between evaluations; 0: none")
-    questions: int = Field(default=200, ge=1, description="number of held-out tasks used")
-    samples: int = Field(default=1, ge=1, description="trajectories per task")
-    temperature: float = Field(default=0.6, ge=0, description="sampling temperature; 0: greedy")
-    top_p: float = Field(
-        default=0.95, gt=0, le=1, description="sample from the likeliest tokens of this total probability"
+    every: int = setting(0, "training steps between evaluations; 0: none", ge=0)
+    questions: int = setting(200, "number of held-out tasks used", ge=1)
+    samples: int = setting(1, "trajectories per task", ge=1)
+    temperature: float = setting(0.6, "sampling temperature; 0: greedy", ge=0)
+    top_p: float = setting(0.95, "sample from the likeliest tokens of this total probability", gt=0, le=1)
+    top_k: int = setting(0, "sample from this many likeliest tokens; 0: all", ge=0)
+    endpoint: OptionalText = setting(
+        None, "OpenAI-compatible endpoint that is evaluated on benchmarks instead of a local model"
     )
-    top_k: int = Field(default=0, ge=0, description="sample from this many likeliest tokens; 0: all")
-    endpoint: OptionalText = Field(
-        default=None, description="OpenAI-compatible endpoint that is evaluated on benchmarks instead of a local model"
+    endpoint_model: OptionalText = setting(None, "model to use at the endpoint")
+    endpoint_key_env: OptionalText = setting(
+        None, "environment variable that holds the endpoint's API key; none: no key is sent"
     )
-    endpoint_model: OptionalText = Field(default=None, description="model to use at the endpoint")
-    endpoint_key_env: OptionalText = Field(
-        default=None, description="environment variable that holds the endpoint's API key; none: no key is sent"
-    )
-    endpoint_timeout: float = Field(
-        default=300.0, gt=0, description="time limit of one turn at the endpoint, in seconds"
-    )
+    endpoint_timeout: float = setting(300.0, "time limit of one turn at the endpoint, in seconds", gt=0)
 
 
 def _as_names(value: Any) -> Any:
@@ -456,18 +416,16 @@ def _as_names(value: Any) -> Any:
 class Run(Section):
     """Where results go."""
 
-    dir: Text = Field(default="runs/arpo", description="directory of the run")
-    checkpoint_every: int = Field(default=10, ge=1, description="steps between checkpoints")
-    keep_checkpoints: int = Field(default=2, ge=1, description="number of newest checkpoints that are kept")
-    save_trees: bool = Field(default=True, description="save every rollout tree")
-    tracker: Annotated[Names, BeforeValidator(_as_names)] = Field(
-        default=(),
-        description='experiment trackers to log to: "tensorboard", "wandb", "mlflow", "trackio", or a list of them; '
-        "none: no tracker",
+    dir: Text = setting("runs/arpo", "directory of the run")
+    checkpoint_every: int = setting(10, "steps between checkpoints", ge=1)
+    keep_checkpoints: int = setting(2, "number of newest checkpoints that are kept", ge=1)
+    save_trees: bool = setting(True, "save every rollout tree")
+    tracker: Annotated[Names, BeforeValidator(_as_names)] = setting(
+        (),
+        'experiment trackers to log to: "tensorboard", "wandb", "mlflow", "trackio", or a list of them; none: no '
+        "tracker",
     )
-    tracker_trees: int = Field(
-        default=10, ge=0, description="steps between pictures of a tree that are sent to trackers; 0: no pictures"
-    )
+    tracker_trees: int = setting(10, "steps between pictures of a tree that are sent to trackers; 0: no pictures", ge=0)
 
     @field_validator("tracker")
     @classmethod
@@ -482,52 +440,43 @@ class Run(Section):
 class Coldstart(Section):
     """How the built-in model is made."""
 
-    seed: int = Field(default=0, ge=0, le=MAX_SEED, description="seed of the cold start")
-    traces: int = Field(default=3000, ge=1, description="number of traces to imitate")
-    steps: int = Field(default=150, ge=1, description="optimizer steps")
-    batch_tokens: int = Field(default=2048, ge=1, description="tokens per optimizer step")
-    lr: float = Field(default=5e-4, gt=0, description="learning rate")
+    seed: int = setting(0, "seed of the cold start", ge=0, le=MAX_SEED)
+    traces: int = setting(3000, "number of traces to imitate", ge=1)
+    steps: int = setting(150, "optimizer steps", ge=1)
+    batch_tokens: int = setting(2048, "tokens per optimizer step", ge=1)
+    lr: float = setting(5e-4, "learning rate", gt=0)
 
 
 class Sft(Section):
     """Supervised fine-tuning on traces: `arpo sft`."""
 
-    data: Text = Field(default="traces.jsonl", description="traces: a .jsonl, .json or .parquet file, or hf:NAME")
-    epochs: int = Field(default=3, ge=1, description="passes over the traces")
-    batch_tokens: int = Field(
-        default=32768, ge=1, description="tokens per optimizer step, prompts and tool results included"
-    )
-    lr: float = Field(default=7e-6, gt=0, description="learning rate")
-    warmup_steps: int = Field(default=20, ge=0, description="optimizer steps of linear warmup")
+    data: Text = setting("traces.jsonl", "traces: a .jsonl, .json or .parquet file, or hf:NAME")
+    epochs: int = setting(3, "passes over the traces", ge=1)
+    batch_tokens: int = setting(32768, "tokens per optimizer step, prompts and tool results included", ge=1)
+    lr: float = setting(7e-6, "learning rate", gt=0)
+    warmup_steps: int = setting(20, "optimizer steps of linear warmup", ge=0)
 
 
 class Cluster(Section):
     """Sampling on other machines: `arpo train` on a Ray cluster."""
 
-    address: OptionalText = Field(
-        default=None,
-        description='a running Ray cluster: "auto" on one of its machines, or host:port of its head; none: no cluster',
+    address: OptionalText = setting(
+        None, 'a running Ray cluster: "auto" on one of its machines, or host:port of its head; none: no cluster'
     )
-    max_off_policy_steps: int = Field(
-        default=0, ge=0, le=64, description="steps that sampling may run ahead of training, with older weights"
+    max_off_policy_steps: int = setting(
+        0, "steps that sampling may run ahead of training, with older weights", ge=0, le=64
     )
-    trainers: int = Field(
-        default=1, ge=1, description="processes that train together in shards (FSDP), each on a GPU of its own if any"
-    )
-    actors: int = Field(
-        default=0,
-        ge=0,
-        description="processes that sample; 0: one per GPU, or per machine without GPU, machines that join included",
+    trainers: int = setting(1, "processes that train together in shards (FSDP), each on a GPU of its own if any", ge=1)
+    actors: int = setting(
+        0, "processes that sample; 0: one per GPU, or per machine without GPU, machines that join included", ge=0
     )
 
 
 class Config(Section):
     """All settings of a run."""
 
-    seed: int = Field(default=0, ge=0, le=MAX_SEED, description="seed of all randomness of the run")
-    preset: Text = Field(
-        default="arpo", description="named settings below your own: the name of a preset, or a TOML file of yours"
-    )
+    seed: int = setting(0, "seed of all randomness of the run", ge=0, le=MAX_SEED)
+    preset: Text = setting("arpo", "named settings below your own: the name of a preset, or a TOML file of yours")
     model: Model = Model()
     data: Data = Data()
     world: World = World()

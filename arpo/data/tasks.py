@@ -82,10 +82,7 @@ def read_tasks(source: str, columns: Columns, prepare: Callable[[Row], Row | Non
 
 
 def load_tasks(
-    source: str,
-    columns: Columns,
-    bad_rows: str = "refuse",
-    prepare: Callable[[Row], Row | None] | None = None,
+    source: str, columns: Columns, bad_rows: str = "refuse", prepare: Callable[[Row], Row | None] | None = None
 ) -> Reading:
     """`read_tasks`, with an error for bad rows unless `bad_rows` is "skip", and if there are no tasks."""
     reading = read_tasks(source, columns, prepare)

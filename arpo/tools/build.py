@@ -17,15 +17,7 @@ from arpo.net.keys import read_api_key
 from arpo.tools.base import Tool
 from arpo.tools.cache import ToolCache
 from arpo.tools.executor import Toolset
-from arpo.tools.search import (
-    PROVIDERS,
-    build_search,
-    http_search,
-    index_search,
-    load_documents,
-    open_index,
-    web_search,
-)
+from arpo.tools.search import PROVIDERS, build_search, http_search, index_search, load_documents, open_index, web_search
 
 if TYPE_CHECKING:
     from arpo.tools.mcp.server import McpServer

@@ -86,11 +86,7 @@ def _message_row(name: str, question: str, program: Program, result: str) -> str
 
 
 async def sample_traces(
-    context: RolloutContext,
-    out: Path,
-    questions: int | None = None,
-    per_question: int = 4,
-    reporter: Reporter = SILENT,
+    context: RolloutContext, out: Path, questions: int | None = None, per_question: int = 4, reporter: Reporter = SILENT
 ) -> None:
     """Sample the training tasks, or the first `questions` of them, and write correct trajectories to `out`.
 
