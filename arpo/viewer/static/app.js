@@ -1,4 +1,4 @@
-// The page: which view is shown, following runs that grow, keys.
+// The page: its tabs, polling of live runs, keyboard shortcuts.
 
 import { compareTab } from "./compare.js";
 import { configTab } from "./config.js";
@@ -26,7 +26,7 @@ function currentRun(state) {
   return by(state.at) ?? by(state.run.find((id) => by(id))) ?? page.runs[0];
 }
 
-// What the address leaves open: all runs if they are few, else the newest.
+// Defaults of the address: all runs if they are few, else the newest.
 function withDefaults(state) {
   if (state.run.length) return state;
   const newest = page.runs.toSorted((a, b) => String(b.started).localeCompare(String(a.started)))[0];

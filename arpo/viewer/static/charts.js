@@ -92,7 +92,7 @@ function nearest(points, x) {
 function scales(series, width, floor, ceiling) {
   const xs = extent(series.flatMap((one) => one.points.map(([x]) => x)));
   let [low, high] = extent(series.flatMap((one) => one.points.map(([, y]) => y)).filter((y) => y !== null));
-  if (series.some((one) => one.band?.length)) high += 0.2 * (high - low); // bands may be far wider than what they are of
+  if (series.some((one) => one.band?.length)) high += 0.2 * (high - low); // bands may be far wider than their curve
   if (floor !== null) low = Math.min(low, floor);
   if (ceiling !== null) high = Math.max(high, ceiling);
   if (high - low <= 1e-9 * Math.max(Math.abs(low), Math.abs(high))) [low, high] = [low - (Math.abs(low) || 1) / 2, high + (Math.abs(high) || 1) / 2];

@@ -1,4 +1,4 @@
-// Algorithms against each other: what `arpo compare` found.
+// The results of `arpo compare`.
 
 import { badge, makeChart } from "./charts.js";
 import { choice, clear, el, number, percent, printable, problem, shorten, table } from "./dom.js";

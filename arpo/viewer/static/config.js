@@ -1,4 +1,4 @@
-// The settings of a run, and how they differ from another's.
+// The settings of a run, and their differences from another run's.
 
 import { choice, clear, el, printable, problem, shorten, table } from "./dom.js";
 import { api, exported, get } from "./source.js";

@@ -1,16 +1,16 @@
 // The details of one node, and a trajectory as a conversation.
 
-import { block, choice, el, number, plural, printable, seconds, shorten, signed, table } from "./dom.js";
+import { block, choice, el, mean, number, plural, printable, seconds, shorten, signed, table } from "./dom.js";
 import { prefixOf } from "./layout.js";
-import { correctMark, describeDecision, describeLeaf } from "./picture.js";
+import { correctMark, describeDecision, describeLeaf, rewardParts } from "./picture.js";
 import { SHADES, shadeLegend, shadeTop, shadedText, tokenTable } from "./tokens.js";
 import { go } from "./state.js";
 
 const NAMES = { prompt: "Prompt", model: "Model", tool: "Tool" };
 const FAULTS = {
   model: "the model's mistake",
-  timeout: "took longer than it may",
-  infra: "the tool is broken or unreachable",
+  timeout: "timeout",
+  infra: "the tool was unavailable",
 };
 
 export function detailPanel(tree, state, chosen, trajectory) {
@@ -32,18 +32,13 @@ export function detailPanel(tree, state, chosen, trajectory) {
 
 // The advantage of a node's tokens: on the selected trajectory, or the mean over all unmasked trajectories.
 function creditOf(tree, index, trajectory) {
-  const through = tree.credits.filter((credit, number_) => tree.mask[number_] && (trajectory === null || number_ === trajectory));
-  const values = through.map((credit) => credit.by_node[index]).filter((value) => typeof value === "number");
-  return values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null;
+  const through = tree.credits.filter((credit, leaf) => tree.mask[leaf] && (trajectory === null || leaf === trajectory));
+  return mean(through.map((credit) => credit.by_node[index]).filter((value) => typeof value === "number"));
 }
 
 function facts(rows) {
   const parts = rows.filter(([, value]) => value !== null && value !== undefined && value !== "");
   return el("dl", { class: "facts" }, ...parts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));
-}
-
-function mean(values) {
-  return values?.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null;
 }
 
 function nodePanel(tree, index, mode, top, trajectory) {
@@ -106,7 +101,7 @@ function toolParts(node) {
     ];
     parts.push(el("h4", {}, "Result"), facts(rows), block(result.text, { class: "text result" }));
   }
-  const given = el("details", { class: "more" }, el("summary", {}, "As the model was given it"), block(node.text));
+  const given = el("details", { class: "more" }, el("summary", {}, "As the model sees it"), block(node.text));
   return [...parts, given, ...decisionParts(decision)];
 }
 
@@ -124,23 +119,20 @@ function decisionParts(decision) {
 }
 
 function trajectoryTable(tree, index) {
-  const through = tree.leaves.map((leaf, number_) => number_).filter((number_) => prefixOf(tree.nodes, tree.leaves[number_].node).includes(index));
-  const rows = through.map((number_) => {
-    const read = () => go({ node: null, leaf: number_, chat: 1 });
+  const through = [...tree.leaves.keys()].filter((leaf) => prefixOf(tree.nodes, tree.leaves[leaf].node).includes(index));
+  const rows = through.map((leaf) => {
+    const reward = tree.rewards[leaf];
+    const read = () => go({ node: null, leaf, chat: 1 });
     return [
-      el("button", { type: "button", click: read, "aria-label": `Read trajectory ${number_ + 1} as a conversation` }, `read ${number_ + 1}`),
-      `${correctMark(tree.rewards[number_])} ${number(tree.rewards[number_]?.total)}`,
-      signed(tree.credits[number_]?.advantage),
-      rewardParts(tree.rewards[number_]),
-      tree.leaves[number_].stop_reason + (tree.mask[number_] === false ? ", left out of training" : ""),
+      el("button", { type: "button", click: read, "aria-label": `Read trajectory ${leaf + 1} as a conversation` }, `read ${leaf + 1}`),
+      `${correctMark(reward)} ${number(reward?.total)}`,
+      signed(tree.credits[leaf]?.advantage),
+      rewardParts(reward),
+      tree.leaves[leaf].stop_reason + (tree.mask[leaf] === false ? ", left out of training" : ""),
     ];
   });
   if (!rows.length) return [];
   return [el("h4", {}, "Trajectories through it"), table(["trajectory", "reward", "advantage", "parts", "end"], rows, { class: "trajectories" })];
-}
-
-function rewardParts(reward) {
-  return Object.entries(reward?.parts ?? {}).map(([name, value]) => `${printable(shorten(name, 40))} ${number(value)}`).join(", ");
 }
 
 function conversation(tree, trajectory, mode, top) {

@@ -1,4 +1,4 @@
-// Making elements. Text from runs is hostile: it only ever becomes text nodes.
+// Building elements. Text from runs is untrusted: it only ever becomes text nodes.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -77,13 +77,17 @@ export function seconds(value) {
 
 const PLURALS = { trajectory: "trajectories", branch: "branches" };
 
+export function mean(values) {
+  return values?.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null;
+}
+
 export function plural(count, word) {
   return `${number(count)} ${count === 1 ? word : (PLURALS[word] ?? `${word}s`)}`;
 }
 
 // --- text
 
-// Controls, bidi marks, halves of characters, private and unassigned ones, and blanks other than the space.
+// Control characters, bidi marks, lone surrogates, private and unassigned characters, spaces other than the plain one.
 const HIDDEN = /(?!\n)(?:[\p{C}\p{Zl}\p{Zp}]|(?! )\p{Zs})/u;
 const HIDDEN_RUNS = /(?:(?!\n)(?:[\p{C}\p{Zl}\p{Zp}]|(?! )\p{Zs}))+/gu;
 const SHORT = { "\t": "\\t", "\r": "\\r" };
@@ -106,7 +110,7 @@ function escapeOne(character) {
   return code < 0x10000 ? `\\u${hex.padStart(4, "0")}` : `\\U${hex.padStart(8, "0")}`;
 }
 
-// Appends text to a parent; what was escaped is marked, so that it differs from text that looks like an escape.
+// Appends text to a parent. Escapes are marked, so that they differ from text that looks like an escape.
 export function write(parent, text) {
   if (!HIDDEN.test(text) || text.length > MARKED) {
     parent.append(printable(text));
@@ -127,7 +131,7 @@ export function shorten(text, limit) {
   return line.length > limit ? `${line.slice(0, cutAt(line, limit - 1))}…` : line;
 }
 
-// A block of text of any size: the first part of it, and a button for the rest.
+// A block of text: its first part, and a button that shows the rest.
 export function block(text, props = {}) {
   const box = el("pre", { class: "text", ...props });
   if (text.length <= CUT) return write(box, text);
@@ -136,7 +140,7 @@ export function block(text, props = {}) {
   return box;
 }
 
-// The nearest place at or before `limit` that does not lie inside a character.
+// `limit`, or one less if that would split a surrogate pair.
 export function cutAt(text, limit) {
   return /[\ud800-\udbff]/.test(text[limit - 1] ?? "") ? limit - 1 : limit;
 }
@@ -150,7 +154,7 @@ export function clear(element) {
   return element;
 }
 
-// Gives an element these children, leaving out those that are not there.
+// Replaces an element's children; null, undefined and false are skipped.
 export function put(element, ...children) {
   element.replaceChildren(...children.filter((child) => child !== null && child !== undefined && child !== false));
 }

@@ -1,4 +1,4 @@
-// The records of runs, fetched once and then only what is new; and series made of them.
+// The records of runs, fetched incrementally, and series of points.
 
 import { api, get } from "./source.js";
 

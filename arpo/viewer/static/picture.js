@@ -1,6 +1,6 @@
 // The picture of a rollout tree: an SVG that is also a tree for keyboards and screen readers.
 
-import { number, percent, plural, printable, shorten, signed, svg } from "./dom.js";
+import { mean, number, percent, plural, printable, shorten, signed, svg } from "./dom.js";
 import { NODE_HEIGHT, layoutTree, neighbor, prefixOf } from "./layout.js";
 import { shadeClass } from "./tokens.js";
 
@@ -109,10 +109,8 @@ function strip(entropies, width, top) {
   return Array.from({ length: count }, (_, place) => {
     const from = Math.floor((place * entropies.length) / count);
     const to = Math.floor(((place + 1) * entropies.length) / count);
-    const part = entropies.slice(from, to);
-    const mean = part.reduce((sum, value) => sum + value, 0) / part.length;
     const box = { x: 3 + (place * inner) / count, y: 5, width: inner / count, height: 6 };
-    return svg("rect", { class: `strip ${shadeClass(mean, top)}`.trim(), ...box });
+    return svg("rect", { class: `strip ${shadeClass(mean(entropies.slice(from, to)), top)}`.trim(), ...box });
   });
 }
 
@@ -137,20 +135,20 @@ function describeNode(node, index) {
   const fault = node.result?.fault ?? (node.call?.error ? "model" : null);
   if (fault) parts.push(`failed (${fault})`);
   if (node.result?.cached) parts.push("cached");
-  if (node.entropies?.length) {
-    const mean = node.entropies.reduce((sum, value) => sum + value, 0) / node.entropies.length;
-    parts.push(`mean entropy ${number(mean)}`);
-  }
+  if (node.entropies?.length) parts.push(`mean entropy ${number(mean(node.entropies))}`);
   if (node.decision) parts.push(describeDecision(node.decision));
   return parts.join(", ");
 }
 
-export function describeLeaf(tree, number_) {
-  const [leaf, reward, credit] = [tree.leaves[number_], tree.rewards[number_], tree.credits[number_]];
-  const parts = Object.entries(reward?.parts ?? {}).map(([name, value]) => `${printable(shorten(name, 40))} ${number(value)}`);
-  const masked = tree.mask[number_] === false ? ", left out of training" : "";
-  const made = parts.length ? ` (${parts.join(", ")})` : "";
-  return `trajectory ${number_ + 1}: ended by ${leaf.stop_reason}, reward ${number(reward?.total)}${made}, advantage ${signed(credit?.advantage)}${masked}`;
+export function rewardParts(reward) {
+  return Object.entries(reward?.parts ?? {}).map(([name, value]) => `${printable(shorten(name, 40))} ${number(value)}`).join(", ");
+}
+
+export function describeLeaf(tree, leaf) {
+  const [reward, credit] = [tree.rewards[leaf], tree.credits[leaf]];
+  const parts = rewardParts(reward) && ` (${rewardParts(reward)})`;
+  const masked = tree.mask[leaf] === false ? ", left out of training" : "";
+  return `trajectory ${leaf + 1}: ended by ${tree.leaves[leaf].stop_reason}, reward ${number(reward?.total)}${parts}, advantage ${signed(credit?.advantage)}${masked}`;
 }
 
 function drawLeaf(tree, layout, end, on) {

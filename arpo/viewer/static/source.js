@@ -1,4 +1,4 @@
-// Where all data comes from: the server, or, in an exported file, the element `data` of the page itself.
+// Requests: to the server or, in an exported file, to the element `data` of the page.
 
 const embedded = readEmbedded();
 

@@ -1,4 +1,4 @@
-// What is shown, kept in the part of the address after "#", so that it can be shared and the back button works.
+// The state of the page, in the address after "#", so that it can be shared and the back button works.
 
 const LISTS = ["run", "only", "more"];
 

@@ -10,7 +10,7 @@ export const SHADES = [
 ];
 const LEVELS = 9;
 
-// The numbers by which a node's tokens are shaded; credit is the same for all tokens of a node.
+// The values that shade a node's tokens; the credit is the same for all tokens of a node.
 function shadeValues(node, mode, credit) {
   if (mode === "entropy") return node.entropies ?? [];
   if (mode === "logprob") return (node.logprobs ?? []).map((value) => -value);
@@ -18,7 +18,7 @@ function shadeValues(node, mode, credit) {
   return [];
 }
 
-// The value that gets the darkest shade: of 100 tokens in a tree, 99 are below it.
+// The value with the darkest shade: the 99th percentile of the tree's tokens.
 export function shadeTop(nodes, mode, credits) {
   const every =
     mode === "credit" ? credits.map(Math.abs) : nodes.flatMap((node) => shadeValues(node, mode, null)).map(Math.abs);
@@ -40,7 +40,7 @@ export function shadeLegend(mode, top) {
   return el("p", { class: "shades" }, el("span", { class: "hidden" }, `Shaded up to ${number(top)} ${words}.`), scale);
 }
 
-// A text cut into tokens: `ends` counts code points, strings are indexed in UTF-16 units.
+// A text split into tokens: offsets count code points, strings are indexed in UTF-16 units.
 function splitTokens(text, ends) {
   const found = [];
   let points = 0;
@@ -102,7 +102,7 @@ function describeToken(node, place) {
   return parts.join(", ");
 }
 
-// The same as a table, made when it is opened: for keyboards and screen readers.
+// The tokens as a table, for keyboards and screen readers; built when it is opened.
 export function tokenTable(node) {
   if (!node.entropies?.length) return null;
   const box = el("details", { class: "more" }, el("summary", {}, "Tokens as a table"));

@@ -1,6 +1,6 @@
 // Step, prompt, tree: the rollouts of a run.
 
-import { clear, el, number, plural, printable, problem, put, shorten } from "./dom.js";
+import { clear, el, mean, number, plural, printable, problem, put, shorten } from "./dom.js";
 import { detailPanel } from "./detail.js";
 import { accuracyText, drawTree } from "./picture.js";
 import { filterBar, filtered, hitList, promptList } from "./prompts.js";
@@ -149,12 +149,12 @@ async function drawOne(request, run, step, n, state) {
 }
 
 function drawTreeAndDetail(tree, state, chosen, trajectory, step, n) {
-  const right = tree.rewards.map((reward) => reward.parts?.correct).filter((value) => typeof value === "number");
-  const share = right.length === tree.rewards.length && right.length ? right.reduce((a, b) => a + b, 0) / right.length : null;
+  const correct = tree.rewards.map((reward) => reward.parts?.correct);
+  const accuracy = correct.every((value) => typeof value === "number") ? mean(correct) : null;
   const answers = shorten(tree.task.answers.join(" or "), 160);
   treeView.head.replaceChildren(
     el("h2", {}, printable(shorten(tree.task.question, 300))),
-    el("p", {}, `right answer: ${printable(answers)} · step ${step}, prompt #${n} · ${plural(tree.leaves.length, "trajectory")}${accuracyText(share)}`),
+    el("p", {}, `right answer: ${printable(answers)} · step ${step}, prompt #${n} · ${plural(tree.leaves.length, "trajectory")}${accuracyText(accuracy)}`),
   );
   const focused = treeView.picture.contains(document.activeElement);
   const from = [treeView.picture.scrollLeft, treeView.picture.scrollTop];
