@@ -20,9 +20,10 @@ from rich.console import Console
 from arpo.agent.agent import Agent, build_agent
 from arpo.agent.conversation import Answer, Conversation, Listener
 from arpo.agent.detokenize import StreamDecoder
-from arpo.cli.display import COLORS, ConsoleReporter, printable
+from arpo.cli.display import COLORS, ConsoleReporter
 from arpo.config.schema import Config
 from arpo.errors import ArpoError
+from arpo.figures.text import printable
 from arpo.models.resolve import load_policy
 from arpo.tools.build import build_tools
 from arpo.types import Kind, StopReason, ToolCall, ToolResult

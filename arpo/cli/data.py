@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from arpo.cli.display import ConsoleReporter, console, print_reading, printable, progress_bar
+from arpo.cli.display import ConsoleReporter, console, print_reading, progress_bar
 from arpo.cli.options import Overrides, load_target_config
 from arpo.config.loading import load_config
 from arpo.errors import ArpoError
+from arpo.figures.text import printable
 from arpo.training.interrupt import run_async
 
 if TYPE_CHECKING:

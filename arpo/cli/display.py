@@ -19,7 +19,7 @@ from rich.tree import Tree
 
 from arpo.data.rows import list_problems
 from arpo.data.tasks import Reading
-from arpo.figures.text import printable as printable
+from arpo.figures.text import printable
 from arpo.runs import reporter as reporting
 from arpo.tools.stats import ToolStats
 from arpo.types import Fault, Kind, Node, ScoredTree, ToolCall, ToolResult

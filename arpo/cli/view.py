@@ -13,8 +13,9 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from arpo.cli.display import console, print_trajectory, print_tree, printable
+from arpo.cli.display import console, print_trajectory, print_tree
 from arpo.errors import ArpoError
+from arpo.figures.text import printable
 from arpo.runs.run_dir import CONFIG_FILE, RunDir, is_run_dir, open_run_dir
 
 FOLDER_HELP = "a folder of runs, a run or a comparison"
