@@ -145,7 +145,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "seed": setup.seed,
         "workload": asdict(setup.workload),
         "sources": dict(plan.sources),
-        "best": {**_option_json(best), "parts": parts(best), "sampled": asdict(best.sampled)},
+        "best": {**_option_json(best), "parts": parts(best)},
         "bottleneck": bottleneck(best, setup.staleness),
         "splits": [_option_json(option) for option in sorted(plan.options, key=lambda option: option.step)],
         "helps": [{"change": change, "step": seconds} for change, seconds in what_helps(plan.planner, best)],
@@ -154,13 +154,4 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 
 def _option_json(option: Option) -> dict[str, Any]:
-    return {
-        "split": asdict(option.split),
-        "open_trajectories": option.open_trajectories,
-        "step": option.step,
-        "sampling": option.sampling,
-        "training": option.update.seconds,
-        "sync": option.sync,
-        "sampling_memory": asdict(option.sampling_memory),
-        "training_memory": asdict(option.training_memory),
-    }
+    return {**asdict(option), "training": option.update.seconds}
