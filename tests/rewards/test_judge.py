@@ -216,10 +216,10 @@ def test_as_a_reward(server: Server) -> None:
     reward = reward_from(settings)
     answered = searched(last="<think>b</think><answer>\\boxed{M. Tolven}</answer>")
     server.reply = lambda request: (500, b"")
-    down = reward(TASK, answered, answered.leaves[0])
+    down = reward(answered.trajectories[0])
     assert (down.total, unjudged(down)) == (0.0, True)
     server.reply = lambda request: said("CORRECT")
-    assert reward(TASK, answered, answered.leaves[0]).total == 1.0
+    assert reward(answered.trajectories[0]).total == 1.0
 
 
 def test_what_is_missing_is_told_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -291,7 +292,8 @@ def test_as_a_reward_the_reason_is_counted() -> None:
     boxes = {"\\frac{1}{2}": (1.0, {}), "x": (0.0, {}), HANGS: (0.0, {"judge.timeout": 1.0})}
     for box, (total, faults) in boxes.items():
         answered = searched(last=f"<think>b</think><answer>\\boxed{{{box}}}</answer>")
-        given = reward(Task("q", "How much?", ("\\frac{2}{4}", "y")), answered, answered.leaves[0])
+        task = Task("q", "How much?", ("\\frac{2}{4}", "y"))
+        given = reward(replace(answered, task=task).trajectories[0])
         assert given.total == total
         assert {name: value for name, value in given.parts.items() if name.startswith("judge.")} == faults
 
@@ -304,12 +306,11 @@ def test_scoring_does_not_hold_up_the_event_loop() -> None:
     async def count() -> int:
         ticks = 0
         with Scorer(reward, 2) as scorer:
-            scorer.add(slow)
-            waiting = asyncio.create_task(scorer.rewards([slow]))
+            waiting = asyncio.create_task(scorer.score(slow))
             while not waiting.done():
                 ticks += 1
                 await asyncio.sleep(0.01)
-            assert waiting.result()[0][0].parts["judge.timeout"] == 1.0
+            assert waiting.result().rewards[0].parts["judge.timeout"] == 1.0
         return ticks
 
     assert asyncio.run(count()) > 2  # as many as there would be if it had to wait

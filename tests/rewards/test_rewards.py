@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from trees import TASK, model, prompt, searched, tool, tree
+from trees import model, prompt, searched, tool, tree
 
 from arpo.rewards import (
     NoVerdict,
@@ -22,9 +23,9 @@ from arpo.rewards import (
     token_f1,
     unjudged,
 )
-from arpo.rewards.format import tree_format
-from arpo.rewards.text import answer_text, boxed, normalise_answer
-from arpo.types import Fault, Reward, RolloutTree, StopReason, Task
+from arpo.rewards.format import trajectory_format
+from arpo.rewards.text import normalise_answer
+from arpo.types import Fault, Reward, RolloutTree, ScoredTree, StopReason, Task, answer_text, boxed
 
 GOLD = "<answer>\\boxed{Upper Kelso}</answer>"
 GOOD = "<think>look</think><search>mira</search><result>a fact</result><think>so</think>" + GOLD
@@ -213,7 +214,7 @@ def test_text_inside_a_result_is_ignored() -> None:
 def test_tool_text_changes_nothing_in_a_tree(forged: str) -> None:
     for honest in (searched(), searched(last="<think>so</think>"), searched(last=GOLD + GOLD)):
         forgery = searched(result=forged, last=honest.nodes[3].text)
-        assert tree_format(forgery, forgery.leaves[0]) == tree_format(honest, honest.leaves[0])
+        assert trajectory_format(forgery.trajectories[0]) == trajectory_format(honest.trajectories[0])
 
 
 @pytest.mark.parametrize(
@@ -233,24 +234,24 @@ def test_tool_text_changes_nothing_in_a_tree(forged: str) -> None:
     ],
 )
 def test_broken_tree(broken: RolloutTree, rule: str) -> None:
-    assert tree_format(broken, broken.leaves[0]) == (False, rule)
+    assert trajectory_format(broken.trajectories[0]) == (False, rule)
 
 
 def test_good_trees() -> None:
     failed = searched(fault=Fault.MODEL)  # a call that ran and failed is still a call
-    assert tree_format(searched(), searched().leaves[0]) == (True, "")
-    assert tree_format(failed, failed.leaves[0]) == (True, "")
+    assert trajectory_format(searched().trajectories[0]) == (True, "")
+    assert trajectory_format(failed.trajectories[0]) == (True, "")
     # A tag may be cut by a node boundary, but not by a tool result.
     cut = tree([prompt(), model(0, [3], "<think>a</thi"), model(1, [4], "nk>" + GOLD)], [2])
-    assert tree_format(cut, cut.leaves[0]) == (True, "")
+    assert trajectory_format(cut.trajectories[0]) == (True, "")
     torn = searched(first="<think>a</thi", last="nk>" + GOLD)
-    assert tree_format(torn, torn.leaves[0]) == (False, "think: tags not paired")
+    assert trajectory_format(torn.trajectories[0]) == (False, "think: tags not paired")
 
 
 def test_path_that_ends_with_a_tool_result_has_no_answer() -> None:
     ended = tree([prompt(), model(0, [3], "<think>a</think>" + GOLD), tool(1)], [2])
-    assert tree_format(ended, ended.leaves[0]) == (False, NOT_LAST)
-    reward = build_reward("em", 0.1, ())(TASK, ended, ended.leaves[0])
+    assert trajectory_format(ended.trajectories[0]) == (False, NOT_LAST)
+    reward = build_reward("em", 0.1, ())(ended.trajectories[0])
     assert (reward.total, reward.parts["accuracy"]) == (-1.0, 0.0)
 
 
@@ -280,7 +281,7 @@ def parts(format: float, accuracy: float, correct: float, bonus: float) -> dict[
     ],
 )
 def test_hierarchical_reward(rollout: RolloutTree, total: float, expected: dict[str, float]) -> None:
-    reward = build_reward("f1", 0.1, ["search"])(TASK, rollout, rollout.leaves[0])
+    reward = build_reward("f1", 0.1, ["search"])(rollout.trajectories[0])
     assert reward.total == pytest.approx(total)
     assert reward.parts == pytest.approx(expected)
 
@@ -297,15 +298,15 @@ def test_bonus_needs_every_tool_on_the_same_path() -> None:
     ]
     both = tree(nodes, [5, 6])
     reward = build_reward("em", 0.1, ["search", "python"])
-    assert [reward(TASK, both, leaf).total for leaf in both.leaves] == [1.1, 1.0]
+    assert [reward(one).total for one in both.trajectories] == [1.1, 1.0]
     without = build_reward("em", 0.1, [])
-    assert [without(TASK, both, leaf).total for leaf in both.leaves] == [1.0, 1.0]
+    assert [without(one).total for one in both.trajectories] == [1.0, 1.0]
 
 
 def test_accuracy_is_chosen_by_name() -> None:
     half = Task("q", "How much?", ("0.5",))
-    answered = searched(last="<think>b</think><answer>\\boxed{1/2}</answer>")
-    totals = {name: build_reward(name, 0.0, ())(half, answered, answered.leaves[0]).total for name in ("number", "em")}
+    answered = replace(searched(last="<think>b</think><answer>\\boxed{1/2}</answer>"), task=half)
+    totals = {name: build_reward(name, 0.0, ())(answered.trajectories[0]).total for name in ("number", "em")}
     assert totals == {"number": 1.0, "em": 0.0}
     with pytest.raises(ValueError, match="unknown accuracy 'bleu'"):
         build_reward("bleu", 0.1, ())
@@ -371,7 +372,7 @@ def test_several_answers_count_by_the_best() -> None:
 )
 def test_whole_answers(last: str, total: float) -> None:
     answered = searched(last=last, result="<answer>\\boxed{Upper Kelso}</answer>")
-    assert build_reward("em", 0.0, ())(TASK, answered, answered.leaves[0]).total == total
+    assert build_reward("em", 0.0, ())(answered.trajectories[0]).total == total
 
 
 def test_tags_of_other_tools_are_known_when_named() -> None:
@@ -387,9 +388,11 @@ def test_an_answer_without_a_verdict_is_wrong_and_says_why() -> None:
         raise NoVerdict({"Upper Kelso": "timeout", "Lowton": "unavailable"}[prediction])
 
     reward = build_reward(no_verdict, 0.1, ["search"])
-    late = reward(TASK, searched(), searched().leaves[0])
+    late = reward(searched().trajectories[0])
     assert (late.total, late.parts) == (0.0, {**parts(1, 0, 0, 0), "judge.timeout": 1.0})
     answered = searched(last="<think>b</think><answer>\\boxed{Lowton}</answer>")
-    down = reward(TASK, answered, answered.leaves[0])
+    down = reward(answered.trajectories[0])
     assert (unjudged(late), unjudged(down)) == (False, True)
-    assert fault_metrics([[late, down], [late, Reward(1.0)]]) == {"judge.timeout": 2.0, "judge.unavailable": 1.0}
+    assert fault_metrics(
+        [ScoredTree(searched(), rewards) for rewards in ((late,), (down,), (late,), (Reward(1.0),))]
+    ) == {"judge.timeout": 2.0, "judge.unavailable": 1.0}

@@ -13,7 +13,7 @@ from trees import model, prompt, searched, tree
 
 from arpo.evaluation.evaluate import Evaluation, pass_at_k
 from arpo.rewards import Scorer
-from arpo.types import Leaf, Reward, RolloutTree, Task
+from arpo.types import Reward, RolloutTree, ScoredTree, Task, Trajectory
 
 
 def grown(number: int, leaves: int = 2) -> RolloutTree:
@@ -26,7 +26,7 @@ def test_rewards_come_in_order_whatever_is_done_first() -> None:
     at_once = most = seen = 0
     lock, together = threading.Lock(), threading.Barrier(3)
 
-    def reward(task: Task, tree: RolloutTree, leaf: Leaf) -> Reward:
+    def reward(trajectory: Trajectory) -> Reward:
         nonlocal at_once, most, seen
         with lock:
             seen += 1
@@ -35,50 +35,51 @@ def test_rewards_come_in_order_whatever_is_done_first() -> None:
             most = max(most, at_once)
         if first:
             together.wait(60)
-        time.sleep(0.02 if int(task.id) % 2 else 0.001)
+        number = int(trajectory.task.id)
+        time.sleep(0.02 if number % 2 else 0.001)
         with lock:
             at_once -= 1
-        return Reward(float(task.id))
+        return Reward(float(number))
 
-    async def score() -> list[tuple[Reward, ...]]:
+    async def score() -> list[ScoredTree]:
         with Scorer(reward, 3) as scorer:
-            for tree in reversed(trees[2:]):  # two were never announced
-                scorer.add(tree)
-            return await scorer.rewards(trees)
+            return await asyncio.gather(*(scorer.score(tree) for tree in trees))
 
-    assert asyncio.run(score()) == [(Reward(float(n)),) * (1 + n % 3) for n in range(12)]
+    scored = asyncio.run(score())
+    assert [one.tree for one in scored] == trees
+    assert [one.rewards for one in scored] == [(Reward(float(n)),) * (1 + n % 3) for n in range(12)]
     assert most == 3
 
 
 def test_scoring_begins_when_a_tree_is_added_and_the_loop_goes_on() -> None:
     begun, go_on = threading.Event(), threading.Event()
 
-    def reward(task: Task, tree: RolloutTree, leaf: Leaf) -> Reward:
+    def reward(trajectory: Trajectory) -> Reward:
         begun.set()
         assert go_on.wait(60)
         return Reward(1.0)
 
-    async def score() -> list[tuple[Reward, ...]]:
+    async def score() -> ScoredTree:
         with Scorer(reward, 1) as scorer:
-            scorer.add(only := searched())
+            scoring = asyncio.create_task(scorer.score(searched()))
             while not begun.is_set():
                 await asyncio.sleep(0.001)  # other trees grow here
             go_on.set()
-            return await scorer.rewards([only])
+            return await scoring
 
-    assert asyncio.run(score()) == [(Reward(1.0),)]
+    assert asyncio.run(score()).rewards == (Reward(1.0),)
 
 
 @pytest.mark.parametrize("error", [ValueError("a bug"), StopIteration(), SystemExit(3)])
 def test_an_error_in_a_reward_is_raised_where_rewards_are_asked_for(error: BaseException) -> None:
-    def reward(task: Task, tree: RolloutTree, leaf: Leaf) -> Reward:
-        if task.id == "1":
+    def reward(trajectory: Trajectory) -> Reward:
+        if trajectory.task.id == "1":
             raise error
         return Reward(1.0)
 
     async def score() -> None:
         with Scorer(reward, 2) as scorer:
-            await asyncio.wait_for(scorer.rewards([grown(0), grown(1), grown(2)]), 60)
+            await asyncio.wait_for(asyncio.gather(*(scorer.score(grown(number)) for number in range(3))), 60)
 
     with pytest.raises((ValueError, RuntimeError), match=f"a bug|{type(error).__name__}"):
         asyncio.run(score())
@@ -88,15 +89,19 @@ def test_leaving_waits_for_nobody_and_ends_the_threads() -> None:
     before, go_on = threading.active_count(), threading.Event()
     calls: list[str] = []
 
-    def reward(task: Task, tree: RolloutTree, leaf: Leaf) -> Reward:
-        calls.append(task.id)
+    def reward(trajectory: Trajectory) -> Reward:
+        calls.append(trajectory.task.id)
         go_on.wait(600)
         return Reward(1.0)
 
+    async def leave() -> None:
+        with Scorer(reward, 2) as scorer:
+            scoring = [asyncio.create_task(scorer.score(grown(number, leaves=1))) for number in range(5)]
+            await asyncio.sleep(0)
+        assert not any(task.done() for task in scoring)
+
     started = time.monotonic()
-    with Scorer(reward, 2) as scorer:
-        for number in range(5):
-            scorer.add(grown(number, leaves=1))
+    asyncio.run(leave())
     assert time.monotonic() - started < 60
     go_on.set()
     deadline = time.monotonic() + 60
@@ -124,7 +129,7 @@ def test_pass_at_k_known_values() -> None:
 
 def test_an_evaluation_knows_its_pass_at_k_and_what_was_not_judged() -> None:
     right, wrong = Reward(1.0, {"correct": 1.0}), Reward(0.0, {"correct": 0.0, "judge.timeout": 1.0})
-    trees = (grown(0, 4), grown(1, 4))
-    result = Evaluation(trees, ((right, wrong, wrong, wrong), (wrong,) * 4))
+    rewards = ((right, wrong, wrong, wrong), (wrong,) * 4)
+    result = Evaluation(tuple(ScoredTree(grown(number, 4), given) for number, given in enumerate(rewards)))
     assert (result.pass_at(1), result.pass_at(2), result.pass_at(4)) == (0.125, 0.25, 0.5)
     assert result.faults == {"judge.timeout": 7.0}
