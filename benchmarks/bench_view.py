@@ -74,15 +74,15 @@ def make_run(directory: Path, options: argparse.Namespace) -> None:
     """A run with the shape that is asked for."""
     rng = random.Random(0)
     trees = [score_tree(rng, make_tree(rng, number, options)) for number in range(options.prompts)]
-    with create_run_dir(directory, load_config(None, [f"run.dir={directory}"]).resolved()) as log:
-        log.write_trees(1, trees)
-        data, index = log.tree_files(1)
+    with create_run_dir(directory, load_config(None, [f"run.dir={directory}"]).resolved()) as run_dir:
+        run_dir.write_trees(1, trees)
+        data, index = run_dir.tree_files(1)
         for step in range(1, options.steps + 1):
             if step > 1:
-                copy, own = log.tree_files(step)
+                copy, own = run_dir.tree_files(step)
                 copy.hardlink_to(data)
                 own.write_bytes(index.read_bytes())
-            add_record(log, rng, step)
+            add_record(run_dir, rng, step)
 
 
 def score_tree(rng: random.Random, tree: RolloutTree) -> ScoredTree:
@@ -91,7 +91,7 @@ def score_tree(rng: random.Random, tree: RolloutTree) -> ScoredTree:
     return ScoredTree(tree, rewards, tuple(Credit(0.1, {leaf.node: 0.1}) for leaf in tree.leaves))
 
 
-def add_record(log: RunDir, rng: random.Random, step: int) -> None:
+def add_record(run_dir: RunDir, rng: random.Random, step: int) -> None:
     """A record with as many numbers as those of training."""
     values: dict[str, float] = {f"tool.search.number_{number}": rng.random() for number in range(20)}
     names = ("reward", "accuracy", "entropy_start", "entropy_after_tool", "rollout_seconds", "train_seconds", "loss")
@@ -103,7 +103,7 @@ def add_record(log: RunDir, rng: random.Random, step: int) -> None:
         "total_tokens": 150_000,
         "trajectories": 512,
     }
-    log.append_metrics(step, values | ({"test_accuracy": rng.random()} if step % 100 == 50 else {}))
+    run_dir.append_metrics(step, values | ({"test_accuracy": rng.random()} if step % 100 == 50 else {}))
 
 
 def make_tree(rng: random.Random, number: int, options: argparse.Namespace) -> RolloutTree:

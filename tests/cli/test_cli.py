@@ -25,7 +25,7 @@ def test_help_names_every_command(arpo: Arpo) -> None:
     assert [name for name in ("train", "eval", "rollout", "doctor", "demo") if f" {name} " not in outcome.out] == []
 
 
-def test_doctor_says_what_is_here(arpo: Arpo, tmp_path: Path) -> None:
+def test_doctor(arpo: Arpo, tmp_path: Path) -> None:
     outcome = arpo("doctor")
     assert outcome.code == 0
     rows = {line[4:22].strip(): line for line in outcome.out.splitlines()}
@@ -50,7 +50,7 @@ def test_doctor_says_what_is_here(arpo: Arpo, tmp_path: Path) -> None:
     assert str(tmp_path / "cache") in rows["model cache"]
 
 
-def test_train_leaves_a_whole_run(trained: Path) -> None:
+def test_train_writes_a_run(trained: Path) -> None:
     lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
     assert [(line["step"], line["trajectories"]) for line in lines] == [(1, 8), (2, 8)]
     assert json.loads((trained / "config.json").read_text())["train"]["steps"] == 2
@@ -69,7 +69,7 @@ def test_train_prints_one_line_a_step(arpo: Arpo) -> None:
     assert done == "done: 1 steps; the run is in run"
 
 
-def test_resume_goes_on_to_more_steps(arpo: Arpo, trained: Path, model_dir: Path) -> None:
+def test_resume_continues_to_more_steps(arpo: Arpo, trained: Path, model_dir: Path) -> None:
     shutil.copytree(trained, "again")
     outcome = arpo("train", "small.toml", f"run.dir={Path('again')}", "train.steps=3", "--resume")
     assert (outcome.code, outcome.out.splitlines()[-1]) == (0, "done: 3 steps; the run is in again")
@@ -116,7 +116,7 @@ def test_rollout_shows_a_tree(arpo: Arpo, trained: Path) -> None:
     assert arpo("rollout", trained, "--number", 5).out == outcome.out
 
 
-def test_rollout_answers_a_question_of_ones_own(arpo: Arpo, trained: Path) -> None:
+def test_rollout_of_a_given_question(arpo: Arpo, trained: Path) -> None:
     outcome = arpo(
         "rollout", trained, "rollout.num_trajectories=2", "rollout.num_initial=1", "--ask", "Who is [bold]Ada[/] Lom?"
     )
@@ -125,7 +125,7 @@ def test_rollout_answers_a_question_of_ones_own(arpo: Arpo, trained: Path) -> No
     assert outcome.out.splitlines()[-1].startswith("2 trajectories, ")
 
 
-def test_questions_and_documents_of_ones_own(arpo: Arpo) -> None:
+def test_custom_questions_and_documents(arpo: Arpo) -> None:
     write_questions("mine.jsonl", {"q": "Who leads Kip Salt?", "gold": ["Ada Lom", "A. Lom"]}, {"q": "1+1?", "gold": 2})
     Path("docs.jsonl").write_text('{"title": "Kip Salt", "text": "Ada Lom leads it."}\n')
     own = ("data.train=mine.jsonl", "data.test=mine.jsonl", "data.question=q", "data.answer=gold")
@@ -169,13 +169,13 @@ def test_an_override_without_a_value(arpo: Arpo) -> None:
     )
 
 
-def test_fewer_leaves_than_initial_paths(arpo: Arpo) -> None:
+def test_fewer_trajectories_than_initial_ones(arpo: Arpo) -> None:
     assert mistake(arpo("train", "small.toml", "rollout.num_initial=20", "rollout.num_trajectories=8")) == (
         "command line: rollout.num_initial: got 20, expected at most rollout.num_trajectories, which is 8"
     )
 
 
-def test_all_mistakes_are_told_at_once(arpo: Arpo) -> None:
+def test_all_mistakes_are_reported_at_once(arpo: Arpo) -> None:
     assert len(mistake(arpo("train", "small.toml", "train.steps=0", "train.lr=-1", "sed=3")).splitlines()) == 3
 
 
@@ -190,7 +190,7 @@ def test_a_missing_data_file(arpo: Arpo) -> None:
     assert not Path("run").exists()
 
 
-def test_a_folder_that_may_not_be_read_is_named(arpo: Arpo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_without_permission_is_named(arpo: Arpo, monkeypatch: pytest.MonkeyPatch) -> None:
     def locked(*_: object) -> None:
         raise PermissionError(13, "Permission denied", "locked/run")
 
@@ -255,7 +255,7 @@ def test_a_prompt_longer_than_the_context(arpo: Arpo) -> None:
 
 
 @pytest.mark.parametrize("path", ["./nowhere", "a/b/nowhere", "/nowhere"])
-def test_a_model_directory_that_is_not_there(arpo: Arpo, path: str) -> None:
+def test_a_missing_model_directory(arpo: Arpo, path: str) -> None:
     assert mistake(arpo("eval", "small.toml", f"model.path={path}")) == (
         f"model.path: {path!r} is not a model: there is no such directory; "
         'give a Hugging Face directory, a hub name or "tiny"'
@@ -276,7 +276,7 @@ def test_a_damaged_model(arpo: Arpo, model_dir: Path) -> None:
         assert message.startswith(f"model.path: 'without-{name}' could not be loaded: ")
 
 
-def test_cuda_where_there_is_none(arpo: Arpo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_on_a_machine_without_it(arpo: Arpo, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert mistake(arpo("eval", "small.toml", "model.device=cuda")) == (
         "model.device is cuda, but torch sees no CUDA device: use model.device=cpu, or see `arpo doctor`"
@@ -308,7 +308,7 @@ def test_resuming_with_other_settings(arpo: Arpo, trained: Path) -> None:
     assert message[1:] == ["rollout.temperature: 1.0 -> 0.5", "give these as they were, or choose another run.dir"]
 
 
-def test_resuming_what_was_never_begun(arpo: Arpo) -> None:
+def test_resuming_a_run_that_does_not_exist(arpo: Arpo) -> None:
     assert (
         mistake(arpo("train", "small.toml", "--resume")) == "run: there is no run yet; leave out --resume to begin one"
     )
@@ -335,7 +335,7 @@ def test_a_question_that_does_not_exist(arpo: Arpo, trained: Path) -> None:
     assert outcome.code == 2 and "--number" in outcome.err and "Traceback" not in outcome.err
 
 
-def test_an_empty_question_of_ones_own(arpo: Arpo, trained: Path) -> None:
+def test_an_empty_question(arpo: Arpo, trained: Path) -> None:
     assert mistake(arpo("rollout", trained, "--ask", "  ")) == "--ask: task 'asked' has an empty question"
 
 
@@ -351,7 +351,7 @@ def test_a_mistake_in_the_model_leaves_no_run_behind(arpo: Arpo) -> None:
     assert arpo("train", "small.toml", "train.steps=1").code == 0
 
 
-def test_ctrl_c_says_how_to_go_on(arpo: Arpo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_says_how_to_resume(arpo: Arpo, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 

@@ -16,7 +16,7 @@ from arpo.tools.stats import ToolStats
 from arpo.types import Decision, Leaf, Reward, RolloutTree, ScoredTree, StopReason, Task
 
 
-def test_what_each_tool_did_is_a_table() -> None:
+def test_tool_table() -> None:
     stats = {"search": ToolStats(calls=12, cached=3, model=2, p50_seconds=0.25, p95_seconds=1.5), "python": ToolStats()}
     stats[""] = ToolStats(calls=1, model=1)
     assert tool_lines(stats) == [
@@ -67,7 +67,7 @@ def test_a_step_is_one_line_under_the_header() -> None:
         ("", ""),
     ],
 )
-def test_nothing_can_steer_a_terminal_or_hide(text: str, shown: str) -> None:
+def test_control_and_hidden_characters_are_escaped(text: str, shown: str) -> None:
     assert printable(text) == shown
 
 

@@ -46,13 +46,13 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     rewards = (Reward(0.5, {"format": 1.0, "correct": 0.25}), Reward(-1.0), Reward(1.0))
     credits = (Credit(0.5, {1: 0.125, 3: 0.5}), Credit(-1.5, {}), Credit(0.0, {}))
     scored = ScoredTree(first, rewards, credits, (True, True, False))
-    with create_run_dir(directory, {"rollout": {}}) as log:
-        log.write_trees(2, [scored])
-        log.write_trees(5, [scored, ScoredTree(second, rewards[:1], credits[:1])])
+    with create_run_dir(directory, {"rollout": {}}) as run_dir:
+        run_dir.write_trees(2, [scored])
+        run_dir.write_trees(5, [scored, ScoredTree(second, rewards[:1], credits[:1])])
     return directory
 
 
-def test_the_last_tree_is_shown_with_all_that_is_known_of_it(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_last_tree_is_shown_in_full(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, text = outcome(capsys, run)
     assert code == 0
     for part in (
@@ -69,7 +69,7 @@ def test_the_last_tree_is_shown_with_all_that_is_known_of_it(run: Path, capsys: 
     assert outcome(capsys, run, "--step", 2)[1] == text.replace("step 5, question 0 of 2", "step 2, question 0 of 1")
 
 
-def test_failed_calls_are_told_and_text_stays_text(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failed_calls_are_shown_and_text_is_escaped(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, text = outcome(capsys, run, "--prompt", 1)
     assert code == 0
     assert r"step 5, question 1 of 2: odd\u202e" in text
@@ -101,7 +101,7 @@ def test_the_list_has_every_question(run: Path, capsys: pytest.CaptureFixture[st
     assert ["1", r"odd\u202e", "0.50", "1", "0", "Who?"] in rows
 
 
-def test_mistakes_are_told_with_what_there_is(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_say_what_exists(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def told(*arguments: object) -> str:
         code, text = outcome(capsys, *arguments)
         assert code == 2

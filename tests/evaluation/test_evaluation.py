@@ -1,4 +1,4 @@
-"""Evaluation on benchmarks from end to end: a model here, a model behind an endpoint, stopped and gone on with."""
+"""Evaluation on benchmarks, end to end: a local model, a model behind an endpoint, stopped and resumed."""
 
 from __future__ import annotations
 
@@ -101,8 +101,8 @@ def write_files(folder: Path) -> None:
     (folder / "docs.jsonl").write_text('{"title": "Mira", "text": "Mira was born in Upper Kelso."}\n')
 
 
-def kept(out: Path, name: str) -> dict[tuple[str, int], Any]:
-    """Every answer that is kept, without how long it took."""
+def saved_answers(out: Path, name: str) -> dict[tuple[str, int], Any]:
+    """Every saved answer, without its time."""
     found = {}
     for line in (out / "samples" / f"{name}.jsonl").read_text().splitlines():
         record = json.loads(line)
@@ -146,15 +146,17 @@ def test_a_model_on_two_benchmarks(arpo: Arpo, model_dir: Path) -> None:
     assert (gsm8k["questions"], gsm8k["answers"], gsm8k["failed"], gsm8k["metric"]) == (4, 12, 0, "math")
     assert list(gsm8k["pass_at"]) == ["1", "3"] and gsm8k["tokens"] > 0
     assert list(hotpotqa["levels"]) == ["easy", "hard", "medium"]
-    assert sorted(kept(Path("out"), "gsm8k")) == [(f"gsm8k.jsonl:{n}", i) for n in (1, 2, 3, 4) for i in (0, 1, 2)]
+    assert sorted(saved_answers(Path("out"), "gsm8k")) == [
+        (f"gsm8k.jsonl:{n}", i) for n in (1, 2, 3, 4) for i in (0, 1, 2)
+    ]
     ElementTree.parse("out/results.svg")
     assert "| HotpotQA | token F1 | 0.0 (0.0 to " in Path("out/results.md").read_text()
-    tokens = {tuple(n[2] for n in words) for _, words, _ in kept(Path("out"), "gsm8k").values()}
+    tokens = {tuple(n[2] for n in words) for _, words, _ in saved_answers(Path("out"), "gsm8k").values()}
     assert len(tokens) == 12  # every answer has a seed of its own
 
 
 @pytest.mark.slow
-def test_the_same_again_asks_nothing_and_more_goes_on(arpo: Arpo, model_dir: Path) -> None:
+def test_existing_answers_are_kept_and_missing_ones_added(arpo: Arpo, model_dir: Path) -> None:
     command = ("eval", model_dir, "--benchmarks", "gsm8k", "--data-dir", "sets", *SMALL)
     assert arpo(*command, "--out", "out", "--samples", 2, "--questions", 2).code == 0
     before = Path("out/samples/gsm8k.jsonl").read_bytes()
@@ -164,7 +166,7 @@ def test_the_same_again_asks_nothing_and_more_goes_on(arpo: Arpo, model_dir: Pat
     assert arpo(*command, "--out", "out", "--samples", 3, "--questions", 4).code == 0
     assert Path("out/samples/gsm8k.jsonl").read_bytes().startswith(before)
     assert arpo(*command, "--out", "whole", "--samples", 3, "--questions", 4).code == 0
-    assert kept(Path("out"), "gsm8k") == kept(Path("whole"), "gsm8k")
+    assert saved_answers(Path("out"), "gsm8k") == saved_answers(Path("whole"), "gsm8k")
     assert without_seconds(evaluated("out")) == without_seconds(evaluated("whole"))
     assert arpo(*command, "--out", "out", "--questions", 1).code == 0  # less is asked for: only that counts
     assert evaluated()["benchmarks"]["gsm8k"]["answers"] == 1
@@ -198,7 +200,7 @@ main()
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment_and_gone_on_with_it_equals_one_that_was_not(arpo: Arpo, model_dir: Path) -> None:
+def test_a_killed_and_resumed_evaluation_equals_an_uninterrupted_one(arpo: Arpo, model_dir: Path) -> None:
     command = ["eval", str(model_dir), "--benchmarks", "gsm8k,hotpotqa", "--data-dir", "sets", *SMALL]
     command += ["--samples", "5", "--k", "1,5", "rollout.concurrency=4"]
     process = warm_process.start(SHORT_LIVED, *command, "--out", "out", output=Path("output.txt"))
@@ -213,7 +215,7 @@ def test_killed_at_any_moment_and_gone_on_with_it_equals_one_that_was_not(arpo: 
     assert 1 <= there < 50
     assert arpo(*command, "--out", "whole").code == 0
     for name in ("gsm8k", "hotpotqa"):
-        assert kept(Path("out"), name) == kept(Path("whole"), name)
+        assert saved_answers(Path("out"), name) == saved_answers(Path("whole"), name)
     assert without_seconds(evaluated("out")) == without_seconds(evaluated("whole"))
 
 
@@ -248,7 +250,7 @@ def test_an_endpoint_on_a_benchmark(arpo: Arpo, server: ChatServer, monkeypatch:
     outcome = arpo(*endpoint_command(server, "--samples", 4, "--k", "1,2,4", "eval.endpoint_key_env=CHAT_KEY"))
     assert outcome.code == 0, outcome
     assert set(server.keys) == {"Bearer sk-secret"} and 1 < server.most <= 8
-    right = {key: record["correct"] for key, (record, *_) in kept(Path("out"), "gsm8k").items()}
+    right = {key: record["correct"] for key, (record, *_) in saved_answers(Path("out"), "gsm8k").items()}
     found = evaluated()["benchmarks"]["gsm8k"]
     per_question = [sum(right[f"gsm8k.jsonl:{n}", i] for i in range(4)) for n in range(1, 7)]
     assert 0 < sum(per_question) < 24
@@ -261,7 +263,7 @@ def test_an_endpoint_on_a_benchmark(arpo: Arpo, server: ChatServer, monkeypatch:
 
 
 @pytest.mark.slow
-def test_failures_are_not_counted_and_asked_for_again(arpo: Arpo, server: ChatServer) -> None:
+def test_failures_are_not_counted_and_retried(arpo: Arpo, server: ChatServer) -> None:
     pytest.importorskip("math_verify")
 
     def reply(request: dict[str, Any]) -> Any:
@@ -284,7 +286,7 @@ def test_failures_are_not_counted_and_asked_for_again(arpo: Arpo, server: ChatSe
     assert (evaluated()["failures"], evaluated()["benchmarks"]["gsm8k"]["questions"]) == ([], 6)
 
 
-def test_an_answer_that_a_broken_tool_spoilt_is_asked_for_again(arpo: Arpo, server: ChatServer) -> None:
+def test_an_answer_spoiled_by_a_broken_tool_is_retried(arpo: Arpo, server: ChatServer) -> None:
     Path("broken.py").write_text(
         "from arpo.tools.base import ToolUnavailable, tool\nfrom pathlib import Path\n\n@tool(retries=0)\n"
         'def lookup(query: str) -> str:\n    """Look."""\n    if Path("down").exists():\n'
@@ -333,7 +335,7 @@ def test_settings_of_a_file_for_an_endpoint(arpo: Arpo, server: ChatServer) -> N
 # Mistakes.
 
 
-def test_mistakes(arpo: Arpo, model_dir: Path) -> None:
+def test_invalid_options(arpo: Arpo, model_dir: Path) -> None:
     base = ("eval", model_dir, "--data-dir", "sets", "--out", "out")
     assert "there is no benchmark 'gsm9k'" in mistake(arpo(*base, "--benchmarks", "gsm9k"))
     assert "--benchmarks: name some" in mistake(arpo(*base, "--benchmarks", ","))
@@ -353,7 +355,7 @@ def test_mistakes(arpo: Arpo, model_dir: Path) -> None:
     assert not Path("out").exists()
 
 
-def test_sets_come_from_files_or_the_hub_and_gated_ones_say_so(
+def test_benchmarks_come_from_files_or_the_hub_and_gated_ones_say_so(
     arpo: Arpo, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
@@ -368,13 +370,13 @@ def test_sets_come_from_files_or_the_hub_and_gated_ones_say_so(
     assert found["math500"][0].kind == "level 2"
 
 
-def test_questions_with_the_same_id_stay_apart(tmp_path: Path) -> None:
+def test_equal_ids_are_made_unique(tmp_path: Path) -> None:
     (tmp_path / "hotpotqa.jsonl").write_text(rows(*[HOTPOTQA[0]] * 3, HOTPOTQA[1]))
     tasks = load_questions(BenchmarkPlan(("hotpotqa",), tmp_path / "out", data_dir=tmp_path), "refuse")["hotpotqa"]
     assert [task.id for task in tasks] == ["h0", "h0#2", "h0#3", "h1"]
 
 
-def test_what_decides_an_answer() -> None:
+def test_answer_settings() -> None:
     def changed(*overrides: str) -> bool:
         return answer_settings(load_config(None, overrides)) != answer_settings(load_config(None))
 

@@ -56,7 +56,7 @@ def test_scores_of_trees_made_by_hand() -> None:
     assert searched().trajectories[0].completion_tokens == 2
 
 
-def test_what_the_judge_could_not_say() -> None:
+def test_faults_of_the_judge() -> None:
     parts = {"accuracy": 0.0, "correct": 0.0, "format": 1.0}
     long = build_sample("gaia", 0, ScoredTree(searched(), (Reward(0.0, {**parts, "judge.long": 1.0}),)), None)
     assert (long.faults, long.failed) == (("judge.long",), None)
@@ -65,7 +65,7 @@ def test_what_the_judge_could_not_say() -> None:
     assert down.failed == "the judge was unavailable"
 
 
-def test_what_is_kept_can_be_read_again(tmp_path: Path) -> None:
+def test_samples_round_trip(tmp_path: Path) -> None:
     with open_samples(tmp_path / "out", SETTINGS) as store:
         assert not (tmp_path / "out" / "settings.json").exists()  # nothing is settled before the first answer
         assert store.read("hotpotqa", TASKS) == {}
@@ -80,7 +80,7 @@ def test_what_is_kept_can_be_read_again(tmp_path: Path) -> None:
     assert kept.tree == answered(TASKS[0]) and kept.rewards[0].total == 1.1
 
 
-def test_a_line_that_was_cut_off_anywhere_is_dropped(tmp_path: Path) -> None:
+def test_a_truncated_line_is_dropped(tmp_path: Path) -> None:
     with open_samples(tmp_path, SETTINGS) as store:
         fill(store, 3)
         path = store.path("hotpotqa")
@@ -97,7 +97,7 @@ def test_a_line_that_was_cut_off_anywhere_is_dropped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [b"{}\n", b"nonsense\n", b"[1]\n", b'{"tree": 3}\n'])
-def test_other_damage_is_named(tmp_path: Path, damage: bytes) -> None:
+def test_other_damage_is_reported(tmp_path: Path, damage: bytes) -> None:
     with open_samples(tmp_path, SETTINGS) as store:
         fill(store, 2)
         path = store.path("hotpotqa")

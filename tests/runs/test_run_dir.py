@@ -97,7 +97,7 @@ def test_tree_round_trip_is_exact() -> None:
 
 
 @given(st.text(st.characters() | st.characters(categories=["Cs"], max_codepoint=0xDBFF)))
-def test_any_text_survives_lone_surrogates_too(text: str) -> None:
+def test_any_text_survives(text: str) -> None:
     scored = ScoredTree(_tree(text=text), REWARDS, CREDITS, MASK)
     assert unpack_tree(pack_trees([scored])[0]) == scored
 
@@ -119,7 +119,7 @@ def test_a_frame_that_would_fill_the_memory_or_hides_its_size_is_damaged(monkeyp
             unpack_tree(frame)
 
 
-def test_a_reward_too_few_is_refused() -> None:
+def test_a_missing_reward_is_refused() -> None:
     with pytest.raises(ValueError, match="2 leaves, 1 rewards"):
         ScoredTree(_tree(), REWARDS[:1], CREDITS)
 
@@ -151,7 +151,7 @@ def test_an_index_summarizes_each_tree() -> None:
 
 
 @pytest.mark.parametrize("bad", ["{}", '{"trees": [{"offset": 1}]}', '{"trees": 5}', "[]", "[" * 100_000])
-def test_a_damaged_index_is_told(tmp_path: Path, bad: str) -> None:
+def test_a_damaged_index_is_reported(tmp_path: Path, bad: str) -> None:
     run_dir = create_run_dir(tmp_path / "run", {})
     _save(run_dir, 1, "a")
     run_dir.tree_files(1)[1].write_text(bad)
@@ -164,7 +164,7 @@ def test_a_node_with_char_offsets_has_one_for_every_token() -> None:
         Node(0, Kind.MODEL, (1, 2), "ab", (0.0, 0.0), (0.0, 0.0), char_offsets=(1,))
 
 
-def test_one_tree_is_read_without_its_neighbours(tmp_path: Path) -> None:
+def test_reading_one_tree_does_not_read_others(tmp_path: Path) -> None:
     run_dir = create_run_dir(tmp_path / "run", {})
     _save(run_dir, 1, "a", "b")
     path = tmp_path / "run/trees/step_000001.jsonl.zst"
@@ -185,7 +185,7 @@ def test_tree_file_is_plain_json_lines_for_other_programs(tmp_path: Path) -> Non
         assert subprocess.run(["zstd", "-dc", path], capture_output=True, check=True).stdout == text
 
 
-def test_trees_without_index_are_not_there_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trees_without_an_index_do_not_exist_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = create_run_dir(tmp_path / "run", {})
     _save(run_dir, 1, "a", "b")
     write = run_dir_module.write_atomically
@@ -230,7 +230,7 @@ def test_create_never_touches_a_used_directory(tmp_path: Path) -> None:
         create_run_dir(tmp_path / "file" / "run", {})
 
 
-def test_create_goes_on_after_a_crash_in_create(tmp_path: Path) -> None:
+def test_create_works_after_a_crash_in_create(tmp_path: Path) -> None:
     (tmp_path / "run.lock").write_text("1\n")
     (tmp_path / "config.json.tmp").write_text("{")
     create_run_dir(tmp_path, {"seed": 1})
@@ -292,7 +292,7 @@ def test_metrics_are_valid_json_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("torn", [b"{", b'{"step": 3, "a": "\xc3', b'{"step": 3}'])
-def test_a_torn_last_line_is_left_out_and_mended(tmp_path: Path, torn: bytes) -> None:
+def test_a_truncated_last_line_is_skipped_and_removed(tmp_path: Path, torn: bytes) -> None:
     with create_run_dir(tmp_path / "run", {}) as run_dir:
         run_dir.append_metrics(1, {})
         run_dir.append_metrics(2, {})
@@ -312,7 +312,7 @@ def test_any_other_damage_is_an_error(tmp_path: Path, damage: bytes) -> None:
         run_dir.read_metrics()
 
 
-def test_rewind_leaves_what_a_run_stopped_there_has(tmp_path: Path) -> None:
+def test_roll_back_leaves_the_files_of_a_run_stopped_there(tmp_path: Path) -> None:
     logs = [create_run_dir(tmp_path / name, {}) for name in ("whole", "short")]
     for run_dir, steps in zip(logs, (5, 3), strict=True):
         for step in range(1, steps + 1):

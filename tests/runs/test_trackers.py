@@ -90,7 +90,7 @@ def resume_run(run_dir: RunDir, settings: Config, first: int, last: int) -> None
     tracked.close()
 
 
-def test_settings_name_trackers_one_by_one_or_in_a_list() -> None:
+def test_trackers_are_set_by_name_or_list() -> None:
     def named(*given: str) -> tuple[str, ...]:
         return load_config(None, given).run.tracker
 
@@ -111,7 +111,7 @@ def test_the_settings_of_a_run_read_back() -> None:
     assert config_from_resolved(json.loads(json.dumps(settings.resolved()))) == settings
 
 
-def test_numbers_are_sent_and_nothing_else(run_dir: RunDir, fakes: dict[str, Fake]) -> None:
+def test_only_finite_numbers_are_sent(run_dir: RunDir, fakes: dict[str, Fake]) -> None:
     tracked = Trackers(config("wandb"), run_dir, 0, ConsoleReporter())
     tracked.record(
         1, {"step": 1, "reward": 0.5, "calls": 3, "loss": float("nan"), "up": float("inf"), "collapse_warnings": "bad"}
@@ -124,7 +124,7 @@ def test_numbers_are_sent_and_nothing_else(run_dir: RunDir, fakes: dict[str, Fak
     assert fakes["tensorboard"].starts == []
 
 
-def test_a_resumed_run_goes_on_in_the_same_tracker_run(run_dir: RunDir, fakes: dict[str, Fake]) -> None:
+def test_a_resumed_run_continues_its_tracker_run(run_dir: RunDir, fakes: dict[str, Fake]) -> None:
     resume_run(run_dir, config("tensorboard", "wandb"), 1, 3)
     resume_run(run_dir, config("tensorboard", "wandb"), 4, 5)
     for fake in fakes.values():
@@ -132,7 +132,7 @@ def test_a_resumed_run_goes_on_in_the_same_tracker_run(run_dir: RunDir, fakes: d
         assert [(start.id, start.step) for start in fake.starts] == [(None, 0), ("run 1", 3)]
 
 
-def test_steps_that_were_taken_back_are_sent_once_to_one_tracker_run(run_dir: RunDir, fakes: dict[str, Fake]) -> None:
+def test_rolled_back_steps_are_sent_once_per_tracker_run(run_dir: RunDir, fakes: dict[str, Fake]) -> None:
     settings = config("tensorboard", "wandb")
     resume_run(run_dir, settings, 1, 4)
     resume_run(run_dir, settings, 3, 4)  # the last checkpoint was that of step 2
@@ -150,7 +150,7 @@ def test_steps_that_were_taken_back_are_sent_once_to_one_tracker_run(run_dir: Ru
     assert (wandb.starts[-1].id, wandb.steps[-1], len(wandb.steps)) == ("run 2", 5, 9)
 
 
-def test_a_run_taken_back_before_it_was_opened_is_noticed(run_dir: RunDir, fakes: dict[str, Fake]) -> None:
+def test_a_rollback_before_opening_is_noticed(run_dir: RunDir, fakes: dict[str, Fake]) -> None:
     """A collapse rewinds the directory in the process that tracked the later steps."""
     resume_run(run_dir, config("wandb"), 1, 4)
     run_dir.roll_back(2)
@@ -158,7 +158,7 @@ def test_a_run_taken_back_before_it_was_opened_is_noticed(run_dir: RunDir, fakes
     assert fakes["wandb"].steps == [1, 2, 3, 4, 1, 2, 3]
 
 
-def test_what_a_tracker_missed_is_sent_on_resuming(run_dir: RunDir, fakes: dict[str, Fake]) -> None:
+def test_resuming_sends_missed_records(run_dir: RunDir, fakes: dict[str, Fake]) -> None:
     resume_run(run_dir, config("wandb"), 1, 2)
     resume_run(run_dir, config(), 3, 4)
     resume_run(run_dir, config("wandb", "tensorboard"), 5, 5)
@@ -166,9 +166,7 @@ def test_what_a_tracker_missed_is_sent_on_resuming(run_dir: RunDir, fakes: dict[
     assert [start.id for start in fakes["wandb"].starts] == [None, "run 1"]
 
 
-def test_steps_that_were_taken_back_while_a_tracker_was_off_are_noticed(
-    run_dir: RunDir, fakes: dict[str, Fake]
-) -> None:
+def test_a_rollback_while_a_tracker_was_off_is_noticed(run_dir: RunDir, fakes: dict[str, Fake]) -> None:
     resume_run(run_dir, config("wandb", "tensorboard"), 1, 4)
     resume_run(run_dir, config(), 3, 5)
     resume_run(run_dir, config("wandb", "tensorboard"), 6, 6)
@@ -178,7 +176,7 @@ def test_steps_that_were_taken_back_while_a_tracker_was_off_are_noticed(
     assert [(start.id, start.step) for start in fakes["tensorboard"].starts] == [(None, 0), ("run 1", 2)]
 
 
-def test_one_that_fails_is_warned_about_once_and_left_alone(
+def test_a_failing_tracker_is_reported_once_and_gets_nothing_more(
     run_dir: RunDir, fakes: dict[str, Fake], capsys: pytest.CaptureFixture[str]
 ) -> None:
     fakes["wandb"].breaks_at = 2
@@ -194,7 +192,7 @@ def test_one_that_fails_is_warned_about_once_and_left_alone(
     assert [start.id for start in fakes["wandb"].starts] == [None, "run 1"]
 
 
-def test_one_that_hangs_holds_up_nothing(
+def test_a_hanging_tracker_holds_up_nothing(
     run_dir: RunDir, fakes: dict[str, Fake], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(trackers, "CLOSE_SECONDS", 0.05)
@@ -208,7 +206,7 @@ def test_one_that_hangs_holds_up_nothing(
     assert "wandb was still sending after" in capsys.readouterr().out
 
 
-def test_one_that_does_not_start_is_told_at_once_and_the_others_are_closed(
+def test_a_tracker_that_does_not_start_is_an_error_and_the_others_are_closed(
     run_dir: RunDir, fakes: dict[str, Fake], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(run: TrackerRun) -> str:
@@ -221,7 +219,7 @@ def test_one_that_does_not_start_is_told_at_once_and_the_others_are_closed(
 
 
 @pytest.mark.parametrize("name", trackers.TRACKERS)
-def test_a_missing_package_is_told_with_what_to_install(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_reported_with_what_to_install(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, trackers.TRACKERS[name]().package, None)
     with pytest.raises(ArpoError, match=rf"run.tracker: {name} cannot be used .*pip install {name}"):
         require_trackers([name])
@@ -276,7 +274,7 @@ def test_no_secret_of_an_mcp_server_is_sent() -> None:
     assert sent["train"] == settings["train"]
 
 
-def test_a_run_is_called_after_its_place() -> None:
+def test_run_names() -> None:
     assert run_name(Path("runs/mine")) == "runs-mine"
     assert run_name(Path("/a/b/compare-x/arpo/seed-0/run")) == "compare-x-arpo-seed-0-run"
     assert run_name(Path("/")) == run_name(Path("..")) == "run"
@@ -308,7 +306,7 @@ def numbers(record: dict[str, Any]) -> dict[str, float]:
 
 
 @pytest.mark.slow
-def test_training_is_tracked_step_by_step_and_is_not_changed_by_it(
+def test_training_is_tracked_and_not_changed_by_it(
     work: Callable[..., list[dict[str, Any]]], fakes: dict[str, Fake]
 ) -> None:
     alone = work("alone", "train.steps=3")
@@ -323,7 +321,7 @@ def test_training_is_tracked_step_by_step_and_is_not_changed_by_it(
 
 
 @pytest.mark.slow
-def test_a_test_that_is_made_up_after_a_stop_is_sent(
+def test_an_evaluation_made_after_resuming_is_sent(
     work: Callable[..., list[dict[str, Any]]], fakes: dict[str, Fake], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def stopped(*_: Any) -> Any:
@@ -350,7 +348,7 @@ def test_supervised_fine_tuning_is_tracked(tmp_path: Path, fakes: dict[str, Fake
     assert fakes["wandb"].pictures == []
 
 
-def test_what_is_missing_is_told_before_a_run_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_reported_before_a_run_is_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_model(tmp_path / "model")
     write_rows(tmp_path / "traces.jsonl", [sum_row(1, 2)])
     monkeypatch.setitem(sys.modules, "wandb", None)

@@ -108,9 +108,9 @@ def prompt_node(question: str) -> Node:
 
 
 def branched_tree(*, offsets: bool = True) -> RolloutTree:
-    """Four paths. 0-1-2 is shared by three: the result of node 2 was branched from, so 3 and 4 follow it; node 5, a
-    cached result after 3, was looked at and not branched from, so 6 alone follows. Node 7 is a path of its own; it
-    calls wrongly (8 failed) and ends without an answer (9).
+    """Four trajectories. 0-1-2 is shared by three: there are branches at the result of node 2, so 3 and 4 follow it.
+    At node 5, a cached result after 3, there was no branch, so only 6 follows. Node 7 starts a trajectory of its own,
+    with a failed call (8) and no answer (9).
 
     leaves: 6 right, 4 wrong, 9 no answer, and 10, a second child of 2's result, cut off.
     """
@@ -170,18 +170,18 @@ def branched(*, offsets: bool = True) -> ScoredTree:
     return ScoredTree(branched_tree(offsets=offsets), BRANCHED_REWARDS, BRANCHED_CREDITS, mask)
 
 
-def straight(task: Task = PLAIN, right: bool = True, paths: int = 2) -> ScoredTree:
-    """Paths that only answer, and all earn the same."""
+def straight(task: Task = PLAIN, right: bool = True, count: int = 2) -> ScoredTree:
+    """Trajectories that only answer, with equal rewards."""
     text = f"<think>Easy.</think> <answer>\\boxed{{{task.answers[0] if right else 'no idea'}}}</answer>"
-    nodes = (prompt_node(task.question), *(model_node(0, text, stop="</answer>") for _ in range(paths)))
+    nodes = (prompt_node(task.question), *(model_node(0, text, stop="</answer>") for _ in range(count)))
     reward = Reward(float(right), {"correct": float(right), "format": 1.0})
-    leaves = tuple(Leaf(path + 1, StopReason.ANSWER) for path in range(paths))
-    credits = tuple(Credit(0.0, {path + 1: 0.0}) for path in range(paths))
-    return ScoredTree(RolloutTree(task, nodes, leaves), (reward,) * paths, credits)
+    leaves = tuple(Leaf(n + 1, StopReason.ANSWER) for n in range(count))
+    credits = tuple(Credit(0.0, {n + 1: 0.0}) for n in range(count))
+    return ScoredTree(RolloutTree(task, nodes, leaves), (reward,) * count, credits)
 
 
 def broken_tool() -> ScoredTree:
-    """One path with a call that was malformed, one that timed out and one whose tool is broken."""
+    """One trajectory with a call that was malformed, one that timed out and one whose tool is broken."""
     task = Task("q-tools", "Which tools work?", ("none",), kind="tools")
     nodes = (
         prompt_node(task.question),
@@ -236,11 +236,11 @@ def record(step: int, **more: float | str) -> dict[str, float | str]:
     }
 
 
-def write_step(log: RunDir, step: int, trees: Sequence[ScoredTree] = (), **more: float | str) -> None:
+def write_step(run_dir: RunDir, step: int, trees: Sequence[ScoredTree] = (), **more: float | str) -> None:
     """What a training step leaves: trees, if any, then its record."""
     if trees:
-        log.write_trees(step, trees)
-    log.append_metrics(step, record(step, **more))
+        run_dir.write_trees(step, trees)
+    run_dir.append_metrics(step, record(step, **more))
 
 
 def settings(directory: Path, *overrides: str) -> dict[str, Any]:
@@ -251,7 +251,7 @@ def settings(directory: Path, *overrides: str) -> dict[str, Any]:
 def make_branched(directory: Path, *, close: bool = True) -> RunDir:
     """Five steps, tested after 2 and 4. Step 2: branched, straight (all right), straight (all wrong), broken tools.
     Step 4: the branched tree without character offsets. Step 5: straight. Unless closed, it is live."""
-    log = create_run_dir(directory, settings(directory))
+    run_dir = create_run_dir(directory, settings(directory))
     wrong = Task("q-wrong", "Who knows?", ("nobody",), kind="hop2")
     steps: dict[int, list[ScoredTree]] = {
         2: [branched(), straight(), straight(wrong, right=False), broken_tool()],
@@ -260,17 +260,17 @@ def make_branched(directory: Path, *, close: bool = True) -> RunDir:
     }
     for step in range(1, 6):
         tested = {"test_accuracy": 0.5 + step / 100, "test_format": 0.9} if step in (2, 4) else {}
-        write_step(log, step, steps.get(step, ()), **tested)
+        write_step(run_dir, step, steps.get(step, ()), **tested)
     if close:
-        log.close()
-    return log
+        run_dir.close()
+    return run_dir
 
 
 def make_hostile(directory: Path, long: int = 1_000_000) -> None:
     """One step with the hostile tree, its last token a megabyte long; its record has a hostile name and text."""
-    with create_run_dir(directory, settings(directory)) as log:
+    with create_run_dir(directory, settings(directory)) as run_dir:
         write_step(
-            log,
+            run_dir,
             1,
             [hostile(long)],
             **{"tool.<b>x</b>.calls": 3, "collapse_warnings": "<script>window.hacked=4</script>"},
@@ -279,10 +279,10 @@ def make_hostile(directory: Path, long: int = 1_000_000) -> None:
 
 def make_sft(directory: Path) -> None:
     """Three steps of supervised fine-tuning: no trees, no rewards."""
-    with create_run_dir(directory, settings(directory, "train.lr=1e-5")) as log:
+    with create_run_dir(directory, settings(directory, "train.lr=1e-5")) as run_dir:
         for step in range(1, 4):
             numbers = {"loss": 1.0 / step, "grad_norm": 0.5, "trained_tokens": 100, "computed_tokens": 200}
-            log.append_metrics(
+            run_dir.append_metrics(
                 step, {"epoch": step / 3, "traces": 8, **numbers, "train_entropy": 0.4, "train_seconds": 1.5}
             )
 
@@ -293,9 +293,9 @@ def make_comparison(directory: Path) -> None:
         for seed in range(2):
             place = directory / algorithm / f"seed-{seed}"
             given = settings(place / "run", f"seed={seed}", f"preset={algorithm}")
-            with create_run_dir(place / "run", given) as log:
-                write_step(log, 1, [straight()])
-                write_step(log, 2, [branched()], test_accuracy=0.6)
+            with create_run_dir(place / "run", given) as run_dir:
+                write_step(run_dir, 1, [straight()])
+                write_step(run_dir, 2, [branched()], test_accuracy=0.6)
             (place / "config.json").write_text(json.dumps(given))
     results = json.dumps(comparison_json(noisy(("grpo", "arpo"), 2, title="two <b>algorithms</b>")))
     (directory / "results.json").write_text(results)

@@ -149,10 +149,10 @@ def test_a_run_and_a_comparison_can_be_served_by_themselves(known: Path) -> None
     assert api.comparison(Folder(known / "comparison"), ".")["baseline"] == "grpo"
 
 
-def test_runs_that_were_set_aside_are_listed_and_seeds_are_in_order(tmp_path: Path) -> None:
-    log = view_runs.make_branched(tmp_path / "mine", close=False)
-    log.archive_after(4)
-    log.close()
+def test_archived_runs_are_listed_and_seeds_are_in_order(tmp_path: Path) -> None:
+    run_dir = view_runs.make_branched(tmp_path / "mine", close=False)
+    run_dir.archive_after(4)
+    run_dir.close()
     for name in ("seed-10", "seed-2", ".hidden", "checkpoints"):
         view_runs.make_sft(tmp_path / name)
     (tmp_path / "mine/checkpoints/step_000001").mkdir(parents=True)
@@ -160,7 +160,7 @@ def test_runs_that_were_set_aside_are_listed_and_seeds_are_in_order(tmp_path: Pa
     assert list(Folder(tmp_path).search()[0]) == ["checkpoints", "mine", "mine/collapsed-1", "seed-2", "seed-10"]
 
 
-def test_records_come_from_a_byte_on(own: tuple[Path, Site]) -> None:
+def test_metrics_after_a_byte(own: tuple[Path, Site]) -> None:
     root, site = own
     first = site.get("metrics", run="mine")
     assert [record["step"] for record in first["records"]] == [1, 2, 3, 4, 5]
@@ -169,12 +169,12 @@ def test_records_come_from_a_byte_on(own: tuple[Path, Site]) -> None:
     assert site.get("metrics", run="mine", after=first["next"])["records"] == []
 
 
-def test_a_run_that_grows_is_followed(own: tuple[Path, Site]) -> None:
+def test_a_growing_run_is_followed(own: tuple[Path, Site]) -> None:
     root, site = own
     seen = site.get("metrics", run="mine")
-    with open_run_dir(root / "mine", write=True) as log:
+    with open_run_dir(root / "mine", write=True) as run_dir:
         assert site.get("runs")["runs"][0]["live"]
-        view_runs.write_step(log, 6, [view_runs.branched()])
+        view_runs.write_step(run_dir, 6, [view_runs.branched()])
         with (root / "mine/metrics.jsonl").open("ab") as file:
             file.write(b'{"step": 7, "rew')
         more = site.get("metrics", run="mine", after=seen["next"])
@@ -188,29 +188,29 @@ def test_a_run_that_grows_is_followed(own: tuple[Path, Site]) -> None:
     assert site.get("config", run="another")["config"]["train"]["lr"] == 1e-5
 
 
-def test_a_run_that_is_gone_is_not_there(own: tuple[Path, Site]) -> None:
+def test_a_deleted_run_is_not_found(own: tuple[Path, Site]) -> None:
     root, site = own
     assert site.get("steps", run="mine")["steps"]
     shutil.rmtree(root / "mine")
     assert site.status("steps", run="mine")[0] == 404 and site.get("runs")["runs"] == []
 
 
-def test_a_run_that_was_taken_back_is_told_from_its_beginning(own: tuple[Path, Site]) -> None:
+def test_metrics_of_a_rolled_back_run_start_again(own: tuple[Path, Site]) -> None:
     root, site = own
     seen = site.get("metrics", run="mine")
-    with open_run_dir(root / "mine", write=True) as log:
-        log.roll_back(2)
+    with open_run_dir(root / "mine", write=True) as run_dir:
+        run_dir.roll_back(2)
     again = site.get("metrics", run="mine", after=seen["next"])
     assert [record["step"] for record in again["records"]] == [1, 2]
     assert again["from"] == 0 and again["file"] != seen["file"]
     assert site.get("metrics", run="mine", after=seen["next"] - 3)["from"] == 0
 
 
-def test_a_record_that_was_added_to_is_told_anew(own: tuple[Path, Site]) -> None:
+def test_an_updated_record_is_sent_again(own: tuple[Path, Site]) -> None:
     root, site = own
     seen = site.get("metrics", run="mine")
-    with open_run_dir(root / "mine", write=True) as log:
-        log.update_metrics(5, {"test_accuracy": 0.875})
+    with open_run_dir(root / "mine", write=True) as run_dir:
+        run_dir.update_metrics(5, {"test_accuracy": 0.875})
     again = site.get("metrics", run="mine", after=seen["next"])
     assert [record["step"] for record in again["records"]] == [1, 2, 3, 4, 5]
     assert again["records"][-1]["test_accuracy"] == site.get("runs")["runs"][0]["test_accuracy"] == 0.875
@@ -227,8 +227,10 @@ def test_no_secret_of_an_mcp_server_is_shown_or_exported(tmp_path: Path) -> None
     for name in ("a", "b"):
         given = view_runs.settings(tmp_path / "runs" / name)
         server = {"command": "x", "env": {"KEY": f"secret-{name}"}}
-        with create_run_dir(tmp_path / "runs" / name, {**given, "tools": {**given["tools"], "mcp": [server]}}) as log:
-            view_runs.write_step(log, 1)
+        with create_run_dir(
+            tmp_path / "runs" / name, {**given, "tools": {**given["tools"], "mcp": [server]}}
+        ) as run_dir:
+            view_runs.write_step(run_dir, 1)
     folder = Folder(tmp_path / "runs")
     assert api.config(folder, "a")["config"]["tools"]["mcp"] == [{"command": "x", "env": {"KEY": "(left out)"}}]
     shown = json.dumps([api.diff(folder, "a", "b"), collect(folder, 10**9)])
@@ -267,7 +269,7 @@ def test_prompts_need_no_tree_to_be_read(own: tuple[Path, Site]) -> None:
     assert site.get("prompts", run="mine", step=2) == found
 
 
-def test_a_tree_comes_whole(site: Site) -> None:
+def test_a_tree_is_sent_whole(site: Site) -> None:
     found = site.get("tree", run="branched", step=2, n=0)
     scored = view_runs.branched()
     assert tree_from_json(found) == scored
@@ -278,7 +280,7 @@ def test_a_tree_comes_whole(site: Site) -> None:
     assert site.get("tree", run="branched", step=4, n=0)["nodes"][1]["char_offsets"] == []
 
 
-def test_hostile_text_comes_as_it_is(site: Site) -> None:
+def test_hostile_text_is_sent_unchanged(site: Site) -> None:
     status, headers, content = site.ask("/api/tree?run=hostile&step=1&n=0")
     assert status == 200 and content.isascii() and headers["content-type"] == "application/json"
     texts = [node["text"] for node in json.loads(content)["nodes"]]
@@ -287,7 +289,7 @@ def test_hostile_text_comes_as_it_is(site: Site) -> None:
     assert site.get("prompts", run="hostile", step=1)["trees"][0]["task"] == view_runs.HOSTILE_TASK.id
 
 
-def test_search_in_any_case_of_letters(site: Site) -> None:
+def test_search_ignores_case(site: Site) -> None:
     found = site.get("search", run="branched", step=2, q="KELSO.")
     assert found == {
         "hits": [
@@ -311,7 +313,7 @@ def test_search_in_any_case_of_letters(site: Site) -> None:
     assert len(many["hits"][-1]["before"]) <= 60 >= len(many["hits"][-1]["after"])
 
 
-def test_entropies_of_the_last_steps_or_of_some(site: Site) -> None:
+def test_entropy_study_of_the_last_steps_or_of_named_steps(site: Site) -> None:
     last = site.get("entropy", run="branched")
     assert last["steps"] == [2, 4, 5] and last["tree_count"] == 6 and last["findings"]
     one = site.get("entropy", run="branched", steps="4")
@@ -322,16 +324,14 @@ def test_entropies_of_the_last_steps_or_of_some(site: Site) -> None:
     assert site.get("entropy", run="branched", steps="1-4")["steps"] == [2, 4]
 
 
-def test_entropies_are_studied_once_and_again_when_trees_change(
-    own: tuple[Path, Site], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_entropy_studies_are_cached_until_trees_change(own: tuple[Path, Site], monkeypatch: pytest.MonkeyPatch) -> None:
     root, _ = own
     folder = Folder(root)
     first = api.entropy(folder, "mine", "2")
     assert api.entropy(folder, "mine", "2") is first
-    with open_run_dir(root / "mine", write=True) as log:
-        view_runs.write_step(log, 2, [view_runs.straight()])
-    os.utime(log.tree_files(2)[1], ns=(1, 1))
+    with open_run_dir(root / "mine", write=True) as run_dir:
+        view_runs.write_step(run_dir, 2, [view_runs.straight()])
+    os.utime(run_dir.tree_files(2)[1], ns=(1, 1))
     assert api.entropy(folder, "mine", "2")["tree_count"] == 1
     monkeypatch.setattr(api, "DEFAULT_STUDY_BYTES", 1)
     assert api.entropy(folder, "mine", None)["steps"] == [5]
@@ -356,7 +356,7 @@ def test_entropies_are_studied_once_and_again_when_trees_change(
         ("nothing", {}, 404, "there is no such request"),
     ],
 )
-def test_mistakes_are_told(site: Site, name: str, given: dict[str, object], status: int, said: str) -> None:
+def test_errors_say_what_is_wrong(site: Site, name: str, given: dict[str, object], status: int, said: str) -> None:
     found, body = site.status(name, **given)
     assert found == status and said in body["error"]
 
@@ -378,7 +378,7 @@ def test_the_page_and_its_files_have_their_headers(site: Site) -> None:
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
-def test_only_questions_are_answered(site: Site, method: str) -> None:
+def test_only_get_and_head_are_supported(site: Site, method: str) -> None:
     status, headers, content = site.ask("/api/runs", method)
     assert status == 405 and headers["allow"] == "GET, HEAD" and "error" in json.loads(content)
 
@@ -391,7 +391,7 @@ def test_only_questions_are_answered(site: Site, method: str) -> None:
         (b"BREW / HTTP/1.1", 501),
     ],
 )
-def test_what_is_no_request_is_told_in_the_same_way(
+def test_invalid_requests_get_json_errors(
     site: Site, capfd: pytest.CaptureFixture[str], request_line: bytes, status: int
 ) -> None:
     with socket.create_connection(("127.0.0.1", site.server.port), timeout=60) as link:
@@ -403,7 +403,7 @@ def test_what_is_no_request_is_told_in_the_same_way(
     assert set(json.loads(content)) == {"error"} and capfd.readouterr() == ("", "")
 
 
-def test_a_head_has_no_content(site: Site) -> None:
+def test_head_sends_no_content(site: Site) -> None:
     status, headers, content = site.ask("/api/steps?run=branched", "HEAD")
     assert (status, content) == (200, b"") and int(headers["content-length"]) == len(b'{"steps":[2,4,5]}')
     link = http.client.HTTPConnection("127.0.0.1", site.server.port, timeout=60)
@@ -427,7 +427,7 @@ WAYS_OUT = [
 
 
 @pytest.mark.parametrize("way", [*WAYS_OUT, "branched/trees", "branched\x00", "%2e%2e", "..\\secret", "\ud800"])
-def test_ids_that_are_not_listed_open_nothing(known: Path, site: Site, way: str) -> None:
+def test_unknown_ids_open_nothing(known: Path, site: Site, way: str) -> None:
     view_runs_outside = known.parent / "secret"
     if not view_runs_outside.exists():
         view_runs.make_sft(view_runs_outside)
@@ -456,7 +456,7 @@ def test_ids_that_are_not_listed_open_nothing(known: Path, site: Site, way: str)
         "/%ff%fe",
     ],
 )
-def test_paths_lead_nowhere_else(site: Site, path: str) -> None:
+def test_other_paths_are_not_found(site: Site, path: str) -> None:
     status, headers, content = site.ask(path)
     assert status == 404 and headers["content-type"] == "application/json" and set(json.loads(content)) == {"error"}
 
@@ -464,14 +464,14 @@ def test_paths_lead_nowhere_else(site: Site, path: str) -> None:
 @pytest.mark.parametrize(
     "host", ["evil.example", "evil.example:{port}", "127.0.0.1:1", "localhost", "", "localhost.evil"]
 )
-def test_requests_under_other_names_are_refused(site: Site, host: str) -> None:
+def test_requests_to_other_hosts_are_refused(site: Site, host: str) -> None:
     for path in ("/", "/api/runs", "/static/app.js"):
         assert site.ask(path, Host=host.format(port=site.server.port))[0] == 403
     for name in ("localhost", "127.0.0.1", "LOCALHOST", "[::1]"):
         assert site.ask("/api/runs", Host=f"{name}:{site.server.port}")[0] == 200
 
 
-def test_names_of_a_server_that_listens_everywhere() -> None:
+def test_hosts_of_a_server_that_listens_everywhere() -> None:
     assert known_host("10.1.2.3:8765", "0.0.0.0", 8765) and known_host("[fe80::1]:8765", "::", 8765)
     assert not known_host("evil.example:8765", "0.0.0.0", 8765)
     assert not known_host("10.1.2.3:8765", "127.0.0.1", 8765)
@@ -510,7 +510,7 @@ def test_links_that_lead_out_are_not_followed(tmp_path: Path) -> None:
                 api.metrics(folder, "mine", 0)
 
 
-def test_links_within_and_round_in_circles(tmp_path: Path) -> None:
+def test_links_inside_the_folder_and_cycles_of_links(tmp_path: Path) -> None:
     view_runs.make_branched(tmp_path / "mine")
     (tmp_path / "mine/metrics.jsonl").rename(tmp_path / "mine/records")
     (tmp_path / "mine/metrics.jsonl").symlink_to("records")
@@ -533,7 +533,7 @@ def test_pipes_are_not_opened(tmp_path: Path) -> None:
 # --- damage
 
 
-def test_damaged_records_are_left_out_and_counted(own: tuple[Path, Site]) -> None:
+def test_damaged_records_are_skipped_and_counted(own: tuple[Path, Site]) -> None:
     root, site = own
     path = root / "mine/metrics.jsonl"
     good = path.read_bytes()
@@ -553,7 +553,7 @@ def test_damaged_records_are_left_out_and_counted(own: tuple[Path, Site]) -> Non
 @pytest.mark.parametrize(
     "bad", [b"", b"{", b"5", b"[]", b'{"trees": 5}', b'{"trees": [{"offset": 1}]}', b"\xff", b"[" * 10**5]
 )
-def test_damaged_files_are_told(own: tuple[Path, Site], bad: bytes) -> None:
+def test_damaged_files_are_reported(own: tuple[Path, Site], bad: bytes) -> None:
     root, site = own
     (root / "mine/trees/step_000002.index.json").write_bytes(bad)
     assert site.status("prompts", run="mine", step=2)[0] == 422
@@ -566,7 +566,7 @@ def test_damaged_files_are_told(own: tuple[Path, Site], bad: bytes) -> None:
 
 
 @pytest.mark.parametrize("value", [5, [], {}, {"task": 5}, {"task": {"id": "x"}}, "deep", "nan"])
-def test_a_damaged_tree_is_told_and_others_are_read(own: tuple[Path, Site], value: Any) -> None:
+def test_a_damaged_tree_is_reported_and_others_are_read(own: tuple[Path, Site], value: Any) -> None:
     import zstandard
 
     root, site = own
@@ -593,7 +593,7 @@ def test_a_damaged_tree_is_told_and_others_are_read(own: tuple[Path, Site], valu
 
 
 @pytest.mark.parametrize("bad", ["NaN", "-Infinity", "1e999", "[1e999]", '{"a": [NaN]}'])
-def test_one_runs_odd_numbers_leave_the_others_in_the_list(own: tuple[Path, Site], bad: str) -> None:
+def test_invalid_numbers_in_one_run_do_not_break_the_list(own: tuple[Path, Site], bad: str) -> None:
     root, site = own
     view_runs.make_branched(root / "odd")
     given = json.loads((root / "odd/config.json").read_text())
@@ -612,7 +612,7 @@ def test_one_runs_odd_numbers_leave_the_others_in_the_list(own: tuple[Path, Site
     assert held is not None and json.loads(held[1])["/api/config?run=odd"] == site.get("config", run="odd")
 
 
-def test_a_run_with_a_name_that_is_no_text_breaks_nothing(tmp_path: Path) -> None:
+def test_a_run_with_an_undecodable_name_is_skipped(tmp_path: Path) -> None:
     view_runs.make_sft(tmp_path / "good é %2f &run=x")
     try:
         shutil.copytree(tmp_path / "good é %2f &run=x", os.fsdecode(os.fsencode(tmp_path) + b"/bad\xff"))
@@ -629,7 +629,7 @@ def test_a_run_with_a_name_that_is_no_text_breaks_nothing(tmp_path: Path) -> Non
 # --- locks
 
 
-def test_looking_whether_a_run_is_live_keeps_no_writer_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checking_whether_a_run_is_live_keeps_no_writer_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not is_live(tmp_path)
     acquire_lock(tmp_path).close()
     assert not is_live(tmp_path)
@@ -660,7 +660,7 @@ MODULES = {
 }
 
 
-def test_modules_become_one_script_in_which_each_comes_after_what_it_needs() -> None:
+def test_modules_are_bundled_in_dependency_order() -> None:
     made = bundle(MODULES, "app.js")
     assert re.findall(r"const (module_\w+) =", made) == ["module_two_js", "module_one_js", "module_app_js"]
     assert "return { base, wait, K };" in made and "const { one, two: deux } = module_one_js;" in made
@@ -681,14 +681,14 @@ def test_modules_become_one_script_in_which_each_comes_after_what_it_needs() -> 
         b"x = import.meta.url;",
     ],
 )
-def test_what_cannot_become_one_script_is_refused(source: bytes) -> None:
+def test_modules_that_cannot_be_bundled_are_refused(source: bytes) -> None:
     with pytest.raises(ValueError, match=r"app\.js: cannot be put into one file"):
         bundle({**MODULES, "app.js": source}, "app.js")
     with pytest.raises(ValueError, match="circle"):
         bundle({**MODULES, "two.js": b'import { one } from "./one.js";'}, "app.js")
 
 
-def test_the_pages_own_scripts_become_one() -> None:
+def test_the_page_can_be_bundled() -> None:
     files = static_files()
     made = build_page(files, {"/api/runs": {}}).decode()
     assert "/static/" not in re.sub(r"<script(?s:.*?)</script>", "", made)
@@ -697,7 +697,7 @@ def test_the_pages_own_scripts_become_one() -> None:
         subprocess.run(["node", "--check", "-"], input=script, text=True, check=True, capture_output=True)
 
 
-def test_a_page_allows_its_own_elements_and_nothing_else() -> None:
+def test_the_policy_allows_only_the_pages_own_elements() -> None:
     made = build_page(MODULES, {"/api/runs": {"x": "</script><script>alert(1)</script><!--"}}).decode()
     policy = re.findall(r'<meta http-equiv="Content-Security-Policy" content="([^"]*)">', made)[0].replace(
         "&#x27;", "'"
@@ -739,10 +739,10 @@ def test_an_export_holds_what_the_server_answers(known: Path, site: Site, tmp_pa
     assert "window.hacked=1</script>" not in made
 
 
-def test_an_export_that_is_full_keeps_evenly_spread_steps_and_says_so(tmp_path: Path) -> None:
-    with create_run_dir(tmp_path / "mine", view_runs.settings(tmp_path / "mine")) as log:
+def test_a_full_export_keeps_evenly_spaced_steps_and_says_so(tmp_path: Path) -> None:
+    with create_run_dir(tmp_path / "mine", view_runs.settings(tmp_path / "mine")) as run_dir:
         for step in range(1, 22):
-            view_runs.write_step(log, step, [view_runs.branched()])
+            view_runs.write_step(run_dir, step, [view_runs.branched()])
     folder = Folder(tmp_path / "mine")
     everything = len(escaped(collect(folder, 10**9)))
     held = collect(folder, everything // 2)
@@ -755,10 +755,10 @@ def test_an_export_that_is_full_keeps_evenly_spread_steps_and_says_so(tmp_path: 
     assert none["/api/steps?run=."]["steps"] == [] and len(none["/api/metrics?run=."]["records"]) == 21
 
 
-def test_an_export_stays_within_its_size_also_where_steps_differ(tmp_path: Path) -> None:
-    with create_run_dir(tmp_path / "mine", view_runs.settings(tmp_path / "mine")) as log:
+def test_an_export_stays_within_its_size_if_steps_differ_in_size(tmp_path: Path) -> None:
+    with create_run_dir(tmp_path / "mine", view_runs.settings(tmp_path / "mine")) as run_dir:
         for step in range(1, 10):  # the first, the middle and the last, from which sizes are guessed, are small
-            view_runs.write_step(log, step, [view_runs.branched()] * (1 if step in (1, 5, 9) else 8))
+            view_runs.write_step(run_dir, step, [view_runs.branched()] * (1 if step in (1, 5, 9) else 8))
     folder = Folder(tmp_path / "mine")
     everything = len(escaped(collect(folder, 10**9)))
     held = collect(folder, everything // 2)
@@ -772,7 +772,7 @@ def test_an_export_is_not_live(own: tuple[Path, Site]) -> None:
         assert not collect(Folder(root), 10**9)["/api/runs"]["runs"][0]["live"]
 
 
-def test_an_export_leaves_out_what_is_damaged(own: tuple[Path, Site]) -> None:
+def test_an_export_skips_damaged_trees(own: tuple[Path, Site]) -> None:
     root, _ = own
     (root / "mine/trees/step_000002.index.json").write_bytes(b"5")
     (root / "mine/trees/step_000004.jsonl.zst").write_bytes(b"5")
@@ -781,7 +781,7 @@ def test_an_export_leaves_out_what_is_damaged(own: tuple[Path, Site]) -> None:
     assert "/api/prompts?run=mine&step=4" in held and len(held["/api/metrics?run=mine"]["records"]) == 5
 
 
-def test_an_export_holds_what_can_be_read_of_damaged_settings_and_indexes(own: tuple[Path, Site]) -> None:
+def test_an_export_skips_damaged_settings_and_indexes(own: tuple[Path, Site]) -> None:
     root, _ = own
     (root / "mine/config.json").write_text('{"rollout": 5, "tools": [{"mcp": 5}]}')
     index = root / "mine/trees/step_000002.index.json"
@@ -800,7 +800,7 @@ def test_steps_are_evenly_spaced() -> None:
     assert evenly_spaced(range(5), 0) == []
 
 
-def test_an_address_is_written_as_the_page_does() -> None:
+def test_api_paths_are_those_of_the_page() -> None:
     assert api_path("tree", run="a/b é!~*'()", step=3) == "/api/tree?run=a%2Fb%20%C3%A9!~*'()&step=3"
 
 
@@ -823,15 +823,13 @@ def test_the_command_exports(known: Path, tmp_path: Path) -> None:
         ([".", "--host", "no.such.host.invalid"], "not an address of this machine"),
     ],
 )
-def test_the_command_tells_mistakes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[str], said: str
-) -> None:
+def test_errors_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[str], said: str) -> None:
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(app, ["view", *given])
     assert isinstance(done.exception, ArpoError) and said in str(done.exception)
 
 
-def test_a_port_that_is_taken_is_told(site: Site, known: Path) -> None:
+def test_a_used_port_is_reported(site: Site, known: Path) -> None:
     with pytest.raises(ArpoError, match="choose another --port"):
         build_server(Folder(known), "127.0.0.1", site.server.port)
 

@@ -41,7 +41,7 @@ def test_there_is_a_page() -> None:
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_modules_can_be_joined(name: str) -> None:
+def test_modules_can_be_bundled(name: str) -> None:
     """Imports are plain, exports stand before declarations, and what is imported is there and used."""
     source = MODULES[name]
     rest = IMPORT.sub("", source)

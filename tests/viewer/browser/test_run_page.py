@@ -75,7 +75,7 @@ def test_runs_are_overlaid(pages: Open, known: str) -> None:
 
 def test_a_run_that_grows(pages: Open, tmp_path: Path) -> None:
     """New numbers and steps come by themselves, into the same elements."""
-    with make_branched(tmp_path / "runs" / "grows", close=False) as log, serving(tmp_path / "runs") as url:
+    with make_branched(tmp_path / "runs" / "grows", close=False) as run_dir, serving(tmp_path / "runs") as url:
         page, trees = pages(url), pages(url + "#tab=trees")
         page.locator(".live").wait_for()
         assert "to 0.5" in said(page, "Reward")
@@ -84,7 +84,7 @@ def test_a_run_that_grows(pages: Open, tmp_path: Path) -> None:
         pinned = pages(url + "#tab=trees&step=2&node=1")
         pinned.locator("h3", has_text="Node 1: model").wait_for()
         pinned.evaluate("window.before = document.querySelector('.detail')")
-        write_step(log, 6, [branched(), straight()])
+        write_step(run_dir, 6, [branched(), straight()])
         page.locator('svg[aria-label*="to 0.6"]').wait_for()
         assert page.evaluate("window.before.every((one) => one.isConnected)")
         page.locator(".runs", has_text="step 6").wait_for()
@@ -92,13 +92,13 @@ def test_a_run_that_grows(pages: Open, tmp_path: Path) -> None:
         trees.locator(".count", has_text="2 of 2 prompts").wait_for()
         pinned.locator(".steps", has_text="4 steps").wait_for()
         assert pinned.evaluate("window.before === document.querySelector('.detail')")
-        log.roll_back(5)
-        write_step(log, 6, [branched(), straight()], reward=0.9)  # as many bytes as before, in a new file
+        run_dir.roll_back(5)
+        write_step(run_dir, 6, [branched(), straight()], reward=0.9)  # as many bytes as before, in a new file
         page.locator('svg[aria-label*="to 0.9"]').wait_for()
-        log.roll_back(3)
+        run_dir.roll_back(3)
         page.locator('svg[aria-label*="to 0.3"]').wait_for()
         trees.locator(".steps", has_text="1 step with").wait_for()
-        write_step(log, 6, [straight()])
+        write_step(run_dir, 6, [straight()])
         trees.locator(".count", has_text="1 of 1 prompt").wait_for()
 
 
@@ -141,7 +141,7 @@ def test_settings_and_their_difference(pages: Open, known: str) -> None:
     assert page.locator("table.settings tr", has_text="branching.tau").count() == 0
 
 
-def test_what_is_broken_is_said(pages: Open, tmp_path: Path) -> None:
+def test_damage_is_reported(pages: Open, tmp_path: Path) -> None:
     with serving(tmp_path / "runs") as url:
         make_branched(tmp_path / "runs" / "torn")
         (tmp_path / "runs" / "torn" / "trees" / "step_000005.jsonl.zst").write_bytes(b"nothing of the kind")
@@ -196,7 +196,7 @@ def test_an_exported_file_needs_no_server(pages: Open, tmp_path: Path) -> None:
     page.locator("#note", has_text="This page holds what fits").wait_for()
 
 
-def test_an_exported_file_is_searched_as_the_server_does_it(pages: Open, tmp_path: Path) -> None:
+def test_search_in_an_exported_file_equals_the_servers(pages: Open, tmp_path: Path) -> None:
     make_branched(tmp_path / "runs" / "branched")
     path = tmp_path / "runs/branched/trees/step_000002.index.json"
     entries = json.loads(path.read_text())["trees"]

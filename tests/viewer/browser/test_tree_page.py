@@ -41,7 +41,7 @@ def shade(value: float, top: float) -> str:
     return "" if level == 0 else f"{'low' if value < 0 else 'high'}{level}"
 
 
-def test_a_tree_is_drawn_as_it_is(pages: Open, known: str) -> None:
+def test_a_tree_is_drawn(pages: Open, known: str) -> None:
     page, tree = pages(known + TREE), branched_tree()
     chosen(page, "n0")
     items = page.locator('[role="treeitem"]')
