@@ -152,7 +152,7 @@ def compare(contenders: Mapping[str, Contender], load: list[Step], repeats: int,
             timings[name].append(timing)
             speed, cores = wanted / timing.seconds, timing.cpu / timing.seconds
             log(
-                f"{len(load):3} trajectories, {repeat + 1}/{repeats}: {name:12} {speed:8.1f} tokens/s on {cores:.2f} cores"
+                f"{len(load):3} trajectories, {repeat + 1}/{repeats}: {name:12} {speed:8.1f} tokens/s {cores:.2f} cores"
             )
     found = {}
     for name, theirs in timings.items():
