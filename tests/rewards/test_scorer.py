@@ -1,4 +1,4 @@
-"""Scoring in threads while trees grow, and pass@k."""
+"""Scoring in threads while other trees are sampled, and pass@k."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from trees import model, prompt, searched, tree
 
 from arpo.evaluation.evaluate import Evaluation, pass_at_k
 from arpo.rewards import Scorer
-from arpo.types import Reward, RolloutTree, ScoredTree, Task, Trajectory
+from arpo.types import Fault, Reward, RolloutTree, ScoredTree, StopReason, Task, Trajectory
 
 
-def grown(number: int, leaves: int = 2) -> RolloutTree:
-    """A tree of its own, whose paths all end at once."""
+def sampled(number: int, leaves: int = 2) -> RolloutTree:
+    """A tree of its own, whose trajectories all end at once."""
     return tree([prompt(), model(0, [number])], [1] * leaves, task=Task(str(number), "Why?", ("x",)))
 
 
 def test_rewards_come_in_order_whatever_is_done_first() -> None:
-    trees = [grown(number, leaves=1 + number % 3) for number in range(12)]
+    trees = [sampled(number, leaves=1 + number % 3) for number in range(12)]
     at_once = most = seen = 0
     lock, together = threading.Lock(), threading.Barrier(3)
 
     def reward(trajectory: Trajectory) -> Reward:
         nonlocal at_once, most, seen
+        number = int(trajectory.task.id)
         with lock:
             seen += 1
             first = seen <= 3
@@ -35,7 +36,6 @@ def test_rewards_come_in_order_whatever_is_done_first() -> None:
             most = max(most, at_once)
         if first:
             together.wait(60)
-        number = int(trajectory.task.id)
         time.sleep(0.02 if number % 2 else 0.001)
         with lock:
             at_once -= 1
@@ -43,15 +43,13 @@ def test_rewards_come_in_order_whatever_is_done_first() -> None:
 
     async def score() -> list[ScoredTree]:
         with Scorer(reward, 3) as scorer:
-            return await asyncio.gather(*(scorer.score(tree) for tree in trees))
+            return (await asyncio.gather(*map(scorer.score, reversed(trees))))[::-1]
 
-    scored = asyncio.run(score())
-    assert [one.tree for one in scored] == trees
-    assert [one.rewards for one in scored] == [(Reward(float(n)),) * (1 + n % 3) for n in range(12)]
+    assert asyncio.run(score()) == [ScoredTree(trees[n], (Reward(float(n)),) * (1 + n % 3)) for n in range(12)]
     assert most == 3
 
 
-def test_scoring_begins_when_a_tree_is_added_and_the_loop_goes_on() -> None:
+def test_the_event_loop_goes_on_while_a_tree_is_scored() -> None:
     begun, go_on = threading.Event(), threading.Event()
 
     def reward(trajectory: Trajectory) -> Reward:
@@ -63,15 +61,15 @@ def test_scoring_begins_when_a_tree_is_added_and_the_loop_goes_on() -> None:
         with Scorer(reward, 1) as scorer:
             scoring = asyncio.create_task(scorer.score(searched()))
             while not begun.is_set():
-                await asyncio.sleep(0.001)  # other trees grow here
+                await asyncio.sleep(0.001)  # other trees are sampled here
             go_on.set()
             return await scoring
 
-    assert asyncio.run(score()).rewards == (Reward(1.0),)
+    assert asyncio.run(score()) == ScoredTree(searched(), (Reward(1.0),))
 
 
 @pytest.mark.parametrize("error", [ValueError("a bug"), StopIteration(), SystemExit(3)])
-def test_an_error_in_a_reward_is_raised_where_rewards_are_asked_for(error: BaseException) -> None:
+def test_an_error_of_the_reward_function_is_raised_by_score(error: BaseException) -> None:
     def reward(trajectory: Trajectory) -> Reward:
         if trajectory.task.id == "1":
             raise error
@@ -79,7 +77,7 @@ def test_an_error_in_a_reward_is_raised_where_rewards_are_asked_for(error: BaseE
 
     async def score() -> None:
         with Scorer(reward, 2) as scorer:
-            await asyncio.wait_for(asyncio.gather(*(scorer.score(grown(number)) for number in range(3))), 60)
+            await asyncio.wait_for(asyncio.gather(*(scorer.score(sampled(number)) for number in range(3))), 60)
 
     with pytest.raises((ValueError, RuntimeError), match=f"a bug|{type(error).__name__}"):
         asyncio.run(score())
@@ -96,8 +94,8 @@ def test_leaving_waits_for_nobody_and_ends_the_threads() -> None:
 
     async def leave() -> None:
         with Scorer(reward, 2) as scorer:
-            scoring = [asyncio.create_task(scorer.score(grown(number, leaves=1))) for number in range(5)]
-            await asyncio.sleep(0)
+            scoring = [asyncio.create_task(scorer.score(sampled(number, leaves=1))) for number in range(5)]
+            await asyncio.sleep(0)  # all of them have handed in their trajectories
         assert not any(task.done() for task in scoring)
 
     started = time.monotonic()
@@ -108,7 +106,25 @@ def test_leaving_waits_for_nobody_and_ends_the_threads() -> None:
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.005)
     assert threading.active_count() <= before
-    assert len(calls) <= 2  # the rest was forgotten
+    assert len(calls) <= 2  # the rest was dropped
+
+
+@pytest.mark.parametrize("mask_faults", [True, False])
+def test_spoiled_trajectories_are_masked_if_asked_for(mask_faults: bool) -> None:
+    """By a broken tool, by a worker that was lost, by a judge that was unavailable; not by the model's own mistakes."""
+    lost, unavailable = StopReason.WORKER_LOST, {"judge.unavailable": 1.0}
+    cases = [
+        (searched(), {}, True), (searched(fault=Fault.INFRA), {}, False), (searched(end=lost), {}, False),
+        (searched(fault=Fault.MODEL), {}, True), (searched(), unavailable, False),
+        (searched(), {"judge.long": 1.0}, True),
+    ]  # fmt: skip
+
+    async def score(one: RolloutTree, parts: dict[str, float]) -> ScoredTree:
+        with Scorer(lambda trajectory: Reward(0.0, parts), 1, mask_faults) as scorer:
+            return await scorer.score(one)
+
+    for one, parts, valid in cases:
+        assert asyncio.run(score(one, parts)).mask == (valid or not mask_faults,)
 
 
 @pytest.mark.parametrize("n", range(1, 7))
@@ -129,7 +145,7 @@ def test_pass_at_k_known_values() -> None:
 
 def test_an_evaluation_knows_its_pass_at_k_and_what_was_not_judged() -> None:
     right, wrong = Reward(1.0, {"correct": 1.0}), Reward(0.0, {"correct": 0.0, "judge.timeout": 1.0})
-    rewards = ((right, wrong, wrong, wrong), (wrong,) * 4)
-    result = Evaluation(tuple(ScoredTree(grown(number, 4), given) for number, given in enumerate(rewards)))
+    rewards = (right, wrong, wrong, wrong), (wrong,) * 4
+    result = Evaluation(tuple(ScoredTree(sampled(number, 4), given) for number, given in enumerate(rewards)))
     assert (result.pass_at(1), result.pass_at(2), result.pass_at(4)) == (0.125, 0.25, 0.5)
     assert result.faults == {"judge.timeout": 7.0}
