@@ -39,7 +39,7 @@ def evaluate(
     endpoint: Annotated[str | None, typer.Option(help="evaluate the model at this OpenAI-compatible endpoint")] = None,
     model: Annotated[str | None, typer.Option(help="the model's name at the endpoint")] = None,
 ) -> None:
-    """Accuracy on held-out questions, or on benchmarks; the same command continues a stopped evaluation on benchmarks."""
+    """Accuracy on held-out questions or on benchmarks; the same command continues a stopped run of benchmarks."""
     given = {"eval.samples": samples, "eval.endpoint": endpoint, "eval.endpoint_model": model}
     settings = [*(overrides or []), *(f"{name}={value}" for name, value in given.items() if value is not None)]
     if endpoint is not None and target.partition("=")[0].replace(".", "").isidentifier() and "=" in target:

@@ -1,4 +1,4 @@
-"""The `arpo` command. A user's mistake ends with one message and exit code 2, a collapsed run with 3, Ctrl-C with 130."""
+"""The `arpo` command. Exit codes: 2 for a user's mistake, with one message; 3 for a collapsed run; 130 for Ctrl-C."""
 
 from __future__ import annotations
 

@@ -146,9 +146,8 @@ def test_a_model_on_two_benchmarks(arpo: Arpo, model_dir: Path) -> None:
     assert (gsm8k["questions"], gsm8k["answers"], gsm8k["failed"], gsm8k["metric"]) == (4, 12, 0, "math")
     assert list(gsm8k["pass_at"]) == ["1", "3"] and gsm8k["tokens"] > 0
     assert list(hotpotqa["levels"]) == ["easy", "hard", "medium"]
-    assert sorted(saved_answers(Path("out"), "gsm8k")) == [
-        (f"gsm8k.jsonl:{n}", i) for n in (1, 2, 3, 4) for i in (0, 1, 2)
-    ]
+    expected = [(f"gsm8k.jsonl:{n}", i) for n in (1, 2, 3, 4) for i in (0, 1, 2)]
+    assert sorted(saved_answers(Path("out"), "gsm8k")) == expected
     ElementTree.parse("out/results.svg")
     assert "| HotpotQA | token F1 | 0.0 (0.0 to " in Path("out/results.md").read_text()
     tokens = {tuple(n[2] for n in words) for _, words, _ in saved_answers(Path("out"), "gsm8k").values()}

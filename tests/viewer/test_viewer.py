@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import fcntl
 import hashlib
 import http.client
 import json
@@ -27,8 +26,6 @@ from typer.testing import CliRunner
 
 from arpo.cli.main import app
 from arpo.errors import ArpoError
-from arpo.runs import locks
-from arpo.runs.locks import acquire_lock, is_live
 from arpo.runs.run_dir import create_run_dir, open_run_dir
 from arpo.runs.trees import tree_from_json, tree_to_json
 from arpo.viewer import api
@@ -227,9 +224,8 @@ def test_no_secret_of_an_mcp_server_is_shown_or_exported(tmp_path: Path) -> None
     for name in ("a", "b"):
         given = view_runs.settings(tmp_path / "runs" / name)
         server = {"command": "x", "env": {"KEY": f"secret-{name}"}}
-        with create_run_dir(
-            tmp_path / "runs" / name, {**given, "tools": {**given["tools"], "mcp": [server]}}
-        ) as run_dir:
+        given["tools"]["mcp"] = [server]
+        with create_run_dir(tmp_path / "runs" / name, given) as run_dir:
             view_runs.write_step(run_dir, 1)
     folder = Folder(tmp_path / "runs")
     assert api.config(folder, "a")["config"]["tools"]["mcp"] == [{"command": "x", "env": {"KEY": "(left out)"}}]
@@ -624,26 +620,6 @@ def test_a_run_with_an_undecodable_name_is_skipped(tmp_path: Path) -> None:
         assert len(site.get("metrics", run="good é %2f &run=x")["records"]) == 3
     finally:
         site.close()
-
-
-# --- locks
-
-
-def test_checking_whether_a_run_is_live_keeps_no_writer_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not is_live(tmp_path)
-    acquire_lock(tmp_path).close()
-    assert not is_live(tmp_path)
-    looking = (tmp_path / "run.lock").open("rb")
-    fcntl.flock(looking, fcntl.LOCK_SH)
-    waits = []
-    monkeypatch.setattr(locks.time, "sleep", waits.append)
-    with pytest.raises(ArpoError, match="another process"):
-        acquire_lock(tmp_path)
-    assert len(waits) == locks.TRIES - 1 > 0
-    monkeypatch.setattr(locks.time, "sleep", lambda _: looking.close())  # who looks is done while the writer waits
-    with acquire_lock(tmp_path):
-        assert is_live(tmp_path)
-    assert not is_live(tmp_path)
 
 
 # --- export
