@@ -81,6 +81,7 @@ def blocks(page: Path, language: str) -> list[str]:
     return [block for marked, block in fenced if marked == language]
 
 
+@pytest.mark.slow
 def test_the_python_example_in_the_readme_runs(
     model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

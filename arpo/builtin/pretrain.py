@@ -30,7 +30,7 @@ from arpo.models.load import pick_device
 from arpo.models.save import save_pretrained
 
 STEPS, BATCH_TOKENS, LR, TRACES, HIDDEN, LAYERS, MAX_CONTEXT = 6_000, 16_384, 3e-3, 60_000, 160, 4, 512
-SEED = 1  # of four seeds, the one that learned to copy soonest (docs/LOG.md)
+SEED = 1  # of four seeds, the one that learned to copy soonest (docs/journal/LOG.md)
 RECITALS = 0.25  # share of batches
 
 
