@@ -4,7 +4,7 @@ The rules: think blocks are paired, not nested, and at least one is there; exact
 the trajectory and holds a `\boxed{..}`; every tool call is well-formed and followed by its result; no result is
 written by the model itself. Time is linear in the text.
 
-Promises: `trajectory_format`, the one a reward uses, reads who wrote what from the nodes, so nothing that a tool returns can
+Promises: `trajectory_format`, which rewards use, reads who wrote what from the nodes, so nothing that a tool returns can
 count for or against the model. `format_ok` has only the plain text to go by, where a result can close its own block:
 it is for looking at traces, not for rewards.
 Does not cover: a think block opened by the prompt template (the prompt is not read), and whether the calls make sense.

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from training_runs import assert_same, config_for, run_to_the_end, what_it_left
+from training_runs import assert_same, config_for, run_to_the_end, what_it_left, with_reward
 from trees import model, prompt, tool, tree
 
 from arpo.data.order import batch_tasks
@@ -17,7 +16,7 @@ from arpo.errors import ArpoError
 from arpo.rewards import overlong
 from arpo.runs.run_dir import open_run_dir as read_run
 from arpo.trainer.trainer import Trainer
-from arpo.training.loop import open_run, sample_step, train
+from arpo.training.loop import open_training, sample_step, train
 from arpo.types import Reward, ScoredTree, StopReason, Trajectory, derive_seed
 
 
@@ -39,14 +38,14 @@ def test_questions_that_teach_nothing_are_replaced(model_path: Path, tmp_path: P
     config = config_for(
         model_path, tmp_path / "run", "train.dynamic_sampling_rounds=2", "reward.workers=1", "train.batch_size=3"
     )
-    with open_run(config) as run:
-        parts = run.session.tasks.sources
+    with open_training(config) as training:
+        parts = training.tasks.sources
         first = batch_tasks(parts, 3, 5, config.seed)
         others = [batch_tasks(parts, 3, 4 * 2 + turn, derive_seed(config.seed, "resample")) for turn in (1, 2)]
         every = [task.id for task in (*first, *others[0], *others[1])]
         teaching = set(list(dict.fromkeys(reversed(every)))[:open_questions])  # the last ones in the order of asking
-        session = replace(run.session, reward=rewarded_by({t.id for t in parts[0].tasks} - teaching, {}))
-        trees = asyncio.run(sample_step(session, 5))
+        training = with_reward(training, rewarded_by({t.id for t in parts[0].tasks} - teaching, {}))
+        trees = asyncio.run(sample_step(training, 5))
     expected: list[str] = []
     taught = 0
     for tasks in (first, *others):
@@ -67,12 +66,11 @@ def test_only_questions_with_unequal_rewards_get_all_their_paths(model_path: Pat
         "rollout.num_initial=2",
     )
     config = config_for(model_path, tmp_path / "run", *changes, "reward.workers=1", "train.batch_size=4")
-    with open_run(config) as run:
-        every = {task.id for part in run.session.tasks.sources for task in part.tasks}
-        tasks = [task.id for task in batch_tasks(run.session.tasks.sources, 4, 1, config.seed)]
+    with open_training(config) as training:
+        every = {task.id for part in training.tasks.sources for task in part.tasks}
+        tasks = [task.id for task in batch_tasks(training.tasks.sources, 4, 1, config.seed)]
         disputed = {tasks[1], tasks[2]}
-        session = replace(run.session, reward=rewarded_by(every - disputed, {}))
-        trees = asyncio.run(sample_step(session, 1))
+        trees = asyncio.run(sample_step(with_reward(training, rewarded_by(every - disputed, {})), 1))
     assert [(scored.tree.task.id, len(scored.rewards)) for scored in trees] == [
         (name, 6 if name in disputed else 2) for name in tasks
     ]
@@ -93,12 +91,10 @@ def test_only_questions_that_teach_are_trained_on_and_all_sampling_is_charged(
     config = config_for(
         model_path, tmp_path / "run", "train.dynamic_sampling_rounds=3", "reward.workers=1", "train.steps=1"
     )
-    with open_run(config) as run:
-        counts: dict[str, int] = {}
-        every = {task.id for part in run.session.tasks.sources for task in part.tasks}
+    with open_training(config) as training:
+        every = {task.id for part in training.tasks.sources for task in part.tasks}
         only = sorted(every)[0]
-        run = replace(run, session=replace(run.session, reward=rewarded_by(every - {only}, counts)))
-        asyncio.run(train(run))
+        asyncio.run(train(with_reward(training, rewarded_by(every - {only}, {}))))
     log = read_run(tmp_path / "run")
     scored, record = log.read_trees(1), log.read_metrics()[0]
     assert record["trajectories"] == 4 * len(scored) and len(scored) > 3
@@ -125,7 +121,7 @@ def test_replacing_needs_questions_that_teach_nothing(model_path: Path, tmp_path
     config = config_for(model_path, tmp_path / "run", "train.dynamic_sampling_rounds=2", "advantage.baseline=batch")
     with (
         pytest.raises(ArpoError, match=r'train\.dynamic_sampling_rounds: use 0 with advantage\.baseline="batch"'),
-        open_run(config),
+        open_training(config),
     ):
         pass
 
@@ -134,7 +130,7 @@ def test_a_curriculum_and_replacing_do_not_go_together(model_path: Path, tmp_pat
     config = config_for(model_path, tmp_path / "run", "train.dynamic_sampling_rounds=2", "data.curriculum=2")
     with (
         pytest.raises(ArpoError, match=r"train\.dynamic_sampling_rounds: use 0 with data\.curriculum"),
-        open_run(config),
+        open_training(config),
     ):
         pass
 
