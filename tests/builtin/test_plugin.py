@@ -17,19 +17,23 @@ from arpo.data.task_set import TaskSet, load_task_set
 WORK = """
 import asyncio, sys
 from pathlib import Path
-from arpo.config.loading import config_from_resolved, load_config
+from arpo.cli.chat import open_agent
+from arpo.config.loading import load_config
 from arpo.models.export import export_model
 from arpo.tools.build import build_tools
 from arpo.training.loop import open_training
 from arpo.training.sft import open_sft, train_sft
 
-config = load_config(Path("run.toml"))
-with open_sft(config) as run:
+without_tasks = load_config(Path("run.toml"), ["data.train=none", 'tools.enabled=["python"]', "reward.bonus=0"])
+with open_sft(without_tasks) as run:
     asyncio.run(train_sft(run))
 export_model(Path("run"), Path("exported"))
+with open_agent(without_tasks) as agent:
+    assert list(agent.tools) == ["python"]
+config = load_config(Path("run.toml"), ["run.dir=other"])
 with build_tools(config) as tools:
     assert list(tools) == ["search", "python"]
-with open_training(load_config(Path("run.toml"), ["run.dir=other"])):
+with open_training(config):
     pass
 print(*sorted(name for name in sys.modules if name.startswith("arpo.builtin")))
 """
@@ -47,7 +51,7 @@ run.dir = "run"
 
 @pytest.mark.slow
 def test_a_run_that_does_not_name_the_world_never_imports_it(tmp_path: Path) -> None:
-    """Fine-tuning, exporting an adapter with its base, building tools and opening a training run."""
+    """Fine-tuning, exporting an adapter with its base, chatting, building tools and opening a training run."""
     write_model(tmp_path / "model")
     write_rows(tmp_path / "traces.jsonl", [sum_row(1, 2), sum_row(3, 4)])
     write_rows(tmp_path / "questions.jsonl", [{"question": "1 + 1?", "answer": "2"}])
