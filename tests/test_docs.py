@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 import re
 from functools import reduce
 from itertools import groupby
@@ -92,6 +93,9 @@ def test_the_python_example_in_the_readme_runs(
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[:2]] == ["1", "2"]  # a line for each step
     assert len(lines) == 2 + 2 * 4  # and one for each trajectory of the last step
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    metrics = json.loads((tmp_path / "runs" / "mine" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert [name for name in metrics if f"`{name}`" not in page and not name.startswith("tool.")] == ["step"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
