@@ -1,4 +1,4 @@
-"""What a step samples and what a run may spend: questions replaced, long paths charged, budgets kept."""
+"""Dynamic sampling, informative filling, the overlong penalty, and budgets of a run."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from arpo.training.loop import open_training, sample_step, train
 from arpo.types import Reward, ScoredTree, StopReason, Trajectory, derive_seed
 
 
-def rewarded_by(settled: set[str], counts: dict[str, int]) -> Any:
-    """Paths of a settled question all earn the same; of others, one after another earns 1, 0, 1, ..."""
+def alternating_reward(settled: set[str], counts: dict[str, int]) -> Any:
+    """All trajectories of settled tasks earn the same; those of others earn 1, 0, 1, ... in turn."""
 
     def reward(trajectory: Trajectory) -> Reward:
         task = trajectory.task
@@ -34,7 +34,7 @@ def rewarded_by(settled: set[str], counts: dict[str, int]) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("open_questions", [0, 1, 2, 3, 5])
-def test_questions_that_teach_nothing_are_replaced(model_path: Path, tmp_path: Path, open_questions: int) -> None:
+def test_uninformative_tasks_are_replaced(model_path: Path, tmp_path: Path, open_questions: int) -> None:
     config = config_for(
         model_path, tmp_path / "run", "train.dynamic_sampling_rounds=2", "reward.workers=1", "train.batch_size=3"
     )
@@ -43,22 +43,23 @@ def test_questions_that_teach_nothing_are_replaced(model_path: Path, tmp_path: P
         first = batch_tasks(parts, 3, 5, config.seed)
         others = [batch_tasks(parts, 3, 4 * 2 + turn, derive_seed(config.seed, "resample")) for turn in (1, 2)]
         every = [task.id for task in (*first, *others[0], *others[1])]
-        teaching = set(list(dict.fromkeys(reversed(every)))[:open_questions])  # the last ones in the order of asking
-        training = with_reward(training, rewarded_by({t.id for t in parts[0].tasks} - teaching, {}))
-        trees = asyncio.run(sample_step(training, 5))
+        informative = set(list(dict.fromkeys(reversed(every)))[:open_questions])  # the last ones in the order of asking
+        trees = asyncio.run(
+            sample_step(with_reward(training, alternating_reward({t.id for t in parts[0].tasks} - informative, {})), 5)
+        )
     expected: list[str] = []
-    taught = 0
+    trained = 0
     for tasks in (first, *others):
-        asked = [task.id for task in tasks if task.id not in expected][: 3 - taught]  # others, not the same again
+        asked = [task.id for task in tasks if task.id not in expected][: 3 - trained]  # others, not the same again
         expected += asked
-        taught += sum(name in teaching for name in asked)
-        if taught == 3:
+        trained += sum(name in informative for name in asked)
+        if trained == 3:
             break
     assert [scored.tree.task.id for scored in trees] == expected
-    assert sum(len({reward.total for reward in scored.rewards}) > 1 for scored in trees) == taught
+    assert sum(len({reward.total for reward in scored.rewards}) > 1 for scored in trees) == trained
 
 
-def test_only_questions_with_unequal_rewards_get_all_their_paths(model_path: Path, tmp_path: Path) -> None:
+def test_only_tasks_with_unequal_rewards_get_all_their_trajectories(model_path: Path, tmp_path: Path) -> None:
     changes = (
         "branching.policy=posthoc_random",
         "branching.fill=informative",
@@ -70,14 +71,14 @@ def test_only_questions_with_unequal_rewards_get_all_their_paths(model_path: Pat
         every = {task.id for part in training.tasks.sources for task in part.tasks}
         tasks = [task.id for task in batch_tasks(training.tasks.sources, 4, 1, config.seed)]
         disputed = {tasks[1], tasks[2]}
-        trees = asyncio.run(sample_step(with_reward(training, rewarded_by(every - disputed, {})), 1))
+        trees = asyncio.run(sample_step(with_reward(training, alternating_reward(every - disputed, {})), 1))
     assert [(scored.tree.task.id, len(scored.rewards)) for scored in trees] == [
         (name, 6 if name in disputed else 2) for name in tasks
     ]
 
 
 @pytest.mark.slow
-def test_only_questions_that_teach_are_trained_on_and_all_sampling_is_charged(
+def test_only_informative_tasks_are_trained_on_and_all_sampling_is_counted(
     model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[list[str]] = []
@@ -92,21 +93,22 @@ def test_only_questions_that_teach_are_trained_on_and_all_sampling_is_charged(
         model_path, tmp_path / "run", "train.dynamic_sampling_rounds=3", "reward.workers=1", "train.steps=1"
     )
     with open_training(config) as training:
+        counts: dict[str, int] = {}
         every = {task.id for part in training.tasks.sources for task in part.tasks}
         only = sorted(every)[0]
-        asyncio.run(train(with_reward(training, rewarded_by(every - {only}, {}))))
+        asyncio.run(train(with_reward(training, alternating_reward(every - {only}, counts))))
     log = read_run(tmp_path / "run")
     scored, record = log.read_trees(1), log.read_metrics()[0]
     assert record["trajectories"] == 4 * len(scored) and len(scored) > 3
     assert record["tool_calls"] == sum(one.tree.tool_calls for one in scored)
-    taught = [one for one in scored if any(credit.advantage for credit in one.credits)]
-    assert {one.tree.task.id for one in taught} <= {only}
-    assert given == [[one.tree.task.id for one in taught]]
-    assert (record["optimizer_steps"] > 0) == bool(taught)
+    trained = [one for one in scored if any(credit.advantage for credit in one.credits)]
+    assert {one.tree.task.id for one in trained} <= {only}
+    assert given == [[one.tree.task.id for one in trained]]
+    assert (record["optimizer_steps"] > 0) == bool(trained)
 
 
 @pytest.mark.slow
-def test_replacing_is_repeated_exactly_by_a_resumed_run(model_path: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_repeats_dynamic_sampling_exactly(model_path: Path, tmp_path: Path) -> None:
     run_to_the_end(config_for(model_path, tmp_path / "straight", "train.dynamic_sampling_rounds=2", "preset=dapo"))
     run_to_the_end(
         config_for(model_path, tmp_path / "halves", "train.dynamic_sampling_rounds=2", "preset=dapo", "train.steps=2")
@@ -117,7 +119,7 @@ def test_replacing_is_repeated_exactly_by_a_resumed_run(model_path: Path, tmp_pa
     assert_same(tmp_path / "straight", tmp_path / "halves")
 
 
-def test_replacing_needs_questions_that_teach_nothing(model_path: Path, tmp_path: Path) -> None:
+def test_dynamic_sampling_needs_a_baseline_per_task(model_path: Path, tmp_path: Path) -> None:
     config = config_for(model_path, tmp_path / "run", "train.dynamic_sampling_rounds=2", "advantage.baseline=batch")
     with (
         pytest.raises(ArpoError, match=r'train\.dynamic_sampling_rounds: use 0 with advantage\.baseline="batch"'),
@@ -126,7 +128,7 @@ def test_replacing_needs_questions_that_teach_nothing(model_path: Path, tmp_path
         pass
 
 
-def test_a_curriculum_and_replacing_do_not_go_together(model_path: Path, tmp_path: Path) -> None:
+def test_dynamic_sampling_excludes_a_curriculum(model_path: Path, tmp_path: Path) -> None:
     config = config_for(model_path, tmp_path / "run", "train.dynamic_sampling_rounds=2", "data.curriculum=2")
     with (
         pytest.raises(ArpoError, match=r"train\.dynamic_sampling_rounds: use 0 with data\.curriculum"),
@@ -151,7 +153,7 @@ def test_a_budget_ends_the_run_with_the_step_that_spends_it(model_path: Path, tm
         assert len(log.read_metrics()) == 3
 
 
-def test_a_stopped_run_remembers_what_it_spent(model_path: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_counts_what_was_spent_before(model_path: Path, tmp_path: Path) -> None:
     run_to_the_end(config_for(model_path, tmp_path / "run", "train.steps=2"))
     spent = sum(row["trajectories"] for row in read_run(tmp_path / "run").read_metrics())
     more = (f"train.budget={spent + 1}", "train.budget_unit=trajectories", "train.steps=50")
@@ -159,7 +161,7 @@ def test_a_stopped_run_remembers_what_it_spent(model_path: Path, tmp_path: Path)
     assert len(read_run(tmp_path / "run").read_metrics()) == 3
 
 
-def test_long_paths_pay_in_the_last_share_of_their_room() -> None:
+def test_the_overlong_penalty_grows_over_the_last_tokens() -> None:
     def plain(trajectory: Trajectory) -> Reward:
         return Reward(1.1, {"correct": 1.0, "format": 1.0})
 
