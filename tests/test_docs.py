@@ -133,6 +133,11 @@ def test_names_of_code_in_prose_exist(page: Path) -> None:
         assert resolve(name.split(".")), f"{page.name} names {name}"
     for path in re.findall(r"`((?:arpo|tests|examples|docs)/[\w/.+-]+)`", text):
         assert (ROOT / path).exists(), f"{page.name} names {path}"
+    files = {
+        f"/{path.relative_to(ROOT).as_posix()}" for room in ("arpo", "tests") for path in (ROOT / room).rglob("*.py")
+    }
+    for path in re.findall(r"`([\w/]+\.py)`", text):
+        assert any(file.endswith(f"/{path}") for file in files), f"{page.name} names {path}"
 
 
 def resolve(parts: list[str]) -> bool:
