@@ -173,7 +173,7 @@ def test_several_lines_of_code_stay_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("name", ["tags", "json"])
-def test_the_tokens_are_those_of_a_rollout(tokenizer: Any, tmp_path: Path, name: str) -> None:
+def test_a_trace_has_the_tokens_of_a_rollout(tokenizer: Any, tmp_path: Path, name: str) -> None:
     """A scripted model that writes a trace's turns gives the trace's tokens, also where a result is cut."""
     long = "3 and much more of it"
 

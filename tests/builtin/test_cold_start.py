@@ -104,7 +104,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
         cold_start(config, lambda *_: None)
 
 
-def test_pretraining_runs_from_nothing() -> None:
+def test_pretraining_from_scratch() -> None:
     losses: list[float] = []
     config = load_config(None, SMALL)
     pretrain(config, lambda step, steps, loss: losses.append(loss), steps=6, traces=30, hidden=32, layers=1)

@@ -139,7 +139,7 @@ def test_a_known_world_is_the_same_on_every_machine() -> None:
 # Two halves.
 
 
-def test_train_and_test_speak_of_disjoint_entities() -> None:
+def test_train_and_test_have_disjoint_entities() -> None:
     world = small_world()
     train_names, test_names = names_of(world, 0), names_of(world, 1)
     assert train_names.isdisjoint(test_names)
@@ -151,7 +151,7 @@ def test_train_and_test_speak_of_disjoint_entities() -> None:
     assert len(mentioned(test, test_names)) > 20
 
 
-def test_facts_never_cross_the_border() -> None:
+def test_no_fact_connects_train_and_test() -> None:
     world = small_world()
     sides = (names_of(world, 0), names_of(world, 1))
     crossing = [d.text for d in world.documents if all(mentioned([d.text], names) for names in sides)]
@@ -177,7 +177,7 @@ def kinds_at(difficulty: float) -> set[str]:
     return {task.kind for task in (*world.train, *world.test)}
 
 
-def test_difficulty_decides_what_is_asked() -> None:
+def test_difficulty_decides_the_kinds_of_questions() -> None:
     assert kinds_at(0.0) == {"hop1", "hop2"}
     assert kinds_at(0.5) == {"hop1", "hop2", "hop3", "sum", "difference", "compare"}
     assert kinds_at(1.0) == {"hop2", "hop3", "sum", "difference", "compare"}
@@ -233,7 +233,7 @@ def calls_of(trace: Trace) -> list[tuple[str, str]]:
 
 
 @pytest.mark.slow
-def test_a_trace_without_mistakes_is_right_and_well_formed_for_every_kind() -> None:
+def test_traces_without_mistakes_are_correct_for_every_kind() -> None:
     world, rng = small_world(), random.Random(1)
     call = real_tools(world)
     right: Counter[str] = Counter()
@@ -245,7 +245,7 @@ def test_a_trace_without_mistakes_is_right_and_well_formed_for_every_kind() -> N
     assert set(right) == set(KINDS)
 
 
-def test_a_trace_without_mistakes_letter_by_letter() -> None:
+def test_a_trace_without_mistakes_in_full() -> None:
     task = Task("t", "What is the seat of the employer of Ada Lom?", ("New Arl",), "hop2")
     plan = {"lookups": [["employer", "Ada Lom"], ["seat", None]]}
     said = {"employer of Ada Lom": "The employer of Ada Lom is Kip Salt.\nThe head of Kip Salt is Ada Lom."}
@@ -306,7 +306,7 @@ def one_mistake(name: str) -> Mistakes:
     return Mistakes(**{field: float(field == name) for field in Mistakes.__slots__})
 
 
-def test_each_mistake_is_the_one_it_is_named_after() -> None:
+def test_each_kind_of_mistake() -> None:
     world, rng = small_world(), random.Random(7)
     call = real_tools(world)
     of_kind = {kind: next(task for task in world.train if task.kind == kind) for kind in KINDS}

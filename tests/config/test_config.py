@@ -41,7 +41,7 @@ def _error(path: Path | None, overrides: list[str] | None = None) -> str:
     return str(caught.value)
 
 
-def test_without_anything_the_defaults_of_the_paper_hold() -> None:
+def test_the_defaults_are_those_of_the_paper() -> None:
     config = load_config(None)
     assert config == Config()
     assert (config.rollout.num_trajectories, config.rollout.num_initial) == (16, 8)
@@ -49,7 +49,7 @@ def test_without_anything_the_defaults_of_the_paper_hold() -> None:
     assert config.tools.enabled == ("search", "python")
 
 
-def test_an_algorithm_is_what_its_preset_says_whatever_the_file_has(tmp_path: Path) -> None:
+def test_an_algorithm_takes_precedence_over_the_file(tmp_path: Path) -> None:
     path = _file(
         tmp_path,
         "[branching]\npolicy = 'always'\nalpha = 0.1\n[advantage]\nscale = 'none'\n[loss]\n"
@@ -73,7 +73,7 @@ def test_precedence_is_defaults_preset_file_command_line(tmp_path: Path) -> None
     assert load_config(path, ["preset=arpo"]).advantage.attribution == "soft"
 
 
-def test_presets_load_and_differ_from_the_defaults_only_as_they_say() -> None:
+def test_presets_change_only_what_they_set() -> None:
     for name in presets():
         file = Path(str(resources.files("arpo"))) / "config" / "presets" / f"{name}.toml"
         said = {f"{section}.{key}" for section, keys in tomllib.loads(file.read_text()).items() for key in keys}
@@ -91,7 +91,7 @@ def test_presets_load_and_differ_from_the_defaults_only_as_they_say() -> None:
     ]
 
 
-def test_a_preset_may_be_a_file_and_an_algorithm_lies_above_the_file(tmp_path: Path) -> None:
+def test_a_preset_may_be_a_file(tmp_path: Path) -> None:
     mine = tmp_path / "mine.toml"
     mine.write_text("[branching]\nalpha = 0.7\n[loss]\nclip_high = 0.5\n")
     path = _file(tmp_path, f'preset = "{mine}"\n[branching]\nalpha = 0.1\n')
@@ -127,7 +127,7 @@ def test_initial_is_resolved_to_a_number(overrides: list[str], initial: int) -> 
     assert load_config(None, overrides).rollout.num_initial == initial
 
 
-def test_override_values_are_toml_or_else_plain_text() -> None:
+def test_override_values_are_toml_or_text() -> None:
     config = load_config(
         None,
         [
@@ -223,14 +223,14 @@ def test_one_mistake_gives_one_exact_line(tmp_path: Path, toml: str, message: st
 
 
 @pytest.mark.parametrize(("old", "new"), RENAMED.items())
-def test_an_old_name_of_a_setting_is_answered_with_the_new_one(old: str, new: str) -> None:
+def test_the_error_for_an_old_setting_gives_its_new_name(old: str, new: str) -> None:
     assert new in {row[0] for row in settings_table()}
     assert old not in {row[0] for row in settings_table()}
     assert _error(None, [f"{old}=1"]) == f"command line: {old}: was renamed to {new}"
 
 
 @pytest.mark.parametrize(("old", "new"), RENAMED_VALUES.items())
-def test_an_old_value_of_a_setting_is_answered_with_the_new_one(old: tuple[str, str], new: str) -> None:
+def test_the_error_for_an_old_value_gives_its_new_name(old: tuple[str, str], new: str) -> None:
     key, value = old
     assert load_config(None, [f"{key}={new}"])
     assert _error(None, [f"{key}={value}"]) == f'command line: {key}: the value "{value}" was renamed to "{new}"'
@@ -264,7 +264,7 @@ def test_all_mistakes_are_reported_at_once_each_with_its_source(tmp_path: Path) 
     ]
 
 
-def test_a_wrong_leaves_is_not_also_blamed_on_initial() -> None:
+def test_an_invalid_num_trajectories_is_not_also_an_error_of_num_initial() -> None:
     assert (
         _error(None, ["rollout.num_trajectories=0"])
         == "command line: rollout.num_trajectories: got 0, expected whole number >= 1"

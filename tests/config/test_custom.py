@@ -1,4 +1,4 @@
-"""What a user brings: rewards and tools named in the settings, every mistake in them, and the example that shows it."""
+"""Custom rewards and tools named in the settings: what they do, errors in them, and the shipped example."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_names_of_objects() -> None:
     assert not any(map(names_object, ["a", "a:", ":a", "a:b.c", "a:b c", ""]))
 
 
-def test_a_file_is_run_once_and_may_hold_anything(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_executed_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert load_object("x", f"{file}:LOADED") == [1]
     monkeypatch.chdir(file.parent)
     assert load_object("x", "mine.py:LOADED") is load_object("x", f"{file}:LOADED")
@@ -90,7 +90,7 @@ def test_a_file_is_run_once_and_may_hold_anything(file: Path, monkeypatch: pytes
     assert load_object("x", "os.path:join") is __import__("os").path.join
 
 
-def test_mistakes_in_a_name_are_told(file: Path, tmp_path: Path) -> None:
+def test_errors_in_an_object_name(file: Path, tmp_path: Path) -> None:
     assert refused("reward.accuracy", "file.py:a b").startswith("reward.accuracy: got 'file.py:a b', expected path/to/")
     assert f"there is no file {tmp_path}/no.py (relative paths start in" in refused("s", f"{tmp_path}/no.py:f")
     assert refused("s", f"{file}:shade").endswith("has no shade; did you mean share?")
@@ -111,7 +111,7 @@ def test_mistakes_in_a_name_are_told(file: Path, tmp_path: Path) -> None:
         sys.path.remove(str(tmp_path))
 
 
-def test_an_accuracy_of_ones_own(file: Path) -> None:
+def test_custom_accuracy(file: Path) -> None:
     reward = reward_from(Rewards(accuracy=f"{file}:share", bonus=0.5, bonus_tools=("search",)))
     answered = searched(last="<think>b</think><answer>\\boxed{Upper}</answer>")
     given = scored(reward, TASK, answered)
@@ -124,7 +124,7 @@ def test_an_accuracy_of_ones_own(file: Path) -> None:
         reward_from(Rewards(accuracy=f"{file}:LOADED"))
 
 
-def test_a_reward_of_ones_own(file: Path) -> None:
+def test_custom_reward(file: Path) -> None:
     reward = reward_from(Rewards(accuracy="f1", function=f"{file}:whole"))
     tree = searched()
     assert scored(reward, TASK, tree) == Reward(0.25, {"correct": 0.0, "format": 1.0})
@@ -138,7 +138,7 @@ def test_a_reward_of_ones_own(file: Path) -> None:
             scored(reward, Task("q", "How?", ("x",), meta={"reward": wrong}), tree)
 
 
-def test_settings_say_what_an_accuracy_may_be() -> None:
+def test_names_of_accuracies() -> None:
     for name in ("f1", "em", "number", "math", "choice", "judge", "mine.py:f"):
         assert load_config(None, [f"reward.accuracy={name}"]).reward.accuracy == name
     with pytest.raises(ArpoError, match=r'got "bleu", expected one of "f1", .*"judge" or path/to/file.py:name'):
@@ -156,7 +156,7 @@ def test_each_accuracy_scores_as_its_function_does() -> None:
     assert scored(tolerant, Task("q", "How much?", ("200",)), near).total == 1.0
 
 
-def test_a_tool_of_ones_own(file: Path) -> None:
+def test_custom_tool(file: Path) -> None:
     def tools(*overrides: str) -> Any:
         return build_tools(load_config(None, ["reward.bonus=0.0", *overrides]))
 
@@ -207,7 +207,7 @@ def test_the_example_is_short_and_trains(tokenizer: Any, tmp_path: Path, monkeyp
     assert row["trajectories"] == 8
 
 
-def test_kinds_of_questions_are_compared_in_their_own_way() -> None:
+def test_accuracy_by_kind() -> None:
     tree = searched(last="<think>so</think><answer>\\boxed{1200.0}</answer>")
     reward = reward_from(Rewards(accuracy="em", by_kind={"math": "number", "qa": "f1"}, bonus=0.0))
     scores = {kind: scored(reward, Task("q", "How far?", ("1200",), kind), tree).total for kind in ("", "math")}

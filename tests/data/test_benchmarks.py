@@ -84,7 +84,7 @@ def file_of(tmp_path: Path, *rows: dict[str, Any]) -> str:
     return str(path)
 
 
-def test_there_are_thirteen_and_each_is_whole() -> None:
+def test_all_thirteen_benchmarks_are_described() -> None:
     assert set(BENCHMARKS) == set(PUBLISHED)
     assert len(BENCHMARKS) == 13
     for benchmark in BENCHMARKS.values():
@@ -117,7 +117,7 @@ def test_questions_that_need_a_file_or_an_image_are_left_out(tmp_path: Path, nam
     assert load_benchmark(name, file_of(tmp_path, {**row, column: "x.png"}, row)) == (task,)
 
 
-def test_musique_with_aliases_and_hotpotqa_as_their_authors_publish_them(tmp_path: Path) -> None:
+def test_musique_with_aliases_and_hotpotqa_in_their_original_layout(tmp_path: Path) -> None:
     row = {"id": "2hop", "question": "Q?", "answer": "G. Hall", "answer_aliases": ["Hall"], "answerable": True}
     assert load_benchmark("musique", file_of(tmp_path, row)) == (Task("2hop", "Q?", ("G. Hall", "Hall")),)
     row = {"_id": "5a", "question": "Q?", "answer": "no", "level": "easy", "type": "bridge", "context": []}
@@ -145,14 +145,14 @@ def test_a_row_that_does_not_fit_is_named(tmp_path: Path, name: str, change: dic
     assert [(t.question, t.answers) for t in second] == [(task.question, task.answers)]
 
 
-def test_a_boxed_answer_in_an_old_kind_of_box(tmp_path: Path) -> None:
+def test_an_answer_in_an_fbox(tmp_path: Path) -> None:
     row = {**PUBLISHED["math"][0], "solution": "Thus \\fbox{4}."}
     assert load_benchmark("math", file_of(tmp_path, row))[0].answers == ("4",)
     row["answer"] = "four"  # where there is one, the solution is not looked at
     assert load_benchmark("math", file_of(tmp_path, row))[0].answers == ("four",)
 
 
-def test_an_unknown_name_and_a_set_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_benchmark_and_one_that_cannot_be_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ArpoError, match="there is no benchmark 'gsm9k'; there are: aime24, aime25, "):
         load_benchmark("gsm9k")
     monkeypatch.setitem(sys.modules, "datasets", None)

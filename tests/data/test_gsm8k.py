@@ -1,4 +1,4 @@
-"""GSM8K's annotations as programs, and as traces that the sandbox has confirmed."""
+"""GSM8K solutions as programs, and as traces whose programs were run."""
 
 from __future__ import annotations
 
@@ -73,12 +73,12 @@ def test_the_last_step_that_gives_the_answer_is_printed() -> None:
         ("<<2+2=four>>\n#### four", "not a number"),
     ],
 )
-def test_what_is_no_program_has_a_reason(solution: str, reason: str) -> None:
+def test_solutions_without_a_program_have_a_reason(solution: str, reason: str) -> None:
     with pytest.raises(NoProgram, match=reason):
         build_program("How many?", solution)
 
 
-def test_only_what_python_confirms_becomes_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_programs_with_correct_output_become_traces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [
         {"question": CLIPS, "answer": SOLD},
         {"question": "How many?", "answer": "<<2+2=5>>5\n#### 5"},
@@ -116,7 +116,7 @@ def test_only_what_python_confirms_becomes_a_trace(tmp_path: Path, capsys: pytes
     assert json.loads((tmp_path / "out.jsonl").read_text().splitlines()[0])["messages"][0]["content"] == CLIPS
 
 
-def test_nothing_is_written_over_and_no_empty_file_is_left(tmp_path: Path) -> None:
+def test_existing_files_are_kept_and_no_empty_file_is_left(tmp_path: Path) -> None:
     source = write_rows(tmp_path / "train.jsonl", [{"question": "How many?", "answer": "<<2+2=5>>5\n#### 5"}])
     with pytest.raises(ArpoError, match="prints another number"):
         asyncio.run(gsm8k_traces(str(source), tmp_path / "out.jsonl"))

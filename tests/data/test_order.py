@@ -1,4 +1,4 @@
-"""Which questions a step takes: passes, mixtures, a curriculum; always the same for the same history."""
+"""The order of tasks: epochs, mixtures and a curriculum, reproducible from the history."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def drawn(sources: Sequence[Source], count: int, steps: int, seed: int = 0) -> l
     return [[task.id for task in batch_tasks(sources, count, step, seed)] for step in range(1, steps + 1)]
 
 
-def test_one_source_is_gone_through_in_fresh_orders() -> None:
+def test_each_epoch_has_a_fresh_order() -> None:
     """The order that runs before there were mixtures had, written out."""
     [ids] = drawn([source("a", 5)], 15, 1)
     expected = []
@@ -36,14 +36,14 @@ def test_one_source_is_gone_through_in_fresh_orders() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 7)), min_size=1, max_size=4), st.integers(1, 6))
-def test_how_steps_are_cut_does_not_matter(shape: list[tuple[int, int]], count: int) -> None:
+def test_the_order_does_not_depend_on_the_batch_size(shape: list[tuple[int, int]], count: int) -> None:
     sources = [source("abcd"[i], size, weight) for i, (size, weight) in enumerate(shape)]
     one_by_one = [task for [task] in drawn(sources, 1, 10 * count)]
     assert list(chain(*drawn(sources, count, 10))) == one_by_one
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 7)), min_size=1, max_size=4))
-def test_every_source_gets_its_share_and_goes_through_its_own_passes(shape: list[tuple[int, int]]) -> None:
+def test_every_source_gets_its_share_and_its_own_epochs(shape: list[tuple[int, int]]) -> None:
     sources = [source("abcd"[i], size, weight) for i, (size, weight) in enumerate(shape)]
     total = sum(p.weight for p in sources)
     rounds = drawn(sources, total, 10)
@@ -73,7 +73,7 @@ def test_sources_of_the_same_length_have_orders_of_their_own() -> None:
 # The curriculum.
 
 
-def test_the_letter_of_a_question() -> None:
+def test_task_outcomes() -> None:
     assert [task_outcome(values) for values in ([1.0, 1.0], [0.0, 0.0], [0.0, 1.0], [0.5], [1.0, 0.9], [])] == list(
         "10mmmm"
     )
@@ -136,7 +136,7 @@ def test_with_nothing_settled_the_order_is_the_usual_one(size: int, count: int, 
 
 
 @pytest.mark.parametrize("letter", "01")
-def test_settled_questions_come_up_in_every_fourth_pass(letter: str) -> None:
+def test_settled_tasks_come_up_in_every_fourth_epoch(letter: str) -> None:
     """Ten questions, one of them mixed for ever: it comes in every pass, the others in one of four."""
     sources, outcomes = [source("a", 10)], list[str]()
     seen: Counter[str] = Counter()
@@ -150,14 +150,14 @@ def test_settled_questions_come_up_in_every_fourth_pass(letter: str) -> None:
     assert seen["a3"] > 3 * max(others)
 
 
-def test_alternating_outcomes_do_not_settle_a_question() -> None:
+def test_alternating_outcomes_do_not_settle_a_task() -> None:
     sources = [source("a", 3)]
     outcomes = ["000", "111"] * 4
     usual = [task.id for task in batch_tasks(sources, 3, 9, 0)]
     assert [task.id for task in batch_tasks(sources, 3, 9, 0, 2, outcomes)] == usual
 
 
-def test_a_history_that_does_not_fit_is_an_error() -> None:
+def test_outcomes_of_the_wrong_length_are_an_error() -> None:
     with pytest.raises(ValueError):
         batch_tasks([source("a", 4)], 2, 2, 0, 1, ["0"])
     with pytest.raises(IndexError):

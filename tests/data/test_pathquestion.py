@@ -1,4 +1,4 @@
-"""PathQuestion: lines that do not fit are named, all right answers are known, a test needs no fact of training."""
+"""PathQuestion: bad lines are named, all correct answers are known, train and test share no facts."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def needs(tasks: Sequence[Task], facts: Facts) -> tuple[set[Any], set[Any], set[
 
 
 @given(st.integers(0, 10**6), st.integers(20, 200), st.sampled_from([0.1, 0.25, 0.5]))
-def test_no_test_question_needs_what_a_training_question_needs(seed: int, people: int, share: float) -> None:
+def test_train_and_test_share_no_facts(seed: int, people: int, share: float) -> None:
     found = made_up(seed, people)
     try:
         train, test = split(found, share, seed)
@@ -182,7 +182,7 @@ def test_no_test_question_needs_what_a_training_question_needs(seed: int, people
 
 
 @given(st.integers(0, 10**6))
-def test_questions_that_share_nothing_are_not_kept_together(seed: int) -> None:
+def test_unrelated_questions_are_split_independently(seed: int) -> None:
     """The share is met as well as it can be: with questions that stand alone, exactly."""
     facts: Facts = tuple((f"s{n}", "a", f"m{n}") for n in range(20)) + tuple((f"m{n}", "b", "x") for n in range(20))
     tasks = tuple(Task(f"q{n}", f"{n}?", ("x",), "", {"path": (f"s{n}", "a", f"m{n}", "b", "x")}) for n in range(20))
@@ -197,7 +197,7 @@ def test_the_seed_decides_the_split_and_its_order() -> None:
     assert {task.id for task in first[1]} != {task.id for task in other[1]}
 
 
-def test_questions_of_one_kind_do_not_follow_each_other() -> None:
+def test_kinds_of_questions_are_shuffled() -> None:
     """Whoever takes the first hundred gets a bit of everything."""
     facts: Facts = tuple((f"s{n}", "a", f"m{n}") for n in range(10))
     tasks = tuple(Task(f"q{n}-{k}", "?", ("x",), "", {"path": facts[n]}) for n in range(10) for k in range(20))
@@ -205,7 +205,7 @@ def test_questions_of_one_kind_do_not_follow_each_other() -> None:
         assert len(side) == 100 and len({task.id.partition("-")[0] for task in side[:20]}) == 5
 
 
-def test_paths_back_and_forth_stay_on_one_side() -> None:
+def test_questions_in_both_directions_stay_on_one_side() -> None:
     """Who goes from a to b and who goes from b to a need the same, whatever the relations are called."""
     facts: Facts = (("a", "spouse", "b"), ("b", "wife", "a"), ("b", "job", "cook"), ("a", "job", "smith"))
     paths = [("a", "spouse", "b", "job", "cook"), ("b", "wife", "a", "job", "smith")]
@@ -217,7 +217,7 @@ def test_paths_back_and_forth_stay_on_one_side() -> None:
 # The command.
 
 
-def test_the_command_makes_what_a_run_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_files_that_a_run_can_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tmp_path / "pq"
     source.mkdir()
     write(source)

@@ -1,4 +1,4 @@
-"""Questions from a file or the hub: what is read, and what is said of a source that does not fit."""
+"""Tasks from a file or the hub: what is read, and the messages for sources and rows that do not fit."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_blank_lines_are_skipped_and_still_counted(tmp_path: Path) -> None:
     assert load(path) == (Task("questions.jsonl:3", "Who?", ("Ada",)),)
 
 
-def test_line_ends_of_windows_and_a_missing_last_one_are_fine(tmp_path: Path) -> None:
+def test_crlf_and_a_missing_last_newline(tmp_path: Path) -> None:
     path = write(tmp_path, '{"question": "Who?", "answer": "Ada"}\r\n{"question": "Where?", "answer": "Rome"}')
     assert [task.question for task in load(path)] == ["Who?", "Where?"]
 
@@ -77,7 +77,7 @@ def test_only_a_newline_ends_a_line(tmp_path: Path) -> None:
     assert load(path) == (Task("questions.jsonl:1", question, ("4",)),)
 
 
-def test_a_byte_order_mark_is_no_problem(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_ignored(tmp_path: Path) -> None:
     path = write(tmp_path, b"\xef\xbb\xbf" + rows({"question": "Who?", "answer": "Ada"}).encode())
     assert load(path) == (Task("questions.jsonl:1", "Who?", ("Ada",)),)
 
@@ -160,7 +160,7 @@ def test_a_row_that_does_not_fit(tmp_path: Path, row: Any, problem: str) -> None
     assert complaint(path) == f"{path}, line 1: {problem}"
 
 
-def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
+def test_all_problems_are_reported_together(tmp_path: Path) -> None:
     good = {"question": "Who?", "answer": "Ada"}
     path = write(tmp_path, rows(good, {"question": "", "answer": "Ada"}, good, [1], {"question": "Who?", "answer": []}))
     problems = [
@@ -174,7 +174,7 @@ def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
     assert (list(reading.problems), reading.rows) == (problems, 5)
 
 
-def test_of_very_many_problems_the_first_are_shown(tmp_path: Path) -> None:
+def test_only_the_first_problems_are_shown(tmp_path: Path) -> None:
     path = write(tmp_path, rows(*[1] * (MAX_PROBLEMS_SHOWN + 3)))
     told = complaint(path).splitlines()
     assert told[:MAX_PROBLEMS_SHOWN] == [
@@ -189,7 +189,7 @@ def test_an_empty_file(tmp_path: Path, content: str) -> None:
     assert complaint(path) == f"{path}: holds no questions"
 
 
-def test_nothing_but_bad_rows_is_refused_even_if_they_may_be_skipped(tmp_path: Path) -> None:
+def test_only_bad_rows_are_an_error_even_with_skip(tmp_path: Path) -> None:
     path = write(tmp_path, rows([1], {"question": "Who?"}))
     with pytest.raises(ArpoError, match="line 1: expected a JSON object") as caught:
         load_tasks(path, Columns(), "skip")
@@ -199,7 +199,7 @@ def test_nothing_but_bad_rows_is_refused_even_if_they_may_be_skipped(tmp_path: P
 # Columns.
 
 
-def test_columns_may_lie_inside_others(tmp_path: Path) -> None:
+def test_columns_inside_other_columns(tmp_path: Path) -> None:
     path = write(
         tmp_path,
         rows({"in": {"text": "Who?", "gold": {"all": ["Ada"]}}, "a.b": 7, "level": 3}, {"in": "flat", "level": 1}),
@@ -213,7 +213,7 @@ def test_columns_may_lie_inside_others(tmp_path: Path) -> None:
     assert reading.problems[0].startswith(f"{path}, line 2: no column 'in.text' (there are: 'in', 'level')")
 
 
-def test_a_name_with_a_dot_in_it_comes_before_a_way_inside() -> None:
+def test_a_column_name_with_a_dot_takes_precedence() -> None:
     assert lookup({"a.b": 1, "a": {"b": 2}}, "a.b") == 1
     assert lookup({"a": {"b.c": 3}}, "a.b.c") == 3
     for column in ("b", "a.c", "a.b.c.d", "a."):
@@ -233,7 +233,7 @@ def test_verls_layout_is_known(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_a_golden_answer_in_a_place_of_its_own(tmp_path: Path) -> None:
+def test_an_answer_column_inside_another(tmp_path: Path) -> None:
     path = write(tmp_path, rows(verl("Who?", {"target": ["Ada"]})))
     assert "should hold a text, a number or a list of them, got {'target'" in complaint(path)
     columns = Columns.named(Data(answer="reward_model.ground_truth.target"))
@@ -256,12 +256,12 @@ USER, SYSTEM, ASSISTANT = ({"role": role, "content": f"{role}?"} for role in ("u
         ({"role": "user", "content": "Who?"}, "should hold text, got {'role': 'user', 'content': 'Who?'}"),
     ],
 )
-def test_messages_that_are_no_single_question(tmp_path: Path, prompt: Any, problem: str) -> None:
+def test_messages_without_a_single_user_message(tmp_path: Path, prompt: Any, problem: str) -> None:
     path = write(tmp_path, rows({"prompt": prompt, "answer": "Ada"}))
     assert complaint(path) == f"{path}, line 1: column 'prompt' {problem}"
 
 
-def test_labels_are_texts_or_numbers(tmp_path: Path) -> None:
+def test_ids_and_kinds_are_strings_or_numbers(tmp_path: Path) -> None:
     row = {"question": "Who?", "answer": "Ada"}
     path = write(tmp_path, rows({**row, "kind": 2.5, "id": None}, {**row, "kind": ["a"]}, {**row, "id": True}))
     reading = read_tasks(path, Columns())
@@ -336,7 +336,7 @@ def test_a_json_list(tmp_path: Path) -> None:
     assert complaint(str(path)).startswith(f"{path}: expected a JSON list of rows (JSON lines end in .jsonl): ")
 
 
-def test_parquet_says_the_same_as_json_lines(tmp_path: Path) -> None:
+def test_parquet_and_json_lines_give_the_same_tasks(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     values = [verl(f"What is {i}?", " " if i == 1500 else str(i), "math") for i in range(2100)]
@@ -352,7 +352,7 @@ def test_parquet_says_the_same_as_json_lines(tmp_path: Path) -> None:
     assert table.columns == lines.columns
 
 
-def test_a_file_that_is_no_parquet(tmp_path: Path) -> None:
+def test_a_file_that_is_not_parquet(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     path = tmp_path / "questions.parquet"
     path.write_text("PAR1 but not really PAR1" * 10)
@@ -430,7 +430,7 @@ def test_a_data_set_of_the_hub(hub: FakeHub) -> None:
 
 
 @pytest.mark.parametrize("source", ["hf:", "hf:a:b:c:d", "hf:a::test", "hf:a:"])
-def test_a_name_that_is_none(hub: FakeHub, source: str) -> None:
+def test_an_invalid_hub_name(hub: FakeHub, source: str) -> None:
     assert complaint(source) == f"{source}: expected hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT"
     assert hub.asked == []
 
@@ -449,7 +449,7 @@ def test_without_datasets_the_message_says_what_to_install(monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-def test_the_real_package_reads_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_datasets_package_reads_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")

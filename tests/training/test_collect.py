@@ -1,4 +1,4 @@
-"""Traces sampled from a model: only what was all right is kept, once, and it is read back as it was sampled."""
+"""Traces sampled from a model: only correct trajectories are kept, once each, with the tokens that were sampled."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def kept(
     return len(traces), list(left_out)
 
 
-def test_only_what_is_all_right_is_kept(agent: Agent) -> None:
+def test_only_correct_trajectories_are_kept(agent: Agent) -> None:
     assert kept(agent, path(agent)) == (1, [])
     wrong = "wrong answer or wrong format"
     assert kept(agent, path(agent), Reward(0.0, {"correct": 0.0, "format": 1.0})) == (0, [wrong])
@@ -65,7 +65,7 @@ def test_only_what_is_all_right_is_kept(agent: Agent) -> None:
     assert kept(agent, path(agent, fault=Fault.MODEL)) == (1, [])
 
 
-def test_what_would_be_tokenised_otherwise_is_left_out(agent: Agent) -> None:
+def test_trajectories_that_tokenize_differently_are_left_out(agent: Agent) -> None:
     nodes = path(agent)
     letters = [i for c in END for i in agent.tokenizer(c).input_ids]  # the same text from smaller tokens
     assert agent.tokenizer.decode(letters) == END
@@ -75,7 +75,7 @@ def test_what_would_be_tokenised_otherwise_is_left_out(agent: Agent) -> None:
     assert kept(agent, path(agent, last=END + "!")) == (0, [reason])
 
 
-def test_equal_paths_are_kept_once_and_not_too_many(agent: Agent) -> None:
+def test_duplicates_are_dropped_and_traces_per_task_are_limited(agent: Agent) -> None:
     ends = [END, END, END.replace("b", "c"), END.replace("b", "d")]
     nodes = path(agent)[:3]
     nodes += [path(agent, last=end)[3] for end in ends]
@@ -103,7 +103,7 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_sampled_traces_are_read_back_with_the_tokens_that_were_sampled(
+def test_sampled_traces_have_the_sampled_tokens_when_read_back(
     taught: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """From the command line: sample a run, and teach a model what was kept."""
@@ -146,7 +146,7 @@ def test_sampled_traces_are_read_back_with_the_tokens_that_were_sampled(
 
 
 @pytest.mark.slow
-def test_a_model_that_gets_nothing_right_leaves_no_file(taught: Path, tmp_path: Path) -> None:
+def test_without_correct_trajectories_no_file_is_written(taught: Path, tmp_path: Path) -> None:
     config = sums_config(
         taught, f"data.train={taught / 'questions.jsonl'}", "rollout.num_trajectories=2", "rollout.max_tokens=9"
     )

@@ -1,4 +1,4 @@
-"""From settings to questions: mixtures, prompt lengths, a curriculum that resumes, `arpo data check`, the examples."""
+"""Tasks of a configuration: mixtures, prompt lengths, resuming a curriculum, `arpo data check`, the examples."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_long_prompts_are_left_out_of_training_and_counted(here: Path, tokenizer
         fit_prompts(tasks, agent.prompts, 3)
 
 
-def test_without_a_limit_what_the_model_cannot_hold_is_refused(here: Path, tokenizer: Any) -> None:
+def test_without_a_limit_prompts_beyond_the_context_are_an_error(here: Path, tokenizer: Any) -> None:
     write("mine.jsonl", *({"question": "word " * n, "answer": "x"} for n in (1, 400)))
     tasks = load_task_set(toml("", "data.train=mine.jsonl"))
     agent = scripted(tokenizer, max_context=len(scripted(tokenizer).prompt(tasks.train[1])))
@@ -221,7 +221,7 @@ def test_a_resumed_curriculum_equals_one_that_was_not_stopped(tokenizer: Any, tm
 
 
 @pytest.mark.slow
-def test_a_curriculum_changes_what_is_asked_and_only_when_it_is_on(tokenizer: Any, tmp_path: Path) -> None:
+def test_a_curriculum_changes_the_order_of_tasks(tokenizer: Any, tmp_path: Path) -> None:
     run_to_the_end(tokenizer, tmp_path / "on")
     run_to_the_end(tokenizer, tmp_path / "off", "data.curriculum=0")
     on, off = what_it_left(tmp_path / "on"), what_it_left(tmp_path / "off")
@@ -234,7 +234,7 @@ def test_a_curriculum_changes_what_is_asked_and_only_when_it_is_on(tokenizer: An
 
 
 @pytest.mark.parametrize(("fault", "letter"), [(Fault.INFRA, "1"), (Fault.MODEL, "m"), (None, "m")])
-def test_paths_spoilt_by_a_broken_tool_do_not_count(fault: Fault | None, letter: str) -> None:
+def test_trajectories_with_infra_faults_do_not_count_for_the_curriculum(fault: Fault | None, letter: str) -> None:
     tree = trees.tree([trees.prompt(), trees.model(0, [3]), trees.tool(1, fault=fault), trees.model(2, [4])], [1, 3])
     right, wrong = (Reward(value, {"correct": value}) for value in (1.0, 0.0))
     assert _outcome(ScoredTree(tree, (right, wrong))) == letter

@@ -1,4 +1,4 @@
-"""From settings to tools: every way to name one leads to it, and what cannot work is refused at once."""
+"""From settings to tools: every way to configure one, and errors for settings that cannot work."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def refused(*overrides: str) -> str:
     return str(error.value)
 
 
-def test_search_looks_in_the_world_a_file_or_an_index(documents: Path, tmp_path: Path) -> None:
+def test_search_in_the_world_a_file_or_an_index(documents: Path, tmp_path: Path) -> None:
     build_index(documents, tmp_path / "index")
     entity = build_world(configured().world).halves[0].names["person"][0]
     with build_tools(configured()) as box:
@@ -54,7 +54,7 @@ def test_search_looks_in_the_world_a_file_or_an_index(documents: Path, tmp_path:
             assert said(box, "search", query="who leads kip salt") == "Kip Salt: Ada Lom leads it."
 
 
-def test_a_server_and_the_web_are_asked_for_only_when_called(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_servers_are_contacted_only_when_called(monkeypatch: pytest.MonkeyPatch) -> None:
     with build_tools(configured("tools.search=http://127.0.0.1:9/retrieve", "tools.timeout=1")) as box:
         result = asyncio.run(call_tool(box, ToolCall("search", {"query": "a"})))
         assert (result.fault, result.attempts) == (Fault.INFRA, 3)
@@ -65,7 +65,7 @@ def test_a_server_and_the_web_are_asked_for_only_when_called(monkeypatch: pytest
         assert "secret" not in repr(box["search"])
 
 
-def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
+def test_impossible_settings_are_errors(tmp_path: Path) -> None:
     assert "somewhere to look" in refused("data.train=questions.jsonl")
     assert "go together" in refused('tools.enabled=["browse"]', "tools.browse_url=http://127.0.0.1:9/v1")
     assert "NO_SUCH_TOKEN" in refused('tools.mcp=[{url = "http://127.0.0.1:9", token_env = "NO_SUCH_TOKEN"}]')
@@ -75,7 +75,7 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_tools_of_a_server_stand_beside_the_others(tmp_path: Path) -> None:
+def test_mcp_tools_are_added_to_the_others(tmp_path: Path) -> None:
     pytest.importorskip("mcp")
     config = tmp_path / "run.toml"
     config.write_text(
