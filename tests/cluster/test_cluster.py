@@ -15,20 +15,21 @@ from typing import Any
 
 import cluster_toys
 import pytest
-from cluster_runs import BASE, SMALL, ages, assert_all_there, tokens_of, toys_in
+from cluster_runs import BASE, SMALL, Messages, ages, assert_all_there, tokens_of, toys_in
 from safetensors.torch import load_file
 
 from arpo.cli import main as cli
-from arpo.cluster.connect import on_cluster
+from arpo.cluster.connect import connect
 from arpo.cluster.ray_backend import ray_crew
 from arpo.config.loading import differences, load_config
 from arpo.config.schema import Config
 from arpo.errors import ArpoError
 from arpo.models.load import load_model
+from arpo.runs.reporter import SILENT, Reporter
 from arpo.runs.run_dir import RunDir
 from arpo.runs.run_dir import open_run_dir as read_run
 from arpo.trainer.trainer import Trainer
-from arpo.training.loop import learn_step, open_run, train
+from arpo.training.loop import learn_step, open_training, train
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cluster")]  # one cluster for all of them
@@ -67,26 +68,25 @@ def config_for(directory: Path, toys: Path, *more: str) -> Config:
 
 
 def run_here(config: Config) -> RunDir:
-    with open_run(config) as run:
-        asyncio.run(train(run))
+    with open_training(config) as training:
+        asyncio.run(train(training))
     return read_run(Path(config.run.dir))
 
 
-def run_there(config: Config, resume: bool = False) -> RunDir:
-    with on_cluster(config) as pool, open_run(config, resume, None, pool) as run:
-        asyncio.run(train(run))
+def run_there(config: Config, resume: bool = False, reporter: Reporter = SILENT) -> RunDir:
+    with connect(config, reporter) as build_sampler, open_training(config, resume, None, build_sampler) as training:
+        asyncio.run(train(training))
     return read_run(Path(config.run.dir))
 
 
-def test_a_run_is_the_same_but_for_the_address(
-    cluster: Any, tmp_path: Path, toys: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_is_the_same_but_for_the_address(cluster: Any, tmp_path: Path, toys: Path) -> None:
+    messages = Messages()
     more = ("train.steps=2", "eval.every=2")
     alone = config_for(tmp_path / "alone", toys, *more)
     config = config_for(tmp_path / "there", toys, *more, f"cluster.address={cluster.address}")
     changed = {line.partition(":")[0] for line in differences(alone.resolved(), config.resolved())}
     assert changed == {"run.dir", "cluster.address"}
-    here, there = run_here(alone), run_there(config)
+    here, there = run_here(alone), run_there(config, reporter=messages)
     assert_all_there(there, config)
     # Numbers agree to rounding. One token of thousands may fall on the other side of a random number for it.
     differ = [a != b for a, b in zip(tokens_of(here, 1), tokens_of(there, 1), strict=True)]
@@ -99,8 +99,7 @@ def test_a_run_is_the_same_but_for_the_address(
             "cluster_actors", "cluster_retried", "cluster_busy", "staleness", "staleness_max",
         }  # fmt: skip
     assert set(ages(there)) == {0}
-    shown = capsys.readouterr().out
-    assert shown.count("1 CPUs  0 GPUs  1 sampling") == 3
+    assert messages.text.count("1 CPUs  0 GPUs  1 sampling") == 3
 
 
 # --- what dies and what joins
@@ -161,8 +160,9 @@ class Beside(threading.Thread):
 
 
 def test_a_run_goes_on_when_an_actor_and_then_a_node_are_killed_and_a_node_joins(
-    cluster: Any, tmp_path: Path, toys: Path, capsys: pytest.CaptureFixture[str]
+    cluster: Any, tmp_path: Path, toys: Path
 ) -> None:
+    messages = Messages()
     more = ("train.steps=5", f"cluster.address={cluster.address}")
     config = config_for(tmp_path / "run", toys, *more)
     hold = toys / "hold"
@@ -202,7 +202,7 @@ def test_a_run_goes_on_when_an_actor_and_then_a_node_are_killed_and_a_node_joins
     joined: list[subprocess.Popen[bytes]] = []
     beside = Beside(disturb)
     try:
-        log = run_there(config)
+        log = run_there(config, reporter=messages)
         beside.ended()
     finally:
         for parent in new:
@@ -214,7 +214,7 @@ def test_a_run_goes_on_when_an_actor_and_then_a_node_are_killed_and_a_node_joins
     assert set(ages(log)) == {0}
     rows = log.read_metrics()
     assert sum(row["cluster_retried"] for row in rows) == 2
-    shown = capsys.readouterr().out
+    shown = messages.text
     assert shown.count("is lost") >= 2 and shown.count("joined:") == 1
     # Whoever grew a tree in the end, it is that of its question, its seed and the weights.
     undisturbed = config_for(tmp_path / "alone", toys, "train.steps=1")
@@ -227,10 +227,10 @@ def test_no_tree_is_older_than_allowed_and_some_are_as_old(
 ) -> None:
     ahead = 2
 
-    def slowly(run: Any, step: int, *given: Any) -> Any:
+    def slowly(training: Any, step: int, trees: Any) -> Any:
         """Learn when sampling has come as far as it may."""
         wait_for(lambda: (toys / "scored").stat().st_size >= 24 * min(step + ahead, 6))
-        return learn_step(run, step, *given)
+        return learn_step(training, step, trees)
 
     monkeypatch.setattr("arpo.training.loop.learn_step", slowly)
     more = ("train.steps=6", f"cluster.max_off_policy_steps={ahead}", "loss.importance_cap=2", "cluster.actors=2")
@@ -263,8 +263,7 @@ def test_two_trainers_learn_what_one_process_does(cluster: Any, tmp_path: Path, 
     model, tokenizer = load_model(config.model)
     trainer = Trainer(model, tokenizer, config)
     for step in (1, 2):
-        scored = log.read_trees(step)
-        trainer.update([one.tree for one in scored], [one.credits for one in scored])
+        trainer.update(list(log.read_trees(step)))
     begun = load_file(BASE / "model.safetensors")
     ended = load_file(tmp_path / "run" / "checkpoints" / "step_000002" / "model" / "model.safetensors")
     mine = dict(model.named_parameters())
@@ -288,10 +287,10 @@ def flat(config: Config) -> list[tuple[str, str]]:
 def test_a_mistake_on_another_machine_is_told_as_one(cluster: Any, tmp_path: Path, toys: Path) -> None:
     more = ("train.steps=1", "cluster.actors=1", f"cluster.address={cluster.address}")
     config = config_for(tmp_path / "run", toys, *more)
-    with on_cluster(config) as pool, open_run(config, False, None, pool) as run:
+    with connect(config) as build_sampler, open_training(config, build_sampler=build_sampler) as training:
         (toys / "toys.py").unlink()
         with pytest.raises(ArpoError, match=r"toys\.py.*\(on the machine "):
-            asyncio.run(train(run))
+            asyncio.run(train(training))
 
 
 def test_no_cluster_is_said_at_once(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The pool without Ray: crews that are functions, and whole runs whose actors live in this process."""
+"""The cluster's sampler without Ray: workers that are functions, and whole runs with workers in this process."""
 
 from __future__ import annotations
 
@@ -18,55 +18,47 @@ from typing import Any
 import clock
 import pytest
 import torch
-from cluster_runs import BASE, SMALL, ages, assert_all_there, tokens_of, toys_in
+from cluster_runs import BASE, SMALL, Messages, ages, assert_all_there, tokens_of, toys_in
 from plain import plain_loss
 from trees import model as model_node
 from trees import prompt, searched, tree
 
 import arpo
-import arpo.cluster.ray_backend as ray_crew_module
+import arpo.cluster.ray_backend as ray_backend
 import arpo.training.loop
-from arpo.algorithm.advantage import credit
-from arpo.algorithm.metrics import staleness
+from arpo.algorithm.advantage import compute_credits
+from arpo.algorithm.metrics import staleness_metrics
 from arpo.builtin.model import build_model
-from arpo.cluster.connect import on_cluster
+from arpo.cluster.connect import connect
 from arpo.cluster.ray_backend import ray_crew, reason
-from arpo.cluster.sampler import LONELY, STARTS, Pool, WorkerDied, together
+from arpo.cluster.sampler import LONELY, STARTS, RaySampler, WorkerDied, together
 from arpo.cluster.scheduler import Machine, Place
-from arpo.cluster.worker import (
-    BUG,
-    DONE,
-    MISTAKE,
-    Worker,
-    decode_request,
-    encode_request,
-    pack_scored,
-    put_weights,
-    weights_of,
-)
+from arpo.cluster.worker import BUG, DONE, MISTAKE, Worker, decode_request, encode_request, put_weights, weights_of
 from arpo.config.loading import load_config
 from arpo.config.schema import Advantage, Config, Loss
 from arpo.errors import ArpoError, Diverged
 from arpo.models.lora import add_adapter
 from arpo.models.save import save_pretrained
+from arpo.runs.reporter import SILENT, Reporter
 from arpo.runs.run_dir import open_run_dir as read_run
-from arpo.trainer.forward_backward import accumulate
+from arpo.runs.trees import pack_trees
+from arpo.trainer.forward_backward import forward_backward
 from arpo.trainer.trainer import Trainer
-from arpo.training.loop import in_thread, open_run, sample_step, train
-from arpo.training.sampler import minimal_engine_config
-from arpo.types import Kind, Reward, Task
+from arpo.training.loop import check_settings, in_thread, open_training, sample_step, train
+from arpo.training.sampler import LocalSampler
+from arpo.types import Kind, Reward, ScoredTree, Task
 
 
-class Actor:
-    """A hand that is a function of what it is asked, in simulated time; it dies when it is told to."""
+class ScriptedWorker:
+    """A worker that is a function of the request, in simulated time; it dies when it is killed."""
 
-    def __init__(self, answer: Callable[..., Any], gone: Callable[[Any], None]) -> None:
-        self.answer, self.dead, self._gone = answer, asyncio.Event(), gone
-        self.asked: list[str] = []
+    def __init__(self, answer: Callable[..., Any], on_kill: Callable[[Any], None]) -> None:
+        self.answer, self.dead, self._on_kill = answer, asyncio.Event(), on_kill
+        self.calls: list[str] = []
 
-    async def call(self, method: str, *given: Any) -> Any:
-        self.asked.append(method)
-        death, work = asyncio.ensure_future(self.dead.wait()), asyncio.ensure_future(self.answer(method, *given))
+    async def call(self, method: str, *args: Any) -> Any:
+        self.calls.append(method)
+        death, work = asyncio.ensure_future(self.dead.wait()), asyncio.ensure_future(self.answer(method, *args))
         await asyncio.wait([death, work], return_when=asyncio.FIRST_COMPLETED)
         if work.done():
             return work.result()
@@ -75,107 +67,107 @@ class Actor:
 
     def kill(self) -> None:
         self.dead.set()
-        self._gone(self)
+        self._on_kill(self)
 
 
-class Scripted:
-    """A crew of such hands."""
+class ScriptedBackend:
+    """A backend of such workers."""
 
     def __init__(self, answer: Callable[..., Any], machines: int = 2) -> None:
-        self.answer, self.there = answer, [Machine(f"m{i}", f"10.0.0.{i}", 1, 0) for i in range(machines)]
-        self.hands: list[Actor] = []
+        self.answer, self.present = answer, [Machine(f"m{i}", f"10.0.0.{i}", 1, 0) for i in range(machines)]
+        self.workers: list[ScriptedWorker] = []
         self.started: list[Place] = []
-        self.ended: list[Actor] = []
+        self.killed: list[ScriptedWorker] = []
 
     def machines(self) -> list[Machine]:
-        return list(self.there)
+        return list(self.present)
 
-    def start(self, place: Place, slots: int) -> Actor:
+    def start(self, place: Place, slots: int) -> ScriptedWorker:
         self.started.append(place)
-        self.hands.append(Actor(self.answer, self.ended.append))
-        return self.hands[-1]
+        self.workers.append(ScriptedWorker(self.answer, self.killed.append))
+        return self.workers[-1]
 
     def put(self, data: bytes) -> bytes:
         return data
 
 
-SESSION: Any = SimpleNamespace(model=torch.nn.Linear(1, 1))
+MODEL = torch.nn.Linear(1, 1)
 TASKS = [Task(f"q{i}", f"Question {i}?", ("x",)) for i in range(6)]
 
 
-async def answers(method: str, *given: Any) -> Any:
+async def answers(method: str, *args: Any) -> Any:
     """0.9 seconds for a tree, half a second for weights, two for opening."""
-    if method == "grow":
-        task, seed, _ = decode_request(given[0])
+    if method == "sample":
+        task, seed, _ = decode_request(args[0])
         await asyncio.sleep(0.9)
-        found = searched()
-        done = replace(found, task=task)
-        return DONE, (
-            pack_scored(([done], [(Reward(float(seed), {"correct": 1.0, "format": 1.0}),)])),
-            {"prefill_tokens": 5.0},
-        )
+        reward = Reward(float(seed), {"correct": 1.0, "format": 1.0})
+        frame, _ = pack_trees([ScoredTree(replace(searched(), task=task), (reward,))])
+        return DONE, (frame, {"prefill_tokens": 5.0})
     await asyncio.sleep({"open": 2.0, "update": 0.5}[method])
     return DONE, 17 if method == "open" else None
 
 
-def pool_of(crew: Any, *more: str) -> Pool:
-    given = ["cluster.address=made-up", "rollout.num_trajectories=4", "rollout.concurrency=4", *more]
-    return Pool(crew, load_config(None, given), "made up")
+def sampler_of(backend: Any, *overrides: str, reporter: Reporter = SILENT) -> RaySampler:
+    settings = ["cluster.address=made-up", "rollout.num_trajectories=4", "rollout.concurrency=4", *overrides]
+    return RaySampler(backend, load_config(None, settings), MODEL, "made up", reporter)
 
 
-async def grown(pool: Pool, step: int = 1, tasks: Sequence[Task] = TASKS) -> list[str]:
-    trees, rewards = await pool.grow(SESSION, tasks, range(len(tasks)), step)
-    assert [group[0].total for group in rewards] == list(range(len(tasks)))
-    return [tree.task.id for tree in trees]
+async def sampled(sampler: RaySampler, step: int = 1, tasks: Sequence[Task] = TASKS) -> list[str]:
+    trees = await sampler.sample(tasks, range(len(tasks)), step)
+    assert [scored.rewards[0].total for scored in trees] == list(range(len(tasks)))
+    return [scored.tree.task.id for scored in trees]
 
 
-def test_trees_come_back_in_order_and_time_is_accounted_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_trees_come_back_in_order_and_time_is_accounted_for() -> None:
+    messages = Messages()
+
     async def main() -> None:
-        crew = Scripted(answers)
-        pool = pool_of(crew)
-        await pool.sync_weights(SESSION, 0)
-        assert await grown(pool) == [task.id for task in TASKS]
-        told, busy = pool.step_metrics(SESSION, 1), pytest.approx(2.7 / 3.2)
-        assert told == {
+        backend = ScriptedBackend(answers)
+        sampler = sampler_of(backend, reporter=messages)
+        await sampler.sync_weights(0)
+        assert await sampled(sampler) == [task.id for task in TASKS]
+        assert sampler.step_metrics(1) == {
             "cluster_actors": 2,
             "cluster_retried": 0,
-            "cluster_busy": busy,
+            "cluster_busy": pytest.approx(2.7 / 3.2),
             "engine_prefill_tokens": 30.0,
         }
-        await pool.sync_weights(SESSION, 1)
-        assert await grown(pool, 2) == [task.id for task in TASKS]
-        assert [hand.asked.count("update") for hand in crew.hands] == [2, 2]
-        await pool.sync_weights(SESSION, 1)  # nothing new
+        await sampler.sync_weights(1)
+        assert await sampled(sampler, 2) == [task.id for task in TASKS]
+        assert [worker.calls.count("update") for worker in backend.workers] == [2, 2]
+        await sampler.sync_weights(1)  # nothing new
         await asyncio.sleep(5)
-        assert [hand.asked.count("update") for hand in crew.hands] == [2, 2]
-        pool.close()
-        assert len(crew.ended) == 2
+        assert [worker.calls.count("update") for worker in backend.workers] == [2, 2]
+        sampler.close()
+        assert len(backend.killed) == 2
 
     clock.run(main())
-    assert "10.0.0.1  1 CPUs  0 GPUs  1 sampling" in capsys.readouterr().out
+    assert "10.0.0.1  1 CPUs  0 GPUs  1 sampling" in messages.text
 
 
-def test_what_dies_is_done_again_and_new_machines_get_actors(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_dies_is_done_again_and_new_machines_get_actors() -> None:
+    messages = Messages()
+
     async def main() -> None:
-        crew = Scripted(answers)
-        pool = pool_of(crew)
-        await pool.sync_weights(SESSION, 0)
+        backend = ScriptedBackend(answers)
+        sampler = sampler_of(backend, reporter=messages)
+        await sampler.sync_weights(0)
         many = [Task(f"q{i}", "?", ("x",)) for i in range(16)]
-        work = asyncio.ensure_future(grown(pool, 1, many))
+        work = asyncio.ensure_future(sampled(sampler, 1, many))
         await asyncio.sleep(2.8)  # both grow their first tree, and it is not yet time to look for machines
-        crew.hands[0].kill()
+        backend.workers[0].kill()
         await asyncio.sleep(0.1)
-        assert [place.machine for place in crew.started] == ["m0", "m1", "m0"]  # at once a new one
-        crew.there.append(Machine("m2", "10.0.0.2", 1, 0))
-        crew.there.pop(1)  # and its actor does not know yet
+        assert [place.machine for place in backend.started] == ["m0", "m1", "m0"]  # at once a new one
+        backend.present.append(Machine("m2", "10.0.0.2", 1, 0))
+        backend.present.pop(1)  # and its actor does not know yet
         assert await work == [task.id for task in many]
-        assert [place.machine for place in crew.started] == ["m0", "m1", "m0", "m2"]
-        assert crew.hands[3].asked.count("grow") >= 1
-        told = pool.step_metrics(SESSION, 1)
-        assert told["cluster_retried"] >= 1 and told["cluster_actors"] == 2
+        assert [place.machine for place in backend.started] == ["m0", "m1", "m0", "m2"]
+        assert backend.workers[3].calls.count("sample") >= 1
+        metrics = sampler.step_metrics(1)
+        assert metrics["cluster_retried"] >= 1 and metrics["cluster_actors"] == 2
 
     clock.run(main())
-    shown = capsys.readouterr().out
+    shown = messages.text
     assert "an actor on 10.0.0.0 is lost (killed); 1 trees are grown again" in shown
     assert "an actor on 10.0.0.1 is lost (its machine is gone)" in shown
     assert "cluster: joined: 10.0.0.2" in shown
@@ -183,68 +175,68 @@ def test_what_dies_is_done_again_and_new_machines_get_actors(capsys: pytest.Capt
 
 def test_a_question_that_kills_is_named_and_does_not_go_on_for_ever() -> None:
     async def main() -> None:
-        async def deadly(method: str, *given: Any) -> Any:
-            if method == "grow" and decode_request(given[0])[0].id == "q3":
+        async def deadly(method: str, *args: Any) -> Any:
+            if method == "sample" and decode_request(args[0])[0].id == "q3":
                 await asyncio.sleep(0.1)
                 raise WorkerDied("out of memory")
-            return await answers(method, *given)
+            return await answers(method, *args)
 
-        pool = pool_of(Scripted(deadly), "rollout.concurrency=8")
-        await pool.sync_weights(SESSION, 0)
+        sampler = sampler_of(ScriptedBackend(deadly), "rollout.concurrency=8")
+        await sampler.sync_weights(0)
         with pytest.raises(ArpoError, match=r"3 actors died while they grew the tree of question 'q3'.*out of memory"):
-            await grown(pool)
+            await sampled(sampler)
         with pytest.raises(ArpoError, match="q3"):  # and whoever asks later is told, too
-            await grown(pool, 2)
+            await sampled(sampler, 2)
 
     clock.run(main())
 
 
 @pytest.mark.parametrize(("how", "kind"), [(MISTAKE, ArpoError), (BUG, RuntimeError)])
-@pytest.mark.parametrize("method", ["open", "update", "grow"])
+@pytest.mark.parametrize("method", ["open", "update", "sample"])
 def test_mistakes_and_bugs_in_an_actor_reach_the_user(how: str, kind: type[Exception], method: str) -> None:
     async def main() -> None:
-        async def wrong(asked: str, *given: Any) -> Any:
-            return (how, "no such file") if asked == method else await answers(asked, *given)
+        async def wrong(asked: str, *args: Any) -> Any:
+            return (how, "no such file") if asked == method else await answers(asked, *args)
 
-        pool = pool_of(Scripted(wrong))
-        await pool.sync_weights(SESSION, 0)
+        sampler = sampler_of(ScriptedBackend(wrong))
+        await sampler.sync_weights(0)
         with pytest.raises(kind, match="no such file"):
-            await grown(pool)
+            await sampled(sampler)
 
     clock.run(main())
 
 
-def test_a_machine_where_no_actor_starts_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_machine_where_no_actor_starts_is_left_out() -> None:
     async def main() -> None:
-        async def never(method: str, *given: Any) -> Any:
+        async def never(method: str, *args: Any) -> Any:
             await asyncio.sleep(1)
             raise WorkerDied("it crashed at once")
 
-        crew = Scripted(never, machines=1)
-        pool = pool_of(crew)
-        await pool.sync_weights(SESSION, 0)
+        backend = ScriptedBackend(never, machines=1)
+        sampler = sampler_of(backend)
+        await sampler.sync_weights(0)
         began = asyncio.get_running_loop().time()
         with pytest.raises(ArpoError, match=r"on no machine an actor could be started 3 times: .*it crashed at once"):
-            await grown(pool)
+            await sampled(sampler)
         assert asyncio.get_running_loop().time() - began < 20
-        assert len(crew.started) == STARTS
+        assert len(backend.started) == STARTS
 
     clock.run(main())
 
 
 def test_actors_that_die_of_their_weights_are_not_started_for_ever() -> None:
     async def main() -> None:
-        async def dies(method: str, *given: Any) -> Any:
+        async def dies(method: str, *args: Any) -> Any:
             if method == "update":
                 raise WorkerDied("out of memory")
-            return await answers(method, *given)
+            return await answers(method, *args)
 
-        crew = Scripted(dies, machines=2)
-        pool = pool_of(crew)
-        await pool.sync_weights(SESSION, 0)
+        backend = ScriptedBackend(dies, machines=2)
+        sampler = sampler_of(backend)
+        await sampler.sync_weights(0)
         with pytest.raises(ArpoError, match="out of memory"):
-            await grown(pool)
-        assert len(crew.started) == 2 * STARTS
+            await sampled(sampler)
+        assert len(backend.started) == 2 * STARTS
 
     clock.run(main())
 
@@ -253,114 +245,116 @@ def test_a_machine_that_was_used_since_is_trusted_again() -> None:
     async def main() -> None:
         opened = 0
 
-        async def sometimes(method: str, *given: Any) -> Any:
+        async def sometimes(method: str, *args: Any) -> Any:
             nonlocal opened
             opened += method == "open"
             if method == "open" and opened in (1, 2, 4, 5):
                 raise WorkerDied("a bad start")
-            return await answers(method, *given)
+            return await answers(method, *args)
 
-        crew = Scripted(sometimes, machines=1)
-        pool = pool_of(crew)
-        await pool.sync_weights(SESSION, 0)
-        assert await grown(pool) == [task.id for task in TASKS]
-        crew.hands[2].kill()
-        assert await grown(pool) == [task.id for task in TASKS]
-        assert len(crew.started) == 6
+        backend = ScriptedBackend(sometimes, machines=1)
+        sampler = sampler_of(backend)
+        await sampler.sync_weights(0)
+        assert await sampled(sampler) == [task.id for task in TASKS]
+        backend.workers[2].kill()
+        assert await sampled(sampler) == [task.id for task in TASKS]
+        assert len(backend.started) == 6
 
     clock.run(main())
 
 
-def test_tests_on_an_actor_share_its_places(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluations_on_a_worker_share_its_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
 
-    async def evaluate(*given: Any, slots: Any, **more: Any) -> Any:
-        seen.append(slots)
-        return SimpleNamespace(trees=(searched(),), rewards=((Reward(1.0),),))
+    async def sample_trees(*args: Any) -> list[ScoredTree]:
+        seen.extend(arg for arg in args if isinstance(arg, asyncio.Semaphore))
+        return [ScoredTree(searched(), (Reward(1.0),))]
 
-    monkeypatch.setattr("arpo.cluster.worker.evaluate", evaluate)
+    monkeypatch.setattr("arpo.evaluation.evaluate.sample_trees", sample_trees)
+    monkeypatch.setattr("arpo.training.sampler.sample_trees", sample_trees)
     worker, config = Worker(), load_config(None, [])
-    engine = SimpleNamespace(stats=dict)
-    worker._session = SimpleNamespace(config=config, agent=SimpleNamespace(engine=engine), reward=None)  # type: ignore[assignment]
+    agent = SimpleNamespace(engine=SimpleNamespace(stats=dict))
+    worker._sampler = LocalSampler(SimpleNamespace(config=config, agent=agent, reward=None))  # type: ignore[arg-type]
     worker._slots = asyncio.Semaphore(3)
-    how, told = asyncio.run(worker.grow(encode_request(TASKS[0], 5, True)))
-    assert how == DONE, told
-    assert seen == [worker._slots]
+    for evaluating in (True, False):
+        outcome, value = asyncio.run(worker.sample(encode_request(TASKS[0], 5, evaluating)))
+        assert outcome == DONE, value
+    assert seen == [worker._slots] * 2
 
 
 def test_actors_that_wait_for_room_go_to_a_machine_that_joins() -> None:
     async def main() -> None:
         opened = 0
 
-        async def sometimes(method: str, *given: Any) -> Any:
+        async def sometimes(method: str, *args: Any) -> Any:
             nonlocal opened
             opened += method == "open"
             if method == "open" and opened in (5, 6):  # there is no room for them
                 await asyncio.sleep(1e6)
-            return await answers(method, *given)
+            return await answers(method, *args)
 
-        crew = Scripted(sometimes, machines=2)
-        crew.there = [replace(machine, cpus=4) for machine in crew.there]
-        second = crew.there[1]
-        pool = pool_of(crew, "cluster.actors=4")
-        await pool.sync_weights(SESSION, 0)
-        await grown(pool)
-        crew.there.remove(second)
+        backend = ScriptedBackend(sometimes, machines=2)
+        backend.present = [replace(machine, cpus=4) for machine in backend.present]
+        second = backend.present[1]
+        sampler = sampler_of(backend, "cluster.actors=4")
+        await sampler.sync_weights(0)
+        await sampled(sampler)
+        backend.present.remove(second)
         await asyncio.sleep(10)
-        assert [place.machine for place in crew.started] == ["m0", "m1", "m0", "m1", "m0", "m0"]
-        crew.there.append(second)
+        assert [place.machine for place in backend.started] == ["m0", "m1", "m0", "m1", "m0", "m0"]
+        backend.present.append(second)
         await asyncio.sleep(10)
-        assert [place.machine for place in crew.started[6:]] == ["m1", "m1"]
-        assert await grown(pool) == [task.id for task in TASKS] and pool.step_metrics(SESSION, 1)["cluster_actors"] == 4
+        assert [place.machine for place in backend.started[6:]] == ["m1", "m1"]
+        assert await sampled(sampler) == [task.id for task in TASKS] and sampler.step_metrics(1)["cluster_actors"] == 4
 
     clock.run(main())
 
 
 def test_what_a_lost_actor_still_says_counts_nothing() -> None:
     async def main() -> None:
-        crew = Scripted(answers, machines=1)
-        pool = pool_of(crew)
-        machine = crew.there[0]
+        backend = ScriptedBackend(answers, machines=1)
+        sampler = sampler_of(backend)
+        machine = backend.present[0]
 
         class Late:
-            async def call(self, method: str, *given: Any) -> Any:
-                del pool._hands["a"]
+            async def call(self, method: str, *args: Any) -> Any:
+                del sampler._hands["a"]
                 return MISTAKE, "too late"
 
-        pool._hands["a"] = Late(), machine  # type: ignore[assignment]
-        assert await pool._ask("a", "grow", b"") is None
+        sampler._hands["a"] = Late(), machine  # type: ignore[assignment]
+        assert await sampler._ask("a", "sample", b"") is None
 
     clock.run(main())
 
 
 def test_a_machine_that_is_lost_again_and_again_is_not_the_questions_fault() -> None:
     async def main() -> None:
-        async def slowly(method: str, *given: Any) -> Any:
-            if method == "grow" and losses < 4:
+        async def slowly(method: str, *args: Any) -> Any:
+            if method == "sample" and losses < 4:
                 await asyncio.sleep(100)
-            return await answers(method, *given)
+            return await answers(method, *args)
 
-        losses, crew = 0, Scripted(slowly, machines=1)
-        pool = pool_of(crew)
-        await pool.sync_weights(SESSION, 0)
-        work = asyncio.ensure_future(grown(pool, 1, TASKS[:1]))
+        losses, backend = 0, ScriptedBackend(slowly, machines=1)
+        sampler = sampler_of(backend)
+        await sampler.sync_weights(0)
+        work = asyncio.ensure_future(sampled(sampler, 1, TASKS[:1]))
         for number in range(1, 5):
             await asyncio.sleep(20)
             losses = number
-            crew.there = [Machine(f"n{losses}", f"10.0.1.{losses}", 1, 0)]
+            backend.present = [Machine(f"n{losses}", f"10.0.1.{losses}", 1, 0)]
         assert await work == ["q0"]
-        assert pool.step_metrics(SESSION, 1)["cluster_retried"] == 4
+        assert sampler.step_metrics(1)["cluster_retried"] == 4
 
     clock.run(main())
 
 
 def test_no_machine_for_anybody_is_an_error_too() -> None:
     async def main() -> None:
-        pool = pool_of(Scripted(answers, machines=0))
-        await pool.sync_weights(SESSION, 0)
+        sampler = sampler_of(ScriptedBackend(answers, machines=0))
+        await sampler.sync_weights(0)
         began = asyncio.get_running_loop().time()
         with pytest.raises(ArpoError, match=r"for 5 minutes nobody could sample: no machine has a free CPU.*--resume"):
-            await grown(pool)
+            await sampled(sampler)
         assert LONELY <= asyncio.get_running_loop().time() - began < LONELY + 20
 
     clock.run(main())
@@ -368,52 +362,58 @@ def test_no_machine_for_anybody_is_an_error_too() -> None:
 
 def test_who_stops_waiting_leaves_nothing_behind() -> None:
     async def main() -> None:
-        crew = Scripted(answers, machines=1)
-        pool = pool_of(crew)
-        await pool.sync_weights(SESSION, 0)
-        work = asyncio.ensure_future(grown(pool))
+        backend = ScriptedBackend(answers, machines=1)
+        sampler = sampler_of(backend)
+        await sampler.sync_weights(0)
+        work = asyncio.ensure_future(sampled(sampler))
         await asyncio.sleep(3.0)
         work.cancel()
         await asyncio.gather(work, return_exceptions=True)
-        assert await grown(pool, 1, TASKS[:1]) == ["q0"]
-        assert crew.hands[0].asked.count("grow") == 2  # the one under way, and this
+        assert await sampled(sampler, 1, TASKS[:1]) == ["q0"]
+        assert backend.workers[0].calls.count("sample") == 2  # the one under way, and this
 
     clock.run(main())
 
 
 def test_a_test_waits_for_the_newest_weights_and_comes_before_later_steps() -> None:
     async def main() -> None:
-        crew = Scripted(answers, machines=1)
-        pool = pool_of(crew, "cluster.max_off_policy_steps=2", "rollout.concurrency=8", "eval.questions=2")
-        await pool.sync_weights(SESSION, 0)
-        ahead = [asyncio.ensure_future(grown(pool, step)) for step in (2, 3)]
+        backend = ScriptedBackend(answers, machines=1)
+        sampler = sampler_of(backend, "cluster.max_off_policy_steps=2", "rollout.concurrency=8", "eval.questions=2")
+        await sampler.sync_weights(0)
+        ahead = [asyncio.ensure_future(sampled(sampler, step)) for step in (2, 3)]
         await asyncio.sleep(3.0)
-        await pool.sync_weights(SESSION, 1)
-        seen: list[int] = []
-        session = SimpleNamespace(model=SESSION.model, tasks=SimpleNamespace(test=TASKS[:4]))
-        result = await pool.test(session, lambda: seen.append(1))  # type: ignore[arg-type]
-        assert [tree.task.id for tree in result.trees] == ["q0", "q1"] and len(seen) == 2
-        assert crew.hands[0].asked == ["open", "update", "grow", "grow", "update", *["grow"] * 3]  # one more has room
+        await sampler.sync_weights(1)
+        seen: list[str] = []
+        result = await sampler.evaluate(TASKS[:2], (0, 1), lambda scored: seen.append(scored.tree.task.id))
+        assert [scored.tree.task.id for scored in result.trees] == sorted(seen) == ["q0", "q1"]
+        assert backend.workers[0].calls == [
+            "open",
+            "update",
+            "sample",
+            "sample",
+            "update",
+            *["sample"] * 3,
+        ]  # one more has room
         await asyncio.gather(*ahead)
-        pool.step_metrics(SESSION, 2)
-        assert pool.discarded_metrics() == {"cluster_discarded_trees": 6, "cluster_discarded_calls": 6}
+        sampler.step_metrics(2)
+        assert sampler.discarded_metrics() == {"cluster_discarded_trees": 6, "cluster_discarded_calls": 6}
 
     clock.run(main())
 
 
 def test_a_busy_actor_that_is_too_old_finishes_and_is_renewed_before_it_gets_more() -> None:
     async def main() -> None:
-        for step, order in ((2, ["grow", "grow", "update"]), (3, ["grow", "update", "grow"])):
-            crew = Scripted(answers, machines=1)
-            pool = pool_of(crew, "cluster.max_off_policy_steps=1", "rollout.concurrency=8")
-            await pool.sync_weights(SESSION, 0)
-            first = asyncio.ensure_future(grown(pool, 1, TASKS[:1]))
+        for step, order in ((2, ["sample", "sample", "update"]), (3, ["sample", "update", "sample"])):
+            backend = ScriptedBackend(answers, machines=1)
+            sampler = sampler_of(backend, "cluster.max_off_policy_steps=1", "rollout.concurrency=8")
+            await sampler.sync_weights(0)
+            first = asyncio.ensure_future(sampled(sampler, 1, TASKS[:1]))
             await asyncio.sleep(2.7)
-            await pool.sync_weights(SESSION, 1)
-            await grown(pool, step, TASKS[:1])
+            await sampler.sync_weights(1)
+            await sampled(sampler, step, TASKS[:1])
             await first
             await asyncio.sleep(1)
-            assert crew.hands[0].asked[2:] == order
+            assert backend.workers[0].calls[2:] == order
 
     clock.run(main())
 
@@ -421,8 +421,8 @@ def test_a_busy_actor_that_is_too_old_finishes_and_is_renewed_before_it_gets_mor
 # --- whole runs with actors in this process
 
 
-class Near:
-    """A crew whose actors are `Worker`s in this process."""
+class LocalBackend:
+    """A backend whose workers live in this process."""
 
     def __init__(self, count: int = 2) -> None:
         self.count, self.opening = count, asyncio.Lock()  # models are loaded one at a time within a process
@@ -433,14 +433,18 @@ class Near:
     def start(self, place: Place, slots: int) -> Any:
         worker = Worker()
 
-        async def call(method: str, *given: Any) -> Any:
+        async def call(method: str, *args: Any) -> Any:
             async with self.opening if method == "open" else contextlib.nullcontext():
-                return await getattr(worker, method)(*given)
+                return await getattr(worker, method)(*args)
 
         return SimpleNamespace(call=call, kill=lambda: None)
 
     def put(self, data: bytes) -> bytes:
         return data
+
+
+def build_local(config: Config, model: Any) -> RaySampler:
+    return RaySampler(LocalBackend(), config, model, "made up")
 
 
 def config_for(directory: Path, *more: str) -> Config:
@@ -449,10 +453,9 @@ def config_for(directory: Path, *more: str) -> Config:
     return load_config(None, [*named, *SMALL, "cluster.address=made-up", *more])
 
 
-def run_near(config: Config, resume: bool = False) -> Any:
-    pool = Pool(Near(), config, "made up")
-    with open_run(config, resume, None, pool) as run:
-        asyncio.run(train(run))
+def run_with_workers(config: Config, resume: bool = False) -> Any:
+    with open_training(config, resume, build_sampler=build_local) as training:
+        asyncio.run(train(training))
     return read_run(Path(config.run.dir))
 
 
@@ -464,10 +467,10 @@ def test_a_run_that_samples_ahead_is_resumed_and_skips_nothing(tmp_path: Path) -
         "train.steps=4",
         "train.budget_unit=trajectories",
     )
-    log = run_near(config_for(tmp_path / "run", *ahead, "train.budget=30"))
+    log = run_with_workers(config_for(tmp_path / "run", *ahead, "train.budget=30"))
     assert len(log.read_metrics()) == 2 and log.read_metrics()[1]["cluster_discarded_trees"] <= 6
     config = config_for(tmp_path / "run", *ahead)
-    log = run_near(config, resume=True)
+    log = run_with_workers(config, resume=True)
     assert_all_there(log, config)
     assert set(ages(log)) <= {0, 1}
 
@@ -483,14 +486,14 @@ def test_trees_are_as_old_as_they_may_be_and_no_older(
     )
     scored, learn = tmp_path / "run-toys" / "toys" / "scored", arpo.training.loop.learn_step
 
-    def slowly(run: Any, step: int, *given: Any) -> Any:
+    def slowly(training: Any, step: int, trees: Any) -> Any:
         """Learn when sampling has come as far as it may."""
         while scored.stat().st_size < 24 * min(step + ahead, 4):
             time.sleep(0.01)
-        return learn(run, step, *given)
+        return learn(training, step, trees)
 
     monkeypatch.setattr(arpo.training.loop, "learn_step", slowly)
-    log = run_near(config)
+    log = run_with_workers(config)
     assert_all_there(log, config)
     assert ages(log) == [0] * 6 + [ahead] * 18
     assert [row["staleness_max"] for row in log.read_metrics()] == [0, ahead, ahead, ahead]
@@ -509,15 +512,15 @@ def test_ctrl_c_while_it_learns_ends_after_the_step_which_is_saved(
     )
     learn, learning, go = arpo.training.loop.learn_step, threading.Event(), threading.Event()
 
-    def slowly(*given: Any) -> Any:
+    def slowly(*args: Any) -> Any:
         learning.set()
         assert go.wait(60)
-        return learn(*given)
+        return learn(*args)
 
     monkeypatch.setattr(arpo.training.loop, "learn_step", slowly)
 
-    async def main(run: Any) -> None:
-        work = asyncio.ensure_future(train(run))
+    async def main(training: Any) -> None:
+        work = asyncio.ensure_future(train(training))
         await asyncio.to_thread(learning.wait, 60)
         work.cancel()
         await asyncio.sleep(0)
@@ -525,18 +528,21 @@ def test_ctrl_c_while_it_learns_ends_after_the_step_which_is_saved(
         go.set()
         await work
 
-    with open_run(config, False, None, Pool(Near(1), config, "made up")) as run, pytest.raises(asyncio.CancelledError):
-        asyncio.run(main(run))
+    def build(latest: Config, model: Any) -> RaySampler:
+        return RaySampler(LocalBackend(1), latest, model, "made up")
+
+    with open_training(config, build_sampler=build) as training, pytest.raises(asyncio.CancelledError):
+        asyncio.run(main(training))
     log = read_run(tmp_path / "run")
     assert [row["step"] for row in log.read_metrics()] == [1]
     assert (log.latest_checkpoint() or (0,))[0] == 1
 
 
 @pytest.mark.slow
-def test_actors_near_and_this_process_grow_the_same(tmp_path: Path) -> None:
-    there = run_near(config_for(tmp_path / "there", "train.steps=1"))
-    with open_run(config_for(tmp_path / "here", "train.steps=1", "cluster.address=none")) as run:
-        asyncio.run(train(run))
+def test_workers_and_this_process_sample_the_same(tmp_path: Path) -> None:
+    there = run_with_workers(config_for(tmp_path / "there", "train.steps=1"))
+    with open_training(config_for(tmp_path / "here", "train.steps=1", "cluster.address=none")) as training:
+        asyncio.run(train(training))
     differ = [a != b for a, b in zip(tokens_of(there, 1), tokens_of(read_run(tmp_path / "here"), 1), strict=True)]
     assert sum(differ) <= 1
 
@@ -560,7 +566,7 @@ def test_weights_reach_another_copy_of_the_model(tokenizer: Any, rank: int) -> N
     assert all(torch.equal(p, names[name]) for name, p in other.named_parameters())
     if rank:
         assert len(weights_of(one)) < 10_000  # the adapter alone
-        with pytest.raises(ValueError, match="other weights are trained"):
+        with pytest.raises(ValueError, match="the trained weights differ here"):
             put_weights(build_model(tokenizer, 32, 1, 128, seed=0), weights_of(one))
 
 
@@ -569,14 +575,14 @@ def test_staleness_is_counted_and_never_too_much() -> None:
         nodes = [replace(model_node(0, [3]), policy_version=version) for version in versions]
         return tree([prompt(), *nodes], range(1, len(nodes) + 1))
 
-    assert staleness([of(4), of(3), of(2, 2)], 5, 2) == {"staleness": 1.0, "staleness_max": 2}
+    assert staleness_metrics([of(4), of(3), of(2, 2)], 5, 2) == {"staleness": 1.0, "staleness_max": 2}
     for bad, ahead in ((of(3), 0), (of(1), 2), (of(5), 2), (of(3, 4), 2)):
         with pytest.raises(RuntimeError, match="step 5"):
-            staleness([of(4), bad], 5, ahead)
+            staleness_metrics([of(4), bad], 5, ahead)
 
 
 def test_stale_trees_are_weighed_by_the_policy_that_sampled_them(tokenizer: Any, tmp_path: Path) -> None:
-    """Gradients of an update on trees of older weights, against one path at a time: old is what the weights are now."""
+    """Gradients of an update on trees of older weights, against one trajectory at a time: old is what the weights are now."""
     save_pretrained(build_model(tokenizer, 32, 1, 256, seed=1), tokenizer, tmp_path / "model")
     given = [
         f"model.path={tmp_path / 'model'}",
@@ -586,10 +592,10 @@ def test_stale_trees_are_weighed_by_the_policy_that_sampled_them(tokenizer: Any,
     ]
     small = ["world.entities=60", "world.train_questions=12", "train.batch_size=3", "branching.policy=never"]
     config = load_config(None, [*given, *small, f"run.dir={tmp_path / 'run'}", "loss.importance_cap=1.3"])
-    with open_run(config) as run:
-        trees, _ = asyncio.run(sample_step(run.session, 1))
-    rewards = [[Reward(float(i % 3), {}) for i in range(len(one.leaves))] for one in trees]
-    credits = credit(trees, rewards, Advantage())
+    with open_training(config) as training:
+        trees = [scored.tree for scored in asyncio.run(sample_step(training, 1))]
+    rewards = [tuple(Reward(float(i % 3)) for i in range(len(one.leaves))) for one in trees]
+    credited = compute_credits([ScoredTree(*pair) for pair in zip(trees, rewards, strict=True)], Advantage())
 
     def now() -> Any:
         """The weights some steps later."""
@@ -604,9 +610,8 @@ def test_stale_trees_are_weighed_by_the_policy_that_sampled_them(tokenizer: Any,
     for cap in (1.3, None):
         loss, model, plain = Loss(importance_cap=cap), now(), now()
         trainer = Trainer(model, tokenizer, config.model_copy(update={"loss": loss}))
-        batch = trainer._batch(trees, credits)
-        accumulate(model, batch, loss, 1.0, 10_000, None, None, None)
-        plain_loss(plain, trees, credits, loss, 1.0, 20).backward()
+        forward_backward(model, trainer._batch(credited), loss, 1.0, 10_000)
+        plain_loss(plain, credited, loss, 1.0, 20).backward()
         for name, parameter in model.named_parameters():
             other = dict(plain.named_parameters())[name]
             if parameter.grad is not None and other.grad is not None:
@@ -630,9 +635,8 @@ def test_stale_trees_are_weighed_by_the_policy_that_sampled_them(tokenizer: Any,
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(given: list[str], message: str) -> None:
-    pool: Any = None if len(given) == 1 else object()
     with pytest.raises(ArpoError, match=message):
-        arpo.training.loop.require_cluster_settings(load_config(None, given), pool)
+        check_settings(load_config(None, given), on_cluster=len(given) > 1)
 
 
 def test_without_ray_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -651,7 +655,7 @@ def test_torchrun_and_a_cluster_do_not_go_together(monkeypatch: pytest.MonkeyPat
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
     config = load_config(None, ["cluster.address=127.0.0.1:1"])
-    with pytest.raises(ArpoError, match=r"cluster\.trainers instead"), on_cluster(config):
+    with pytest.raises(ArpoError, match=r"cluster\.trainers instead"), connect(config):
         pass
 
 
@@ -660,13 +664,20 @@ def test_a_question_survives_its_way() -> None:
     assert decode_request(encode_request(task, 2**63, True)) == (task, 2**63, True)
 
 
-def test_whoever_only_leads_needs_neither_vllm_nor_room() -> None:
-    config = load_config(
-        None, ["rollout.engine=vllm", 'rollout.servers=["http://localhost:1"]', "rollout.kv_cache_tokens=10000"]
-    )
-    here = minimal_engine_config(config).rollout
-    assert (here.engine, here.servers, here.concurrency) == ("local", (), 1) and here.kv_cache_tokens < 100
-    assert minimal_engine_config(config).model_copy(update={"rollout": config.rollout}) == config
+def test_the_process_that_trains_on_a_cluster_builds_no_engine(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It needs neither vLLM nor room for a KV cache, but checks the prompts."""
+    save_pretrained(build_model(tokenizer, 32, 1, 256, seed=1), tokenizer, tmp_path / "model")
+    monkeypatch.setattr("arpo.training.loop.build_context", None)
+    paths = [f"model.path={tmp_path / 'model'}", f"run.dir={tmp_path / 'run'}", "cluster.address=made-up"]
+    small = ["model.device=cpu", "world.entities=60", "world.train_questions=12", "data.max_prompt_tokens=1"]
+    config = load_config(None, [*paths, *small, "rollout.engine=vllm", "rollout.kv_cache_tokens=1000000000"])
+    with pytest.raises(ArpoError, match=r"data\.max_prompt_tokens"), open_training(config, build_sampler=build_local):
+        pass
+    config = config.model_copy(update={"data": config.data.model_copy(update={"max_prompt_tokens": None})})
+    with open_training(config, build_sampler=build_local) as training:
+        assert isinstance(training.sampler, RaySampler)
 
 
 def test_what_several_engines_tell_is_put_together_as_it_is_meant() -> None:
@@ -717,14 +728,14 @@ def test_learning_in_a_thread_is_never_left_half_done() -> None:
         (("rollout.engine=vllm", 'rollout.servers=["http://localhost:1"]'), r"rollout\.servers: every actor"),
         (
             ("cluster.address=none", "cluster.max_off_policy_steps=1"),
-            r"cluster\.ahead: needs a cluster.*cluster\.ahead=0",
+            r"cluster\.max_off_policy_steps: needs a cluster.*cluster\.max_off_policy_steps=0",
         ),
     ],
 )
 def test_what_a_cluster_cannot_do_is_refused(more: tuple[str, ...], said: str) -> None:
     config = load_config(None, ["cluster.address=made-up", *more])
     with pytest.raises(ArpoError, match=said):
-        arpo.training.loop.require_cluster_settings(config, object())  # type: ignore[arg-type]
+        check_settings(config, on_cluster=True)
 
 
 def test_why_an_actor_could_not_be_made_is_told_in_one_plain_line() -> None:
@@ -743,13 +754,13 @@ def test_gpus_that_do_not_suffice(
 ) -> None:
     ray = pytest.importorskip("ray")
     machines = [Machine(f"m{i}", f"10.0.0.{i}", 4, count) for i, count in enumerate(gpus)]
-    crew: Any = SimpleNamespace(machines=lambda: machines, held=[], seats=Counter(), watchers=[])
+    backend: Any = SimpleNamespace(machines=lambda: machines, held=[], seats=Counter(), watchers=[])
     seat = SimpleNamespace(gpu=SimpleNamespace(remote=lambda: "ref"))
-    monkeypatch.setattr(ray_crew_module, "_started", lambda *_, **__: seat)
+    monkeypatch.setattr(ray_backend, "_started", lambda *_, **__: seat)
     monkeypatch.setattr(ray, "get", lambda ref, timeout: "0")
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "m0"))
     with pytest.raises(ArpoError, match=said):
-        ray_crew_module.start_trainers(crew, trainers, "auto")
+        ray_backend.start_trainers(backend, trainers, "auto")
 
 
 def test_a_gpu_that_others_hold_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -759,11 +770,11 @@ def test_a_gpu_that_others_hold_is_not_waited_for_for_ever(monkeypatch: pytest.M
         raise ray.exceptions.GetTimeoutError
 
     machines = [Machine("m0", "10.0.0.0", 4, 2)]
-    crew: Any = SimpleNamespace(machines=lambda: machines, held=[], seats=Counter(), watchers=[])
+    backend: Any = SimpleNamespace(machines=lambda: machines, held=[], seats=Counter(), watchers=[])
     seat = SimpleNamespace(gpu=SimpleNamespace(remote=lambda: "ref"))
-    monkeypatch.setattr(ray_crew_module, "_started", lambda *_, **__: seat)
+    monkeypatch.setattr(ray_backend, "_started", lambda *_, **__: seat)
     monkeypatch.setattr(ray, "get", never)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "m0"))
     with pytest.raises(ArpoError, match="taken by others"):
-        ray_crew_module.start_trainers(crew, 1, "auto")
-    assert crew.held == [seat]
+        ray_backend.start_trainers(backend, 1, "auto")
+    assert backend.held == [seat]

@@ -12,6 +12,7 @@ import arpo
 from arpo.config.schema import Config
 from arpo.data.order import batch_tasks
 from arpo.data.task_set import load_task_set
+from arpo.runs.reporter import Reporter
 from arpo.runs.run_dir import RunDir
 from arpo.types import Kind
 
@@ -25,6 +26,16 @@ SMALL = [
 ]  # fmt: skip
 
 
+class Messages(Reporter):
+    """Keeps what was reported."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def message(self, text: str) -> None:
+        self.text += f"{text}\n"
+
+
 def toys_in(folder: Path) -> Path:
     """A folder with the reward, and what that leaves there."""
     (folder / "toys").mkdir(parents=True, exist_ok=True)
@@ -33,9 +44,9 @@ def toys_in(folder: Path) -> Path:
 
 
 def tokens_of(log: RunDir, step: int) -> list[Any]:
-    """Of each tree, the tokens of its paths, in no order: which path ends first depends on what else is sampled."""
+    """The tokens of each tree's trajectories, sorted: which one ends first depends on what else is sampled."""
     return [
-        sorted([scored.tree.nodes[i].tokens for i in scored.tree.path(leaf.node)] for leaf in scored.tree.leaves)
+        sorted([node.tokens for node in trajectory.nodes] for trajectory in scored.tree.trajectories)
         for scored in log.read_trees(step)
     ]
 

@@ -1,7 +1,7 @@
 """A reward for runs on a cluster, loaded from a copy of this file: what is being scored can be seen, and held up.
 
 Beside the copy: `busy-PID` while that process scores, with its parent's pid in it; `scored`, a byte for each
-path; a file `hold` keeps all of them waiting.
+trajectory; a file `hold` keeps all of them waiting.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import time
 from pathlib import Path
 from statistics import fmean
 
-from arpo.types import Kind, Leaf, Reward, RolloutTree, Task
+from arpo.types import Reward, Trajectory
 
 HERE = Path(__file__).parent
 
 
-def even_share(task: Task, tree: RolloutTree, leaf: Leaf) -> Reward:
-    """The share of even token ids on the path: any model can earn it."""
+def even_share(trajectory: Trajectory) -> Reward:
+    """The share of even token ids among those sampled: any model can earn it."""
     pid = os.getpid()
     (HERE / f"busy-{pid}").write_text(str(os.getppid()))
     for _ in range(1200):
@@ -27,6 +27,6 @@ def even_share(task: Task, tree: RolloutTree, leaf: Leaf) -> Reward:
     (HERE / f"busy-{pid}").unlink(missing_ok=True)
     with open(HERE / "scored", "ab") as file:
         file.write(b".")
-    tokens = [t for i in tree.path(leaf.node) if tree.nodes[i].kind is Kind.MODEL for t in tree.nodes[i].tokens]
+    tokens = [token for node in trajectory.model_nodes for token in node.tokens]
     share = fmean(token % 2 == 0 for token in tokens)
     return Reward(share, {"correct": share, "format": 1.0})
