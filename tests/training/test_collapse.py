@@ -38,7 +38,7 @@ from arpo.training.collapse import (
     protected_checkpoints,
 )
 from arpo.training.loop import open_training, train
-from arpo.types import Credit, Reward, Trajectory
+from arpo.types import Credit, Reward, ScoredTree, Trajectory
 
 HEALTHY = {
     "reward": 0.5, "accuracy": 0.5, "format": 0.9, "entropy_start": 0.4, "completion_tokens": 100.0, "grad_norm": 0.2,
@@ -109,27 +109,27 @@ def test_what_it_says() -> None:
         CollapseWarning(
             "entropy fell",
             10,
-            "entropy fell from 0.4 in steps 1 to 5 to 0.035 in steps 10 to 14: the model writes the same every time "
+            "entropy fell from 0.4 in steps 1 to 5 to 0.035 in steps 10 to 14: the model always samples the same "
             "and has little left to learn from; try loss.entropy_coef=0.001 or a lower train.lr",
         ),
         CollapseWarning(
             "reward fell",
             10,
-            "reward fell from 0.5 in steps 1 to 5 to 0.2 in steps 10 to 14: the model unlearns, unless a tool or a "
-            "judge is broken (infra_faults, judge.* in the metrics); try a lower train.lr, or loss.kl_coef=0.01",
+            "reward fell from 0.5 in steps 1 to 5 to 0.2 in steps 10 to 14: the model gets worse, unless a tool or a "
+            "judge is broken (see infra_faults and judge.* in the metrics); try a lower train.lr, or loss.kl_coef=0.01",
         ),
         CollapseWarning(
             "format broke",
             10,
-            "the share of paths in the right format fell from 0.9 in steps 1 to 5 to 0.4 in steps 10 to 14; try a "
-            "lower train.lr, or loss.kl_coef=0.01, and see whether the reward asks for the format",
+            "the share of trajectories in the right format fell from 0.9 in steps 1 to 5 to 0.4 in steps 10 to 14; "
+            "try a lower train.lr, or loss.kl_coef=0.01, and check that the reward asks for the format",
         ),
         not_finite("gradient", 10),
     )
     assert not_finite("loss", 7).text.startswith("the loss of step 7 is not a finite number: ")
     longer, shorter = (find_warnings(records((9, {}), (5, {"completion_tokens": n}))) for n in (300.0, 20.0))
-    assert "path grew from 100 in steps 1 to 5 to 300 in steps 10 to 14 (tokens)" in longer[0].text
-    assert "path shrank from 100 in steps 1 to 5 to 20 in steps 10 to 14 (tokens)" in shorter[0].text
+    assert "completions grew from 100 in steps 1 to 5 to 300 in steps 10 to 14 (tokens)" in longer[0].text
+    assert "completions shrank from 100 in steps 1 to 5 to 20 in steps 10 to 14 (tokens)" in shorter[0].text
     (steep,) = find_warnings(records((9, {}), (5, {"grad_norm": 40.0})))
     assert "rose from 0.2 in steps 1 to 5 to 40 in steps 10 to 14" in steep.text
 
@@ -309,7 +309,7 @@ def test_a_run_that_collapses_goes_back_and_can_go_on(
     assert find_warnings(seen)[0].since_step >= since and seen[-1]["collapse_warnings"].splitlines()[0] in str(
         stopped.value
     )
-    assert f"warning: {seen[-1]['signs'].splitlines()[0]}\n" in capsys.readouterr().out
+    assert f"warning: {seen[-1]['collapse_warnings'].splitlines()[0]}\n" in capsys.readouterr().out
     back = (log.latest_checkpoint() or (0,))[0]
     assert back == since - 1 - (since - 1) % 2 >= 6
     assert f"It was taken back to step {back}, " in str(stopped.value) and "collapsed-1" in str(stopped.value)
@@ -332,7 +332,7 @@ def test_a_warning_is_said_once_and_a_resumed_run_says_the_same(
     first = next(row for row in rows if "collapse_warnings" in row)
     assert first["step"] <= 10 and "collapse_warnings" in rows[-1]
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
-    assert said[0] == f"warning: {first['signs'].splitlines()[0]}"
+    assert said[0] == f"warning: {first['collapse_warnings'].splitlines()[0]}"
     assert len(said) == len({line.partition(" from ")[0] for line in said})
     assert (read_run(directory).latest_checkpoint() or (0,))[0] == 12  # it went on
     marked = [row.get("collapse_warnings") for row in rows]
@@ -347,7 +347,7 @@ def test_a_warning_is_said_once_and_a_resumed_run_says_the_same(
     assert [row.get("collapse_warnings") for row in after[:12]] == marked
     for number, row in enumerate(after, 1):
         assert row.get("collapse_warnings") == ("\n".join(sign.text for sign in find_warnings(after[:number])) or None)
-    with pytest.raises(Collapsed, match="taken back to the start, no checkpoint being older"):
+    with pytest.raises(Collapsed, match="taken back to the start: no checkpoint is older"):
         go("train.lr=5", "train.steps=14", "train.on_collapse=stop", rare, resume=True)
     assert steps_of(directory) == [] == read_run(directory).checkpoint_steps()
     assert len(steps_of(directory / "collapsed-1")) == 14
@@ -380,7 +380,7 @@ def test_what_is_set_aside_is_a_run_to_read_and_replaces_none(tmp_path: Path, mo
     with create_run_dir(tmp_path / "run", {"rollout": {}}) as log:
         for step in (1, 2, 3):
             log.append_metrics(step, {"reward": 0.5})
-            log.write_trees(step, [tree], [[Reward(1.0, {})] * 3], [[Credit(1.0, {})] * 3])
+            log.write_trees(step, [ScoredTree(tree, (Reward(1.0, {}),) * 3, (Credit(1.0, {}),) * 3)])
         first = log.archive_after(1)
 
         def refuse(*_: Any) -> None:
