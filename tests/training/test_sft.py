@@ -24,6 +24,7 @@ from traces import formats, sum_row, sums_config, write_model, write_rows
 import arpo.training.loop
 import arpo.training.sft
 from arpo.agent.traces import read_traces
+from arpo.cli.display import ConsoleReporter
 from arpo.config.schema import Config, Model
 from arpo.errors import ArpoError
 from arpo.evaluation.evaluate import Evaluation
@@ -226,7 +227,7 @@ def test_stopping_saves_every_finished_step(
     folder: Path, monkeypatch: pytest.MonkeyPatch, every: int, last: int
 ) -> None:
     run_to_the_end(sums_config(folder, *FAST))
-    step = arpo.training.sft._step
+    step = arpo.training.sft._train_step
     stopped = sums_config(folder, *FAST, f"run.dir={folder / 'stopped'}", f"run.checkpoint_every={every}")
 
     def stop_in_the_last_step(run: arpo.training.sft.SFTRun, number: int) -> dict[str, float]:
@@ -235,7 +236,7 @@ def test_stopping_saves_every_finished_step(
         return step(run, number)
 
     with monkeypatch.context() as patch:
-        patch.setattr(arpo.training.sft, "_step", stop_in_the_last_step)
+        patch.setattr(arpo.training.sft, "_train_step", stop_in_the_last_step)
         with pytest.raises(asyncio.CancelledError):
             run_to_the_end(stopped)
     assert (read_run(folder / "stopped").latest_checkpoint() or (0,))[0] == last
@@ -280,7 +281,7 @@ def test_bad_rows_are_refused_or_skipped_and_leave_no_run_behind(
         f"{folder / 'traces.jsonl'}, line 4",
     ]
     write_rows(folder / "traces.jsonl", [*rows, long])
-    with open_sft(sums_config(folder, "data.bad_rows=skip")) as run:
+    with open_sft(sums_config(folder, "data.bad_rows=skip"), reporter=ConsoleReporter()) as run:
         assert [example.task.id for example in run.examples] == ["1+2", "3+4"]
     said = capsys.readouterr().out
     assert "3 of 5 traces are left out" in said
