@@ -67,7 +67,7 @@ def _load_tool(name: str) -> Tool:
     """A tool of the user's."""
     tool = load_object("tools.enabled", name)
     if not isinstance(tool, Tool):
-        raise ArpoError(f"tools.enabled: {name} is no tool; put @tool (from arpo.tools.base) on the function")
+        raise ArpoError(f"tools.enabled: {name} is not a tool; put @tool (from arpo.tools.base) on the function")
     return tool
 
 
@@ -77,7 +77,10 @@ def _search(config: Config) -> Tool:
     if source is None:
         plugin = plugin_of(config.data)
         if plugin is None:
-            raise ArpoError("tools.search: search needs somewhere to look when the questions are not the world's")
+            raise ArpoError(
+                "tools.search: name what to search (a file of documents, an index, a server or a search engine), or "
+                'leave search out, like tools.enabled=["python"]'
+            )
         return build_search(plugin.documents(config), results, tokens)
     if source in PROVIDERS:
         return web_search(source, results, tokens, timeout=settings.timeout)

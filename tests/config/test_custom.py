@@ -167,7 +167,7 @@ def test_custom_tool(file: Path) -> None:
         assert list(box) == ["length"]
     with tools(f'tools.enabled=["{file}:length"]', "reward.bonus=0.1", f"reward.function={file}:whole") as box:
         assert list(box) == ["length"]  # nothing asks for a bonus
-    with pytest.raises(ArpoError, match="plain is no tool; put @tool"):
+    with pytest.raises(ArpoError, match="plain is not a tool; put @tool"):
         tools(f'tools.enabled=["{file}:plain"]')
     with pytest.raises(ArpoError, match=r"no tool 'lenght'; there are: search, python, browse, or your own as"):
         tools('tools.enabled=["lenght"]')

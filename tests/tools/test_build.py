@@ -66,7 +66,7 @@ def test_servers_are_contacted_only_when_called(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_impossible_settings_are_errors(tmp_path: Path) -> None:
-    assert "somewhere to look" in refused("data.train=questions.jsonl")
+    assert "tools.search: name what to search" in refused("data.train=questions.jsonl")
     assert "go together" in refused('tools.enabled=["browse"]', "tools.browse_url=http://127.0.0.1:9/v1")
     assert "NO_SUCH_TOKEN" in refused('tools.mcp=[{url = "http://127.0.0.1:9", token_env = "NO_SUCH_TOKEN"}]')
     (tmp_path / "text").write_text("not a database, but long enough to look at" * 10)
