@@ -44,8 +44,6 @@ TYPES = {
     "html": "text/html; charset=utf-8",
     "css": "text/css; charset=utf-8",
     "js": "text/javascript; charset=utf-8",
-    "svg": "image/svg+xml",
-    "png": "image/png",
 }
 JSON = "application/json"
 IDLE_SECONDS = 30.0  # until an idle connection is closed

@@ -132,7 +132,7 @@ function trajectoryTable(tree, index) {
     ];
   });
   if (!rows.length) return [];
-  return [el("h4", {}, "Trajectories through it"), table(["trajectory", "reward", "advantage", "parts", "end"], rows, { class: "trajectories" })];
+  return [el("h4", {}, "Trajectories through it"), table(["trajectory", "reward", "advantage", "parts", "stop reason"], rows, { class: "trajectories" })];
 }
 
 function conversation(tree, trajectory, mode, top) {

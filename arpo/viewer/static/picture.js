@@ -175,7 +175,7 @@ function drawLeaf(tree, layout, end, on) {
     column(2, glyph, glyph === "✓" ? "right" : "wrong"),
     column(18, number(reward?.total), "reward"),
     column(54, `A ${signed(credit?.advantage, 2)}`, "advantage"),
-    column(108, tree.leaves[end.number].stop_reason + (masked ? ", out" : ""), "why"),
+    column(108, tree.leaves[end.number].stop_reason + (masked ? ", masked" : ""), "why"),
   );
 }
 
