@@ -1,10 +1,10 @@
-"""How fast the viewer answers for a large run: from its start to the curves, and for one tree. The last line is JSON.
+"""Response times of the viewer for a large run: start of the server, each kind of request. The last line is JSON.
 
-    python benchmarks/bench_view.py [--steps 2000] [--prompts 64] [--leaves 8] [--turns 3] [--tokens 100]
+    python benchmarks/bench_view.py [--steps 2000] [--prompts 64] [--trajectories 8] [--turns 3] [--tokens 100]
 
-The run is made up: every step has its own records and index, but the trees of all steps are one file under many names
-(hard links), so that gigabytes need not be written. The server is a process of its own; its start, with all that Python
-loads, is told apart from its answers, whose bodies are read and parsed.
+The run is synthetic: every step has its own records and index, but the trees of all steps are hard links to one file,
+so that gigabytes need not be written. The server is a separate process. Its start is measured separately from the
+replies, which are read and parsed.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default, meaning in (
         ("steps", 2000, "of the run"),
-        ("prompts", 64, "trees a step"),
-        ("leaves", 8, "paths a tree"),
-        ("turns", 3, "model turns a path"),
-        ("tokens", 100, "a turn"),
-        ("asks", 50, "trees that are asked for"),
+        ("prompts", 64, "trees per step"),
+        ("trajectories", 8, "per tree"),
+        ("turns", 3, "model turns per trajectory"),
+        ("tokens", 100, "per turn"),
+        ("requests", 50, "requests for prompts and trees"),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=meaning)
     options = parser.parse_args()
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def make_run(directory: Path, options: argparse.Namespace) -> None:
-    """A run with the shape that is asked for."""
+    """Write a run of this shape."""
     rng = random.Random(0)
     trees = [score_tree(rng, make_tree(rng, number, options)) for number in range(options.prompts)]
     with create_run_dir(directory, load_config(None, [f"run.dir={directory}"]).resolved()) as run_dir:
@@ -107,12 +107,12 @@ def add_record(run_dir: RunDir, rng: random.Random, step: int) -> None:
 
 
 def make_tree(rng: random.Random, number: int, options: argparse.Namespace) -> RolloutTree:
-    """Half of the paths branch from the first result of the path before them."""
+    """A tree in which every other trajectory branches from the first result of the one before it."""
     nodes = [Node(None, Kind.PROMPT, tuple(range(200)), "Answer the question. " * 40)]
     leaves: list[Leaf] = []
     first = 0
-    for path in range(options.leaves):
-        at = first if path % 2 else 0
+    for trajectory in range(options.trajectories):
+        at = first if trajectory % 2 else 0
         for turn in range(1 if at else 0, options.turns):
             words = [rng.choice(WORDS) for _ in range(options.tokens)]
             offsets = tuple(accumulate(map(len, words)))
@@ -122,17 +122,17 @@ def make_tree(rng: random.Random, number: int, options: argparse.Namespace) -> R
             at = len(nodes) - 1
             if turn < options.turns - 1:
                 text = "".join(rng.choice(WORDS) for _ in range(options.tokens))
-                decision = Decision(0.3, 0.5, 0.1, 0.6, int(not path % 2 and not turn), "P > tau", 20)
+                decision = Decision(0.3, 0.5, 0.1, 0.6, int(not trajectory % 2 and not turn), "P > tau", 20)
                 result, call = ToolResult(text, seconds=0.1), ToolCall("search", {"query": "x"})
                 nodes.append(Node(at, Kind.TOOL, ids, text, call=call, result=result, decision=decision))
                 at = len(nodes) - 1
-                first = at if turn == 0 and not path % 2 else first
+                first = at if turn == 0 and not trajectory % 2 else first
         leaves.append(Leaf(at, StopReason.ANSWER))
     return RolloutTree(Task(f"q{number}", f"Question {number}?", ("yes",)), tuple(nodes), tuple(leaves))
 
 
 def measure(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds from the start of the command, and of each kind of question."""
+    """Seconds of the start, and of each kind of request."""
     started = time.perf_counter()
     given = [sys.executable, "-u", "-c", SERVER, "view", str(directory), "--port", "0", "--no-open"]
     with subprocess.Popen(given, stdout=subprocess.PIPE, text=True) as process:
@@ -141,26 +141,23 @@ def measure(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
             port = int(re.findall(r":(\d+)/", process.stdout.readline())[0])
             found: dict[str, Any] = {"start_seconds": round(time.perf_counter() - started, 3)}
             link = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
-            first = {
-                name: ask(link, path) for name, path in {"runs": "runs", "metrics": "metrics?run=.&after=0"}.items()
-            }
-            found |= {f"{name}_seconds": round(seconds, 4) for name, seconds in first.items()}
-            found["steps_seconds"] = round(ask(link, "steps?run=."), 4)
+            for name, path in (("runs", "runs"), ("metrics", "metrics?run=.&after=0"), ("steps", "steps?run=.")):
+                found[f"{name}_seconds"] = round(request_seconds(link, path), 4)
             rng = random.Random(1)
             for name, rest in (("prompts", ""), ("tree", "&n={n}"), ("search", "&q=word499+word1"), ("entropy", "")):
                 times = []
-                for _ in range(options.asks if name in ("prompts", "tree") else 1):
+                for _ in range(options.requests if name in ("prompts", "tree") else 1):
                     step, n = rng.randint(1, options.steps), rng.randrange(options.prompts)
                     path = "entropy?run=." if name == "entropy" else f"{name}?run=.&step={step}{rest.format(n=n)}"
-                    times.append(ask(link, path))
+                    times.append(request_seconds(link, path))
                 found |= {f"{name}_seconds": round(median(times), 4), f"{name}_seconds_worst": round(max(times), 4)}
         finally:
             process.terminate()
     return found
 
 
-def ask(link: http.client.HTTPConnection, path: str) -> float:
-    """Seconds until the answer is there and parsed."""
+def request_seconds(link: http.client.HTTPConnection, path: str) -> float:
+    """Seconds until a reply is read and parsed."""
     started = time.perf_counter()
     link.request("GET", f"/api/{path}")
     reply = link.getresponse()

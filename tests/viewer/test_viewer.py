@@ -832,7 +832,7 @@ def test_the_command_serves_until_it_is_stopped(known: Path) -> None:
 @pytest.mark.slow
 def test_the_benchmark_runs() -> None:
     script = Path(__file__).parents[2] / "benchmarks/bench_view.py"
-    given = [sys.executable, str(script), "--steps", "3", "--prompts", "2", "--tokens", "5", "--asks", "2"]
+    given = [sys.executable, str(script), "--steps", "3", "--prompts", "2", "--tokens", "5", "--requests", "2"]
     done = subprocess.run(given, capture_output=True, text=True, check=True)
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["steps"] == 3 and found["tree_seconds"] > 0 and found["start_seconds"] > 0
