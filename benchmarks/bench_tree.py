@@ -39,7 +39,7 @@ from arpo.types import ScoredTree
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from plain import learn_rows, padded_rows
+from plain import padded_rows, rows_backward
 from trees import model as model_node
 from trees import prompt, tool, tree
 
@@ -118,7 +118,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         return forward_backward(model, batch, LOSS, TEMPERATURE, options.budget)["loss"]
 
     ways: dict[str, Way] = {
-        "padded": lambda: learn_rows(model, laid_out["padded"], LOSS, TEMPERATURE),
+        "padded": lambda: rows_backward(model, laid_out["padded"], LOSS, TEMPERATURE),
         "packed": lambda: along(laid_out["packed"]),
         "tree": lambda: along(laid_out["tree"]),
     }

@@ -16,7 +16,7 @@ import pytest
 import torch
 from forests import TEMPERATURE, Forest, gradients, old_logprob, old_of, reference_model, rich_forest, sampled_by
 from models import make_model
-from plain import Path, path_numbers, paths_of
+from plain import PlainTrajectory, logprobs_and_entropies, plain_trajectories
 from torch import Tensor
 from trees import nested_branches, two_branches
 
@@ -173,19 +173,25 @@ def entropy_weights(trees: Trees, weight: float) -> dict[tuple[int, int, int], f
 
 
 def slow_loss(
-    model: Any, trees: Trees, rewards: Groups, reference: Reference, paths: Sequence[Path], old: Any, before: Any
+    model: Any,
+    trees: Trees,
+    rewards: Groups,
+    reference: Reference,
+    trajectories: Sequence[PlainTrajectory],
+    old: Any,
+    before: Any,
 ) -> Tensor:
     """The loss, trajectory by trajectory."""
     leaves = [(number, leaf) for number, tree in enumerate(trees) for leaf in range(len(tree.leaves))]
     own = [reference.advantage((trees, rewards, number, leaf)) for number, leaf in leaves]
     token_weight = entropy_weights(trees, reference.entropy_weight)
-    tokens = sum(len(path.positions) for path in paths)
+    tokens = sum(len(trajectory.positions) for trajectory in trajectories)
     total = torch.zeros((), dtype=torch.float64)
-    for path, advantage in zip(paths, own, strict=True):
-        if not path.positions:
+    for trajectory, advantage in zip(trajectories, own, strict=True):
+        if not trajectory.positions:
             continue
-        new_T, _ = path_numbers(model, path, TEMPERATURE)
-        old_T = new_T.new_tensor([old[tree, node][at] for tree, node, at in path.sources])
+        new_T, _ = logprobs_and_entropies(model, trajectory, TEMPERATURE)
+        old_T = new_T.new_tensor([old[tree, node][at] for tree, node, at in trajectory.sources])
         given = [
             statistics.fmean(
                 a
@@ -194,16 +200,20 @@ def slow_loss(
             )
             if reference.hard
             else advantage
-            for tree, node, _ in path.sources
+            for tree, node, _ in trajectory.sources
         ]
         term_T = reference.term(new_T, old_T, new_T.new_tensor(given))
-        term_T = term_T * new_T.new_tensor([token_weight[source] for source in path.sources])
+        term_T = term_T * new_T.new_tensor([token_weight[source] for source in trajectory.sources])
         if reference.kl:
             with torch.no_grad():
-                apart_T = path_numbers(before, path, TEMPERATURE)[0]
+                apart_T = logprobs_and_entropies(before, trajectory, TEMPERATURE)[0]
             apart_T = apart_T - new_T
             term_T = term_T - reference.kl * (apart_T.exp() - 1 - apart_T)
-        divided = {"trajectory": len(paths) * len(path.positions), "token": tokens, "sum": len(paths) * MAX_TOKENS}
+        divided = {
+            "trajectory": len(trajectories) * len(trajectory.positions),
+            "token": tokens,
+            "sum": len(trajectories) * MAX_TOKENS,
+        }
         total = total - term_T.sum() / divided[reference.weigh]
     return total
 
@@ -224,7 +234,9 @@ def test_a_preset_has_the_gradient_of_its_algorithm(name: str) -> None:
         rewards = [[rng.choice([-1.0, 0.0, 1.0, 1.1]) for _ in tree.leaves] for tree in trees]
         scored = [ScoredTree(tree, tuple(map(Reward, own))) for tree, own in zip(trees, rewards, strict=True)]
         whole = Forest(tuple(compute_credits(scored, config.advantage)))
-        slow_loss(model, trees, rewards, REFERENCES[name], paths_of(whole.trees), old_of(whole), before).backward()
+        slow_loss(
+            model, trees, rewards, REFERENCES[name], plain_trajectories(whole.trees), old_of(whole), before
+        ).backward()
         expected = gradients(model)
         for shared in (True, False):
             weight = config.advantage.entropy_weight

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from models import VOCAB, WINDOW, make_model
-from plain import Old, path_numbers, paths_of, plain_loss
+from plain import Old, logprobs_and_entropies, plain_loss, plain_trajectories
 from torch import Tensor
 from trees import model as model_node
 from trees import prompt, tool, tree, with_rewards
@@ -60,10 +60,10 @@ class Forest:
 
     trees: tuple[ScoredTree, ...]
 
-    def teaching(self, all_tokens: bool = False) -> list[tuple[int, ...]]:
-        """The tokens of every kept path that adds something, up to its last model token.
+    def trained_tokens(self, all_tokens: bool = False) -> list[tuple[int, ...]]:
+        """The tokens of every kept trajectory that adds something, up to its last model token.
 
-        With `all_tokens` paths without advantages add something too.
+        With `all_tokens` trajectories without advantages add something too.
         """
         found = []
         for scored in self.trees:
@@ -76,7 +76,7 @@ class Forest:
 
 
 def random_tree(rng: random.Random, token: Callable[[], int], times: int = 1) -> RolloutTree:
-    """Any shape: empty nodes, paths inside paths, two paths with one end, a prompt alone; `times` as long."""
+    """Any shape: empty nodes, leaves above other leaves, two leaves at one node, a prompt alone; `times` as long."""
     made: list[Node] = [prompt([token() for _ in range(times * rng.randint(1, 5))])]
     for index in range(1, 1 + rng.randint(0, 13)):
         parent = rng.choice((0, rng.randrange(index), index - 1))
@@ -110,10 +110,10 @@ def random_forest(
 
 @cache
 def rich_forest(seed: int, attribution: str = "soft", times: int = 1) -> Forest:
-    """A random forest in which much is shared and long: paths of both signs go through one of its model nodes."""
+    """A random forest with long shared prefixes: trajectories of both signs go through one of its model nodes."""
     for attempt in count():
         forest = random_forest(random.Random(f"{seed} {attempt}"), attribution, times=times)
-        chains = set(forest.teaching())
+        chains = set(forest.trained_tokens())
         enough = len(forest.trees) > 1 and len(chains) > 2 and max(map(len, chains)) >= 2 * WINDOW * times
         if enough and any(map(disputed, forest.trees)):
             return forest
@@ -121,11 +121,13 @@ def rich_forest(seed: int, attribution: str = "soft", times: int = 1) -> Forest:
 
 
 def disputed(scored: ScoredTree) -> bool:
-    """Whether some model node is shared by a good path and a bad one."""
+    """Whether some model node is shared by a good trajectory and a bad one."""
     rollout, credits = scored.tree, scored.credits
-    paths = [{i for i in rollout.prefix(leaf.node) if rollout.nodes[i].logprobs} for leaf in rollout.leaves]
+    trajectories = [{i for i in rollout.prefix(leaf.node) if rollout.nodes[i].logprobs} for leaf in rollout.leaves]
     good, bad = (
-        set().union(*(path for path, its in zip(paths, credits, strict=True) if sign * its.advantage > 0))
+        set().union(
+            *(trajectory for trajectory, its in zip(trajectories, credits, strict=True) if sign * its.advantage > 0)
+        )
         for sign in (1, -1)
     )
     return bool(good & bad)
@@ -135,10 +137,10 @@ def sampled_by(model: Any, forest: Forest, seed: int, spread: float = 0.5) -> Fo
     """The forest with engine log-probs within `spread` of the model's own, each of them another number."""
     rng, found = random.Random(seed), {}
     with torch.no_grad():
-        for path in paths_of(forest.trees):
-            if path.positions:
-                true_T, _ = path_numbers(model, path, TEMPERATURE)
-                found.update(dict(zip(path.sources, true_T.tolist(), strict=True)))
+        for trajectory in plain_trajectories(forest.trees):
+            if trajectory.positions:
+                true_T, _ = logprobs_and_entropies(model, trajectory, TEMPERATURE)
+                found.update(dict(zip(trajectory.sources, true_T.tolist(), strict=True)))
 
     def near(number: int, index: int, node: Node) -> Node:
         values = [

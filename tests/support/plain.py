@@ -1,12 +1,12 @@
-"""The slow, obvious way to train on trees: every kept path by itself, each term straight from its formula.
+"""The slow, obvious way to train on trees: every unmasked trajectory by itself, each term straight from its formula.
 
-    loss = - sum over kept paths i, over its model tokens t, of w_i (f_t term + entropy * H_t - kl * k3_t)
+    loss = - sum over unmasked trajectories i, over its model tokens t, of w_i (f_t term + entropy * H_t - kl * k3_t)
 
-`plain_loss` is the oracle of every faster way: one forward pass per path, the loss with its graph. `padded_learn` is
-the usual way, rows padded to the longest: the baseline of the benchmark. Neither shares code with
+`plain_loss` is the oracle of every faster way: one forward pass per trajectory, the loss with its graph.
+`padded_backward` is the usual way, rows padded to the longest: the baseline of the benchmark. Neither shares code with
 `arpo.algorithm.batch`, `arpo.algorithm.loss` or `arpo.trainer`.
 
-Shapes: T model tokens of one path; B rows, L positions; N model tokens of a micro-batch; H hidden, V vocabulary.
+Shapes: T model tokens of one trajectory; B rows, L positions; N model tokens of a micro-batch; H hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Old = Mapping[tuple[int, int], Sequence[float]]  # (tree, node) -> log-probs of 
 
 
 @dataclass(frozen=True, slots=True)
-class Path:
-    """One kept path: all its tokens and, per model token, where it stands, its node, advantage and log-prob."""
+class PlainTrajectory:
+    """One unmasked trajectory: all its tokens and, per model token, its position, node, advantage and log-prob."""
 
     tokens: tuple[int, ...]
     positions: tuple[int, ...]
@@ -37,8 +37,8 @@ class Path:
     engine: tuple[float, ...]
 
 
-def paths_of(trees: Sequence[ScoredTree]) -> list[Path]:
-    """One path per unmasked leaf, in order."""
+def plain_trajectories(trees: Sequence[ScoredTree]) -> list[PlainTrajectory]:
+    """One trajectory per unmasked leaf, in order."""
     found = []
     for number, scored in enumerate(trees):
         tree = scored.tree
@@ -55,28 +55,30 @@ def paths_of(trees: Sequence[ScoredTree]) -> list[Path]:
                         model.append((place, (number, index, offset), credit.by_node[index], logprob))
                 tokens.extend(node.tokens)
             positions, sources, advantages, engine = zip(*model, strict=True) if model else ((), (), (), ())
-            found.append(Path(tuple(tokens), positions, sources, advantages, engine))
+            found.append(PlainTrajectory(tuple(tokens), positions, sources, advantages, engine))
     return found
 
 
-def path_weight(path: Path, paths: Sequence[Path], aggregation: str, max_tokens: int) -> float:
-    """What each model token of this path weighs."""
+def token_weight(
+    trajectory: PlainTrajectory, trajectories: Sequence[PlainTrajectory], aggregation: str, max_tokens: int
+) -> float:
+    """What each model token of this trajectory weighs."""
     if aggregation == "token-mean":
-        return 1 / sum(len(other.positions) for other in paths)
+        return 1 / sum(len(other.positions) for other in trajectories)
     if aggregation == "sequence-mean":
-        return 1 / (len(paths) * len(path.positions))
+        return 1 / (len(trajectories) * len(trajectory.positions))
     assert aggregation == "constant"
-    return 1 / (len(paths) * max_tokens)
+    return 1 / (len(trajectories) * max_tokens)
 
 
-def path_numbers(model: Any, path: Path, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies of the path's model tokens, from one plain forward pass over it alone."""
-    logits_LV = model(torch.tensor([path.tokens], device=model.device)).logits[0].double()
+def logprobs_and_entropies(model: Any, trajectory: PlainTrajectory, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies of the trajectory's model tokens, from one plain forward pass over it alone."""
+    logits_LV = model(torch.tensor([trajectory.tokens], device=model.device)).logits[0].double()
     all_LV = (logits_LV / temperature).log_softmax(-1)
-    before = [position - 1 for position in path.positions]
+    before = [position - 1 for position in trajectory.positions]
     assert min(before) >= 0
     all_TV = all_LV[before]
-    tokens_T = torch.tensor([path.tokens[position] for position in path.positions], device=model.device)
+    tokens_T = torch.tensor([trajectory.tokens[position] for position in trajectory.positions], device=model.device)
     return all_TV.gather(1, tokens_T[:, None])[:, 0], -(all_TV.exp() * all_TV).sum(-1)
 
 
@@ -89,46 +91,48 @@ def plain_loss(
     old: Old | None = None,
     reference_model: Any = None,
 ) -> Tensor:
-    """The loss with its graph, one path at a time; without `old` the old policy is the one that is trained."""
-    paths = paths_of(trees)
+    """The loss with its graph, one trajectory at a time; without `old` the old policy is the one that is trained."""
+    trajectories = plain_trajectories(trees)
     total = torch.zeros((), dtype=torch.float64, device=model.device)
-    for path in paths:
-        if not path.positions:
+    for trajectory in trajectories:
+        if not trajectory.positions:
             continue
-        new_T, entropy_T = path_numbers(model, path, temperature)
-        engine_T, advantage_T = new_T.new_tensor(path.engine), new_T.new_tensor(path.advantages)
+        new_T, entropy_T = logprobs_and_entropies(model, trajectory, temperature)
+        engine_T, advantage_T = new_T.new_tensor(trajectory.engine), new_T.new_tensor(trajectory.advantages)
         old_T = (
             new_T.detach()
             if old is None
-            else new_T.new_tensor([old[tree, node][at] for tree, node, at in path.sources])
+            else new_T.new_tensor([old[tree, node][at] for tree, node, at in trajectory.sources])
         )
-        gain_T = path_terms(new_T, old_T, advantage_T, loss)
+        objective_T = policy_terms(new_T, old_T, advantage_T, loss)
         if loss.importance_cap is not None:
-            gain_T = gain_T * (old_T - engine_T).exp().clamp(max=loss.importance_cap)
+            objective_T = objective_T * (old_T - engine_T).exp().clamp(max=loss.importance_cap)
         if loss.kl_coef:
             with torch.no_grad():
-                reference_T = path_numbers(reference_model, path, temperature)[0]
-            away_T = (reference_T - new_T).clamp(-20, 20)
-            gain_T = gain_T - loss.kl_coef * (away_T.exp() - away_T - 1)
-        gain_T = gain_T + loss.entropy_coef * entropy_T
-        total = total - path_weight(path, paths, loss.aggregation, max_tokens) * gain_T.sum()
+                reference_T = logprobs_and_entropies(reference_model, trajectory, temperature)[0]
+            ref_log_ratio_T = (reference_T - new_T).clamp(-20, 20)
+            objective_T = objective_T - loss.kl_coef * (ref_log_ratio_T.exp() - ref_log_ratio_T - 1)
+        objective_T = objective_T + loss.entropy_coef * entropy_T
+        total = total - token_weight(trajectory, trajectories, loss.aggregation, max_tokens) * objective_T.sum()
     return total
 
 
-def path_terms(new_T: Tensor, old_T: Tensor, advantage_T: Tensor, loss: Loss) -> Tensor:
-    """The policy's term of each model token of one path."""
-    move_T = new_T - old_T
+def policy_terms(new_T: Tensor, old_T: Tensor, advantage_T: Tensor, loss: Loss) -> Tensor:
+    """The policy's term of each model token of one trajectory."""
+    log_ratio_T = new_T - old_T
     if loss.kind == "gspo":
-        move_T = move_T.mean().expand_as(move_T)
-    ratio_T = move_T.clamp(-20, 20).exp()
+        log_ratio_T = log_ratio_T.mean().expand_as(log_ratio_T)
+    ratio_T = log_ratio_T.clamp(-20, 20).exp()
     clipped_T = ratio_T.clamp(1 - loss.clip_low, 1 + loss.clip_high)
     if loss.kind == "cispo":
         return clipped_T.detach() * advantage_T * new_T
     term_T = torch.minimum(ratio_T * advantage_T, clipped_T * advantage_T)
     if loss.clip_keeps_gradient:
         above_T = (advantage_T > 0) & (ratio_T > 1 + loss.clip_high)
-        kept_T = (1 + loss.clip_high) * advantage_T * (move_T - move_T.detach() + 1)  # its value, with log r's slope
-        term_T = torch.where(above_T, kept_T, term_T)
+        clipped_above_T = (
+            (1 + loss.clip_high) * advantage_T * (log_ratio_T - log_ratio_T.detach() + 1)
+        )  # its value, with log r's slope
+        term_T = torch.where(above_T, clipped_above_T, term_T)
     if loss.dual_clip is not None:
         term_T = torch.where(advantage_T < 0, torch.maximum(term_T, loss.dual_clip * advantage_T), term_T)
     return term_T
@@ -136,7 +140,7 @@ def path_terms(new_T: Tensor, old_T: Tensor, advantage_T: Tensor, loss: Loss) ->
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A micro-batch of paths, padded on the right: places of model tokens count through all rows."""
+    """A micro-batch of trajectories, padded on the right: places of model tokens count through all rows."""
 
     tokens_BL: Tensor
     places_N: Tensor
@@ -144,7 +148,7 @@ class Rows:
     weights_N: Tensor
 
 
-def padded_learn(
+def padded_backward(
     model: Any,
     trees: Sequence[ScoredTree],
     loss: Loss,
@@ -153,7 +157,7 @@ def padded_learn(
     max_microbatch_tokens: int,
 ) -> float:
     """Add the gradient of the ppo loss at ratio 1, over padded rows; returns the loss."""
-    return learn_rows(model, padded_rows(trees, loss, max_tokens, max_microbatch_tokens), loss, temperature)
+    return rows_backward(model, padded_rows(trees, loss, max_tokens, max_microbatch_tokens), loss, temperature)
 
 
 def padded_rows(
@@ -162,14 +166,16 @@ def padded_rows(
     max_tokens: int,
     max_microbatch_tokens: int,
 ) -> list[Rows]:
-    """The paths that teach, in micro-batches of at most `micro_tokens` padded tokens (but at least one path)."""
+    """The trajectories with a gradient, padded, in micro-batches of at most `max_microbatch_tokens` or one row."""
     if loss.kind != "ppo" or loss.kl_coef or loss.entropy_coef or loss.importance_cap is not None:
         raise ValueError("padded rows know the plain ppo loss only")
-    paths = paths_of(trees)
+    trajectories = plain_trajectories(trees)
     found = []
-    for rows in micro_batches([path for path in paths if any(path.advantages)], max_microbatch_tokens):
+    for rows in micro_batches(
+        [trajectory for trajectory in trajectories if any(trajectory.advantages)], max_microbatch_tokens
+    ):
         longest = len(rows[0].tokens)
-        weights = [path_weight(row, paths, loss.aggregation, max_tokens) for row in rows for _ in row.positions]
+        weights = [token_weight(row, trajectories, loss.aggregation, max_tokens) for row in rows for _ in row.positions]
         found.append(
             Rows(
                 torch.tensor([[*row.tokens, *[0] * (longest - len(row.tokens))] for row in rows]),
@@ -181,16 +187,16 @@ def padded_rows(
     return found
 
 
-def micro_batches(paths: Sequence[Path], max_tokens: int) -> Iterator[list[Path]]:
-    """The paths in lots of at most `max_tokens` padded tokens (but at least one path), longest first."""
-    rows = sorted(paths, key=lambda path: -len(path.tokens))
+def micro_batches(trajectories: Sequence[PlainTrajectory], max_tokens: int) -> Iterator[list[PlainTrajectory]]:
+    """The trajectories in lots of at most `max_tokens` padded tokens (but at least one trajectory), longest first."""
+    rows = sorted(trajectories, key=lambda trajectory: -len(trajectory.tokens))
     while rows:
         count = max(1, max_tokens // len(rows[0].tokens))
         yield rows[:count]
         rows = rows[count:]
 
 
-def learn_rows(model: Any, batches: Sequence[Rows], loss: Loss, temperature: float) -> float:
+def rows_backward(model: Any, batches: Sequence[Rows], loss: Loss, temperature: float) -> float:
     """Add the gradient of these micro-batches; returns the loss.
 
     Causal attention alone never sees padding on the right, so it needs no mask. Logits are made only for trained
@@ -204,7 +210,7 @@ def learn_rows(model: Any, batches: Sequence[Rows], loss: Loss, temperature: flo
         chunks = zip(before_NH.split(LOGITS_CHUNK), tokens_N.split(LOGITS_CHUNK), strict=True)
         parts = [checkpoint(_head, model, *chunk, temperature, use_reentrant=False)[0] for chunk in chunks]
         logprobs_N, advantages_N = torch.cat(parts), rows.advantages_N.to(model.device)
-        terms_N = path_terms(logprobs_N, logprobs_N.detach(), advantages_N, loss)
+        terms_N = policy_terms(logprobs_N, logprobs_N.detach(), advantages_N, loss)
         part = -(rows.weights_N.to(model.device) * terms_N).sum()
         part.backward()  # type: ignore[no-untyped-call]
         total += part.detach()

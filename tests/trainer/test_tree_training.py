@@ -1,8 +1,8 @@
-"""Training on trees against the plain way, path by path: structure, losses, gradients, and what a budget promises.
+"""Training on trees against the plain way, one trajectory at a time: structure, losses, gradients, budgets.
 
 Trees are random, and their engine log-probs lie around the true ones of the model, so that clips bite in both
-directions and differently on the paths through a shared node. Old log-probs are a fixed function of the engine's, so a
-test has them in whatever order a batch keeps its tokens.
+directions and differently on the trajectories through a shared node. Old log-probs are a fixed function of the
+engine's, so a test has them in whatever order a batch keeps its tokens.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from forests import (
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import FAMILIES, VOCAB, WINDOW, make_model
-from plain import padded_learn, path_numbers, paths_of, plain_loss
+from plain import logprobs_and_entropies, padded_backward, plain_loss, plain_trajectories
 from torch import Tensor
 from trees import model as model_node
 from trees import prompt, tool, tree, two_branches, with_credits, with_rewards
@@ -85,7 +85,7 @@ def test_the_structure_equals_brute_force(rng: random.Random, shared: bool, all_
     ids = count(1)
     forest = random_forest(rng, rng.choice(["soft", "hard"]), lambda: next(ids))
     batch = build_batch(forest.trees, Loss(entropy_coef=0.1 if all_tokens else 0.0), MAX_TOKENS, shared=shared)
-    chains = forest.teaching(all_tokens)
+    chains = forest.trained_tokens(all_tokens)
     tokens = batch.tokens_N.tolist()
     walks = []
     for n in range(len(tokens)):
@@ -227,7 +227,7 @@ def test_long_trees_equal_the_oracle(family: str, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.slow
 @pytest.mark.parametrize("between", range(WINDOW - 3, WINDOW + 1))
 def test_a_sliding_window_ends_where_it_should(between: int) -> None:
-    """Paths about as long as it; and a branch that sees the prompt over another branch, or just does not."""
+    """Trajectories about as long as it; and a branch that sees the prompt over another branch, or just does not."""
     rng, model, loss = random.Random(between), shared_model("gemma3"), Loss(**SHARP)
 
     def made(parents: Sequence[int], sizes: Sequence[int], leaves: Sequence[int]) -> RolloutTree:
@@ -261,7 +261,7 @@ def test_many_small_branches_beside_large_ones_equal_the_oracle(kind: str) -> No
 
 
 def uncancelled(model: Any, forest: Forest, loss: Loss) -> float:
-    """The gradient's largest entry if all paths were good and nothing clipped: what was rounded before it cancelled."""
+    """The gradient's largest entry if all advantages were positive and nothing was clipped: the scale of rounding."""
     trees = []
     for scored in forest.trees:
         by_node = [{node: abs(value) for node, value in its.by_node.items()} for its in scored.credits]
@@ -320,7 +320,7 @@ def test_log_ratios_are_cut_at_20(kind: str) -> None:
     "loss", [Loss(), Loss(entropy_coef=0.1), Loss(kl_coef=0.1, kind="gspo")], ids=["ppo", "entropy", "kl"]
 )
 def test_nothing_to_teach_is_no_gradient(loss: Loss, budget: int) -> None:
-    """All rewards the same, no path left, no model token anywhere: only entropy and KL are left, if they count."""
+    """Equal rewards, all masked, or no model token anywhere: only the entropy and KL terms are left, if they count."""
     model, reference = shared_model("llama-gqa"), reference_model("llama-gqa")
     same = two_branches()
     trees = (same, same, tree([prompt([1, 2]), tool(0, [3])], [0, 1, 1]))
@@ -360,16 +360,16 @@ def test_frozen_weights_change_nothing_for_the_others(family: str, trained: str)
 
 
 def metrics_by_hand(model: Any, forest: Forest, loss: Loss) -> dict[str, float]:
-    """Each shared token once; it is clipped if it is on any of its paths."""
+    """Each shared token once; it is clipped if it is on any of its trajectories."""
     old, clipped, numbers = old_of(forest), set(), {}
-    for path in paths_of(forest.trees):
-        if not any(path.advantages):
+    for trajectory in plain_trajectories(forest.trees):
+        if not any(trajectory.advantages):
             continue
-        new_T, entropy_T = (values.tolist() for values in path_numbers(model, path, TEMPERATURE))
-        old_T = [old[number, node][at] for number, node, at in path.sources]
+        new_T, entropy_T = (values.tolist() for values in logprobs_and_entropies(model, trajectory, TEMPERATURE))
+        old_T = [old[number, node][at] for number, node, at in trajectory.sources]
         mean = sum(new_T) / len(new_T) - sum(old_T) / len(old_T)
         for source, new, before, entropy, advantage, engine in zip(
-            path.sources, new_T, old_T, entropy_T, path.advantages, path.engine, strict=True
+            trajectory.sources, new_T, old_T, entropy_T, trajectory.advantages, trajectory.engine, strict=True
         ):
             ratio = math.exp(mean if loss.kind == "gspo" else new - before)
             low, high, most = 1 - loss.clip_low, 1 + loss.clip_high, loss.dual_clip or math.inf
@@ -410,10 +410,10 @@ def test_evaluate_equals_a_plain_pass(family: str, temperature: float) -> None:
     forest = sampled_by(model, rich_forest(11), 11)
     expected = {}
     with torch.no_grad():
-        for path in paths_of(forest.trees):
-            if path.positions:
-                numbers = torch.stack(path_numbers(model, path, temperature), 1)
-                expected.update(dict(zip(path.engine, numbers.float(), strict=True)))
+        for trajectory in plain_trajectories(forest.trees):
+            if trajectory.positions:
+                numbers = torch.stack(logprobs_and_entropies(model, trajectory, temperature), 1)
+                expected.update(dict(zip(trajectory.engine, numbers.float(), strict=True)))
     for shared in (True, False):
         batch = build_batch(forest.trees, Loss(entropy_coef=1.0), MAX_TOKENS, shared=shared)
         wanted_K2 = torch.stack([expected[value] for value in batch.engine_logprobs_K.tolist()])
@@ -506,13 +506,13 @@ def test_plain_products_equal_the_kernel_of_the_cpu(sight: str) -> None:
 
 
 def longest_path(forest: Forest) -> int:
-    return max(map(len, forest.teaching()))
+    return max(map(len, forest.trained_tokens()))
 
 
 @pytest.mark.parametrize("kind", ["ppo", "gspo", "cispo"])
 @pytest.mark.parametrize("seed", range(4))
 def test_every_token_is_read_once_within_the_budget(kind: str, seed: int) -> None:
-    """No pass is larger than the budget or a path; what predicts nothing may be left out. A cut gspo reads twice."""
+    """No pass is larger than the budget or a trajectory; what predicts nothing may be absent. A split gspo reads twice."""
     model, forest = shared_model("llama"), rich_forest(20 + seed)
     loss = Loss(kind=kind)  # type: ignore[arg-type]
     batch = build_batch(forest.trees, loss, MAX_TOKENS)
@@ -565,7 +565,7 @@ def test_padded_rows_equal_the_oracle(family: str, aggregation: str) -> None:
     forest = sampled_by(model, rich_forest(60), 0)
     expected = expected_of(model, forest, loss, on_policy=True)
     for max_microbatch_tokens in (1, 60, ENDLESS):
-        total = padded_learn(model, forest.trees, loss, TEMPERATURE, MAX_TOKENS, max_microbatch_tokens)
+        total = padded_backward(model, forest.trees, loss, TEMPERATURE, MAX_TOKENS, max_microbatch_tokens)
         assert_same(({"loss": total}, gradients(model)), expected)
 
 
