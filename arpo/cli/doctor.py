@@ -19,7 +19,7 @@ TIERS = {
 
 
 def doctor() -> None:
-    """Check what is here: versions, devices, memory, which engines and tools can run, and why not."""
+    """Check this machine: versions, devices, memory, which engines and tools can run, and why not."""
     for what, usable, details in _checks():
         console.print("ok " if usable else "no ", style="green" if usable else "yellow", end="")
         console.print(f" {what:<18} {details}")
@@ -41,9 +41,9 @@ def _checks() -> list[tuple[str, bool, str]]:
         ("tool: search", *_search()),
         ("tool: python", *_sandbox()),
         ("tool: browse", *_needs("trafilatura", "httpx2 trafilatura lxml_html_clean", "reads web pages")),
-        ("tools by MCP", *_needs("mcp", "mcp", "stdio and streamable HTTP")),
-        ("reward: math", *_needs("math_verify", "math-verify", "compares maths answers")),
-        ("pictures", *_needs("matplotlib", "matplotlib", "of comparisons and entropies")),
+        ("tools: MCP", *_needs("mcp", "mcp", "stdio and streamable HTTP")),
+        ("reward: math", *_needs("math_verify", "math-verify", "compares math answers")),
+        ("figures", *_needs("matplotlib", "matplotlib", "of comparisons, entropy studies and evaluations")),
         ("model cache", *_writable(cache_dir())),
     ]
 

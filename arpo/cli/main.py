@@ -20,9 +20,8 @@ from arpo.trainer.dist import launch
 
 HELP = "Train language models that use tools, with ARPO. Start with `arpo demo`."
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=HELP)
-for command in (demo, train, sft, rollout, chat, show, view, compare, entropy, plan, export, doctor):
-    app.command()(command)
-app.command(name="eval")(evaluate)
+for command in (demo, train, sft, evaluate, rollout, chat, show, view, compare, entropy, plan, export, doctor):
+    app.command(name="eval" if command is evaluate else None)(command)
 app.add_typer(index_app, name="index")
 app.add_typer(data_app, name="data")
 

@@ -39,9 +39,9 @@ def test_doctor(arpo: Arpo, tmp_path: Path) -> None:
         "tool: search",
         "tool: python",
         "tool: browse",
-        "tools by MCP",
+        "tools: MCP",
         "reward: math",
-        "pictures",
+        "figures",
         "model cache",
     ]
     assert torch.__version__ in rows["torch"]
