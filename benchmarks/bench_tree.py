@@ -37,7 +37,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from arpo.types import ScoredTree
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 
 from plain import padded_rows, rows_backward
 from trees import model as model_node
@@ -100,7 +100,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All that goes into the JSON object."""
     model = build_model(options)
     trees = make_trees(options, model.config.vocab_size)
-    unique, total = (sum(getattr(t, name) for t in trees) for name in ("unique_tokens", "total_tokens"))
+    unique, total = (sum(getattr(t.tree, name) for t in trees) for name in ("unique_tokens", "total_tokens"))
     log(f"{len(trees)} trees, {unique} unique of {total} tokens, a factor of {total / unique:.2f}")
 
     layouts = {
@@ -130,7 +130,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "tokens": {
             "unique": unique,
             "total": total,
-            "longest": max(len(t.tokens(e.node)) for t in trees for e in t.leaves),
+            "longest": max(len(trajectory.tokens) for t in trees for trajectory in t.tree.trajectories),
         },
         "trees": len(trees),
         **{

@@ -27,7 +27,7 @@ def test_a_tree_has_the_default_shape() -> None:
     for node in rollout.nodes:
         assert abs(len(node.tokens) / means[node.kind] - 1) <= JITTER + 0.01 and max(node.tokens) < 500
     for leaf in rollout.leaves:
-        kinds = [rollout.nodes[i].kind for i in rollout.path(leaf.node)]
+        kinds = [rollout.nodes[i].kind for i in rollout.prefix(leaf.node)]
         assert kinds == [Kind.PROMPT, *[Kind.MODEL, Kind.TOOL] * ROUNDS, Kind.MODEL]
 
 
@@ -36,11 +36,11 @@ def test_trees_are_decided_by_their_seed_and_made_until_there_are_enough() -> No
         return make_trees(SimpleNamespace(seed=seed, trees=2, unique=unique, scale=0.1), 50)  # type: ignore[arg-type]
 
     assert made(1, None) == made(1, None) != made(2, None)
-    assert len(made(1, None)[0]) == 2
-    trees, credits = made(1, 3000)
-    sizes = [rollout.unique_tokens for rollout in trees]
+    assert len(made(1, None)) == 2
+    trees = made(1, 3000)
+    sizes = [scored.tree.unique_tokens for scored in trees]
     assert sum(sizes[:-1]) < 3000 <= sum(sizes)
-    assert all(len(rollout.leaves) == len(its) for rollout, its in zip(trees, credits, strict=True))
+    assert all(len(scored.tree.leaves) == len(scored.credits) for scored in trees)
 
 
 def test_ratios_are_medians_of_what_ran_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
