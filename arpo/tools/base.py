@@ -14,11 +14,11 @@ thread continues after the timeout, so what may hang should be an async function
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
 import inspect
 import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypedDict, Unpack, overload
 
@@ -110,39 +110,19 @@ def _coroutine(function: Callable[..., Any], quick: bool) -> Callable[..., Await
     async def on_loop(**args: Any) -> Any:
         return function(**args)
 
-    async def in_thread(**args: Any) -> Any:
-        return await _run_in_thread(lambda: function(**args), function.__name__)
+    async def in_thread(**args: Any) -> Any:  # a new one: in a pool, calls that hang would block others
+        future: Future[Any] = Future()
+        future.set_running_or_notify_cancel()  # from now on it cannot be cancelled, so a late result does no harm
+        context = contextvars.copy_context()
+
+        def work() -> None:
+            try:
+                future.set_result(context.run(lambda: function(**args)))
+            except BaseException as error:  # exit() must not end the run, and no future can hold a StopIteration
+                plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
+                future.set_exception(error if plain else RuntimeError(type(error).__name__))
+
+        threading.Thread(target=work, name=f"arpo-tool-{function.__name__}", daemon=True).start()
+        return await asyncio.wrap_future(future)
 
     return on_loop if quick else in_thread
-
-
-async def _run_in_thread(function: Callable[[], Any], name: str) -> Any:
-    """Return the function's result from a new thread; in a pool, calls that hang would block others."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Any] = loop.create_future()
-    context = contextvars.copy_context()
-
-    def deliver(value: Any, error: Exception | None) -> None:
-        if done.cancelled():  # the caller timed out
-            return
-        if error is None:
-            done.set_result(value)
-        else:
-            done.set_exception(error)
-
-    def work() -> None:
-        value: Any = None
-        failure: Exception | None = None
-        try:
-            value = context.run(function)
-        except StopIteration as error:  # a future cannot hold one
-            failure = RuntimeError(type(error).__name__)
-        except Exception as error:
-            failure = error
-        except BaseException as error:  # exit() in a tool must not end the run
-            failure = RuntimeError(type(error).__name__)
-        with contextlib.suppress(RuntimeError):  # the loop may be closed
-            loop.call_soon_threadsafe(deliver, value, failure)
-
-    threading.Thread(target=work, name=f"arpo-tool-{name}", daemon=True).start()
-    return await done

@@ -32,7 +32,7 @@ from urllib.parse import quote
 
 from arpo.errors import ArpoError
 from arpo.tools.base import Tool, ToolUnavailable
-from arpo.types import Fault
+from arpo.types import Fault, ToolResult
 
 Mode = Literal["on", "record", "replay"]
 WRITE_TIMEOUT_SECONDS = 10.0  # waiting for other writers
@@ -58,15 +58,6 @@ class CacheKey:
     tool: str
     version: str
     args: str
-
-
-@dataclass(frozen=True, slots=True)
-class CachedResult:
-    """What a tool answered to one call, and how long it took."""
-
-    text: str
-    fault: Fault | None
-    seconds: float
 
 
 def build_key(tool: Tool, args: Mapping[str, Any]) -> CacheKey:
@@ -95,12 +86,12 @@ class ToolCache:
             raise ArpoError(f"{self.path} {_bad_file(str(error))}") from error
         self._process = os.getpid()
         self._lock = threading.Lock()  # guards the reader and `_pending`
-        self._pending: dict[bytes, tuple[CacheKey, CachedResult]] = {}
+        self._pending: dict[bytes, tuple[CacheKey, ToolResult]] = {}
         self._scheduled = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="arpo-tool-cache")  # at exit, Python waits for it
 
-    def get(self, key: CacheKey) -> CachedResult | None:
-        """Return the stored result. If the file cannot be read: None, or in a replay ToolUnavailable."""
+    def get(self, key: CacheKey) -> ToolResult | None:
+        """Return text, fault and seconds of a stored result. If the file cannot be read: None; in a replay, an error."""
         try:
             self._check_process()
             with self._lock:
@@ -108,14 +99,14 @@ class ToolCache:
                 if waiting is not None:
                     return waiting[1]
                 row = self._reader.execute(_SELECT, (key.digest,)).fetchone()
-            return row and CachedResult(str(row[0]), row[1] and Fault(row[1]), row[2])
+            return row and ToolResult(str(row[0]), row[1] and Fault(row[1]), row[2])
         except (sqlite3.Error, ValueError) as error:
             self.errors += 1
             if self.mode == "replay":
                 raise ToolUnavailable(f"the recording cannot be read: {error}") from error
             return None
 
-    def put(self, key: CacheKey, result: CachedResult) -> None:
+    def put(self, key: CacheKey, result: ToolResult) -> None:
         """Store a result: visible to `get` at once, written to disk a little later."""
         try:
             self._check_process()

@@ -27,7 +27,7 @@ from typing import Any, Self
 
 from arpo.errors import ArpoError
 from arpo.tools.base import BAD_INPUT, Tool, ToolError, ToolTimeout, ToolUnavailable
-from arpo.tools.cache import CachedResult, CacheKey, ToolCache, build_key
+from arpo.tools.cache import CacheKey, ToolCache, build_key
 from arpo.tools.stats import ToolCounters, ToolStats
 from arpo.types import Fault, ToolCall, ToolResult
 
@@ -71,13 +71,14 @@ class Toolset(Mapping[str, Tool]):
     async def call(self, call: ToolCall) -> ToolResult:
         """Make a call and return its result, which is always text. `attempts` is 0 if the call was unusable."""
         counters = self._counters[call.name if call.name in self else ""]
-        counters.start()
+        counters.calls += 1
         try:
             result = await self._result(call)
         except BaseException:
-            counters.cancel()
+            counters.cancelled += 1
             raise
-        counters.end(result)
+        counters.cached += result.cached
+        counters.faults[result.fault] += 1
         return result
 
     def stats(self) -> dict[str, ToolStats]:
@@ -198,14 +199,14 @@ def _replay(cache: ToolCache, key: CacheKey) -> ToolResult:
     return _from_cache(cached, started)
 
 
-def _from_cache(cached: CachedResult, started: float) -> ToolResult:
+def _from_cache(cached: ToolResult, started: float) -> ToolResult:
     return ToolResult(_clean(cached.text), cached.fault, time.perf_counter() - started, cached=True)
 
 
 def _store(cache: ToolCache, key: CacheKey, result: ToolResult) -> ToolResult:
     """Return the result, after storing it if it would be the same another time."""
     if result.fault in (None, Fault.MODEL):
-        cache.put(key, CachedResult(result.text, result.fault, result.seconds))
+        cache.put(key, result)
     return result
 
 

@@ -35,6 +35,7 @@ MAX_VALUE_CHARS = 60
 MAX_ERRORS = 20  # among which the one to report is chosen
 
 _JSON_TYPES: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array"}
+_TYPE_NAMES = {**_JSON_TYPES, dict: "object", type(None): "null"}
 
 
 def build_spec(function: Callable[..., Any]) -> ToolSpec:
@@ -101,7 +102,8 @@ class Checker:
             json.dumps(plain, allow_nan=False)
             _budget.references = MAX_REFERENCES
             errors = list(islice(self._validator.iter_errors(plain), MAX_ERRORS))
-            return _explain(min(errors, key=_rank)) + self._takes if errors else None
+            missing = [error for error in errors if error.validator == "required" and not error.absolute_path]
+            return _explain((missing or errors)[0]) + self._takes if errors else None
         except Exception:
             return "the arguments are not plain JSON, or too large or too deeply nested to check" + self._takes
 
@@ -193,11 +195,6 @@ _SIZES = {
 }
 
 
-def _rank(error: ValidationError) -> bool:
-    """Sort key: a missing argument first, otherwise the first error found."""
-    return not (error.validator == "required" and not error.absolute_path)
-
-
 def _explain(error: ValidationError) -> str:
     keyword, value, instance, path = error.validator, error.validator_value, error.instance, [*error.absolute_path]
     what = f"argument {_where(path)}" if path else "the object of all arguments"
@@ -209,7 +206,7 @@ def _explain(error: ValidationError) -> str:
     if keyword == "additionalProperties":
         extra = next(name for name in instance if name not in error.schema.get("properties", {}))
         return f"unexpected argument {_where([*path, extra])!r}"
-    expected, found = _type_name(error.schema), _json_type(instance)
+    expected, found = _type_name(error.schema), _TYPE_NAMES.get(type(instance), type(instance).__name__)
     if keyword in ("type", "anyOf", "oneOf") and {found, "any"}.isdisjoint(expected.split(" or ")):
         return f"{what} must be {expected}, not {found}"
     if keyword in ("enum", "const"):
@@ -225,12 +222,6 @@ def _explain(error: ValidationError) -> str:
 def _where(path: Sequence[str | int]) -> str:
     """`["hours", 1, "from"]` -> `hours[1].from`."""
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).removeprefix(".")[:200]
-
-
-def _json_type(value: Any) -> str:
-    if value is None:
-        return "null"
-    return "object" if isinstance(value, dict) else _JSON_TYPES.get(type(value), type(value).__name__)
 
 
 def _type_name(schema: Any) -> str:

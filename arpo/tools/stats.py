@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from arpo.types import Fault, ToolResult, percentile
+from arpo.types import Fault, percentile
 
 MAX_DURATIONS = 1024
 
@@ -42,27 +42,10 @@ class ToolCounters:
     calls: int = 0
     cached: int = 0
     cancelled: int = 0
-    in_flight: int = 0
     retries: int = 0
     wait_seconds: float = 0.0
-    faults: Counter[Fault | None] = field(default_factory=Counter)
+    faults: Counter[Fault | None] = field(default_factory=Counter)  # of calls that ended; None: success
     durations: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_DURATIONS))
-
-    def start(self) -> None:
-        """Count the start of a call."""
-        self.calls += 1
-        self.in_flight += 1
-
-    def cancel(self) -> None:
-        """Count a call whose caller was cancelled."""
-        self.in_flight -= 1
-        self.cancelled += 1
-
-    def end(self, result: ToolResult) -> None:
-        """Count a call that ended with a result."""
-        self.in_flight -= 1
-        self.cached += result.cached
-        self.faults[result.fault] += 1
 
     def snapshot(self) -> ToolStats:
         """Return the current values."""
@@ -74,7 +57,7 @@ class ToolCounters:
             timeout=self.faults[Fault.TIMEOUT],
             infra=self.faults[Fault.INFRA],
             cancelled=self.cancelled,
-            in_flight=self.in_flight,
+            in_flight=self.calls - self.cancelled - self.faults.total(),
             retries=self.retries,
             wait_seconds=self.wait_seconds,
             p50_seconds=percentile(ordered, 0.50),

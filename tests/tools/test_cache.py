@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 import arpo.tools.cache as caching
 from arpo.errors import ArpoError
 from arpo.tools.base import Tool, ToolError, ToolUnavailable, tool
-from arpo.tools.cache import CachedResult, CacheKey, ToolCache, build_key
+from arpo.tools.cache import CacheKey, ToolCache, build_key
 from arpo.tools.executor import Toolset, call_tool
 from arpo.types import Fault, ToolCall, ToolResult
 
@@ -46,7 +46,7 @@ def rows(path: Path) -> int:
         connection.close()
 
 
-FINE = CachedResult("fine", None, 0.5)
+FINE = ToolResult("fine", None, 0.5)
 
 
 # Questions.
@@ -80,10 +80,10 @@ def test_a_key_covers_everything_that_the_result_depends_on() -> None:
 
 def test_put_is_visible_at_once_and_after_reopening(tmp_path: Path) -> None:
     path = tmp_path / "new" / "fol?der #%41" / "answers.sqlite"
-    wrong = CachedResult("Error: \u2028 é \U0001f600", Fault.MODEL, 1e-9)
+    wrong = ToolResult("Error: \u2028 é \U0001f600", Fault.MODEL, 1e-9)
     cache = ToolCache(path, "on")
     assert cache.get(question("a")) is None
-    cache.put(question("a"), CachedResult("older", None, 1.0))
+    cache.put(question("a"), ToolResult("older", None, 1.0))
     cache.put(question("a"), FINE)
     cache.put(question("\ud800"), wrong)
     assert (cache.get(question("a")), cache.get(question("\ud800"))) == (FINE, wrong)
@@ -118,7 +118,7 @@ def test_it_behaves_like_a_dictionary(steps: list[tuple[str, str, str]]) -> None
         cache = ToolCache(Path(folder) / "c", "on")
         for what, word, text in steps:
             if what == "put":
-                cache.put(question(word), CachedResult(text, None, 0.0))
+                cache.put(question(word), ToolResult(text, None, 0.0))
                 oracle[word] = text
             elif what == "get":
                 found = cache.get(question(word))
@@ -143,7 +143,7 @@ def test_get_takes_microseconds_and_put_does_not_wait(tmp_path: Path) -> None:
             moments.append(time.perf_counter())
         return statistics.median(later - earlier for earlier, later in itertools.pairwise(moments))
 
-    putting = usual_seconds(lambda one: cache.put(one, CachedResult(text, None, 0.0)))
+    putting = usual_seconds(lambda one: cache.put(one, ToolResult(text, None, 0.0)))
     cache.close()
     cache = ToolCache(tmp_path / "c", "on")
     getting = usual_seconds(cache.get)
@@ -184,7 +184,7 @@ def test_a_newer_answer_is_found_while_the_older_one_is_being_written(
     cache._writer.close()
     cache._writer = sqlite3.connect(tmp_path / "c", isolation_level=None, factory=Meddling)
     monkeypatch.setattr(cache._thread, "submit", jobs.append)
-    cache.put(question("a"), CachedResult("older", None, 1.0))
+    cache.put(question("a"), ToolResult("older", None, 1.0))
     jobs[0]()
     assert cache.get(question("a")) == FINE
     jobs[1]()
@@ -433,7 +433,8 @@ WRITER = """
 import sys, time
 from pathlib import Path
 from arpo.tools.base import tool
-from arpo.tools.cache import CachedResult, ToolCache, build_key
+from arpo.tools.cache import ToolCache, build_key
+from arpo.types import ToolResult
 
 @tool
 def look(word: str) -> str:
@@ -447,8 +448,8 @@ while not gate.exists():
     time.sleep(0.001)
 cache = ToolCache(path, "on")
 for n in range(300):
-    cache.put(question(f"{me} {n}"), CachedResult(f"{me} {n}", None, 0.0))
-    cache.put(question(f"both {n}"), CachedResult(f"both {n}", None, 0.0))
+    cache.put(question(f"{me} {n}"), ToolResult(f"{me} {n}", None, 0.0))
+    cache.put(question(f"both {n}"), ToolResult(f"both {n}", None, 0.0))
     found = cache.get(question(f"both {n}"))
     assert found is not None and found.text == f"both {n}"
     if n % 10 == 0:
@@ -483,7 +484,7 @@ def test_processes_share_one_file(tmp_path: Path) -> None:
     assert rows(tmp_path / "c") == 4 * 300
     cache = ToolCache(tmp_path / "c", "replay")
     for word in [f"{me} {n}" for me in ("x", "y", "z", "both") for n in range(300)]:
-        assert cache.get(question(word)) == CachedResult(word, None, 0.0)
+        assert cache.get(question(word)) == ToolResult(word, None, 0.0)
     cache.close()
 
 

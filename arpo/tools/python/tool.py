@@ -22,30 +22,23 @@ def build_python(sandbox: Sandbox, timeout: float = 10.0, max_tokens: int = 512,
     """
     limit = max_tokens * CHARS_PER_TOKEN
 
-    def check(code: str) -> str:
+    @tool(timeout=timeout + START_SECONDS, quick=blocking, concurrency=sandbox.workers)
+    async def python(code: str) -> str:
+        """Run Python code and see what it prints and the value of its last line.
+        The standard library, numpy and sympy are there; nothing is kept from one call to the next.
+        """
         if len(code) > MAX_CODE:
             raise ToolError(f"the code is longer than {MAX_CODE} characters")
-        return code
-
-    def python_sync(code: str) -> str:
         try:
-            return format_result(sandbox.run(check(code), timeout, show_last=True), timeout, limit)
+            if blocking:
+                result = sandbox.run(code, timeout, show_last=True)
+            else:
+                result = await sandbox.arun(code, timeout, show_last=True)
         except SandboxError as error:
             raise ToolUnavailable(str(error)) from error
+        return format_result(result, timeout, limit)
 
-    async def python_async(code: str) -> str:
-        try:
-            return format_result(await sandbox.arun(check(code), timeout, show_last=True), timeout, limit)
-        except SandboxError as error:
-            raise ToolUnavailable(str(error)) from error
-
-    function = python_sync if blocking else python_async
-    function.__name__ = "python"
-    function.__doc__ = (
-        "Run Python code and see what it prints and the value of its last line. "
-        "The standard library, numpy and sympy are there; nothing is kept from one call to the next."
-    )
-    return tool(timeout=timeout + START_SECONDS, quick=blocking, concurrency=sandbox.workers)(function)
+    return python
 
 
 def format_result(result: SandboxResult, timeout: float, limit: int) -> str:
