@@ -415,7 +415,7 @@ def test_the_commands_take_a_run_with_an_adapter(
 ) -> None:
     run_to_the_end(config_for(model_path, tmp_path / "run", "train.steps=1", *KINDS["both"]))
     monkeypatch.setattr("sys.stdin", io.StringIO("Who?\n/quit\n"))
-    for command, said in {"eval": "accuracy", "rollout": "paths", "chat": "tools: search, python"}.items():
+    for command, said in {"eval": "accuracy", "rollout": "trajectories", "chat": "tools: search, python"}.items():
         monkeypatch.setattr("sys.argv", ["arpo", command, str(tmp_path / "run"), "rollout.max_tokens=8"])
         try:
             main()
