@@ -54,24 +54,24 @@ def measure(folder: Path, address: str, steps: int, name: str, kill: bool = Fals
         asyncio.run(train(run))
     rows = read_run(folder / name).read_metrics()[1:]
     seconds = [row["rollout_seconds"] for row in rows]
-    busy, redone = fmean(row["cluster_busy"] for row in rows), sum(row["cluster_retried"] for row in rows)
+    busy, retried = fmean(row["cluster_busy"] for row in rows), sum(row["cluster_retried"] for row in rows)
     print(f"{name}: {fmean(seconds):.2f} s a step ({', '.join(f'{s:.1f}' for s in seconds)}), busy {busy:.0%}")
-    print(f"{name}: {sum(row['tool_calls'] for row in rows)} calls, {redone:.0f} trees grown again", flush=True)
+    print(f"{name}: {sum(row['tool_calls'] for row in rows)} calls, {retried:.0f} trees sampled again", flush=True)
 
 
-def _kill(pool: RaySampler, directory: Path) -> None:
+def _kill(sampler: RaySampler, directory: Path) -> None:
     """Kill an actor in the second step and say when it is noticed and when another is there."""
     while not (directory / "metrics.jsonl").exists() or not (directory / "metrics.jsonl").read_text().strip():
         time.sleep(0.05)
     time.sleep(1.0)
-    before = dict(pool.pids)
+    before = dict(sampler.pids)
     name, pid = next(iter(before.items()))
     started = time.monotonic()
     os.kill(pid, signal.SIGKILL)
-    while name in pool.pids:
+    while name in sampler.pids:
         time.sleep(0.01)
     print(f"killed: noticed after {time.monotonic() - started:.2f} s", flush=True)
-    while len(pool.pids) < len(before):
+    while len(sampler.pids) < len(before):
         time.sleep(0.01)
     print(f"killed: another is ready after {time.monotonic() - started:.2f} s", flush=True)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from arpo.cluster.ray_backend import ray_crew, start_trainers
+from arpo.cluster.ray_backend import connect_ray
 from arpo.cluster.sampler import RaySampler
 from arpo.config.schema import Config
 from arpo.errors import ArpoError
@@ -22,26 +22,25 @@ def connect(config: Config, reporter: Reporter = SILENT) -> Iterator[Callable[[C
 
     Inside, this process is rank 0 of `cluster.trainers`.
     """
-    settings = config.cluster
-    address = settings.address
+    address = config.cluster.address
     if address is None:
-        raise ValueError("no cluster is named")
+        raise ValueError("cluster.address is not set")
     if launch.world_size() > 1:
         raise ArpoError("cluster.address: leave out torchrun, and give cluster.trainers instead")
     check_settings(config, on_cluster=True)
-    with ray_crew(address, reporter) as backend, ExitStack() as stack:
-        environment = start_trainers(backend, settings.trainers, config.model.device)
-        before = {name: os.environ.get(name) for name in environment}
-        os.environ.update(environment)
+    with connect_ray(address, reporter) as backend, ExitStack() as stack:
+        environment = backend.start_trainers(config.cluster.trainers, config.model.device)
+        before = {name: os.environ[name] for name in environment if name in os.environ}
 
         def build_sampler(latest: Config, model: Any) -> RaySampler:
             sampler = RaySampler(backend, latest, model, address, reporter)
             stack.callback(sampler.close)
             return sampler
 
+        os.environ.update(environment)
         try:
             yield build_sampler
         finally:
-            for name, value in before.items():
-                os.environ.pop(name)
-                os.environ.update({} if value is None else {name: value})
+            for name in environment:
+                del os.environ[name]
+            os.environ.update(before)

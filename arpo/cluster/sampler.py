@@ -1,17 +1,18 @@
-"""Growing trees with a crew of actors: handing out work, giving new weights, doing again what was lost.
+"""The sampler of a cluster: it assigns trees to workers, sends them weights and repeats what was lost.
 
-`Board` (`queue`) decides who does what; this does it, over any crew (`Crew`, of which `ray_crew` is the real one).
+`Scheduler` decides which worker does what; `RaySampler` carries it out, over any `WorkerBackend`.
 
-Promises: every tree that is asked for comes back once, whoever dies meanwhile, or an error says why not. What an actor
-has finished is here at once and is not lost with it. New machines get actors while the work goes on.
-Does not cover: an actor that neither answers nor dies. What a path does takes a bounded time (`rollout.max_seconds`),
-and the crew must notice machines that fall silent.
+Guarantees: every tree that is asked for comes back once, whichever workers die, or an error says why not. A finished
+tree is returned at once and is not lost with its worker. Machines that join get workers while sampling goes on.
+Not covered: a worker that neither answers nor dies. A trajectory takes a bounded time (`rollout.max_seconds`), and the
+backend must notice machines that stop responding.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import time
 from collections import Counter
@@ -21,8 +22,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Protocol
 
-from arpo.cluster.scheduler import LOSSES, Assign, Machine, Place, PoisonTask, Scheduler, places
-from arpo.cluster.worker import MISTAKE, Reply, encode_request, weights_of
+from arpo.cluster.scheduler import MAX_DEATHS, Assign, Machine, Placement, PoisonTask, Scheduler, missing_workers
+from arpo.cluster.worker import DONE, MISTAKE, Reply, encode_request, weights_of
 from arpo.config.schema import Config
 from arpo.errors import ArpoError
 from arpo.evaluation.evaluate import Evaluation
@@ -31,49 +32,57 @@ from arpo.runs.trees import unpack_tree
 from arpo.training.sampler import OnTree, ignore
 from arpo.types import ScoredTree, Task
 
-LOOK = 3.0  # seconds between looks at which machines there are
-LONELY, STARTING = 300.0, 1800.0  # seconds without an actor, when none is starting and when one is
-STARTS = 3  # failed starts in a row after which a machine is left out
-MACHINE_DIED = "node has died"  # in what Ray says of an actor that was lost with its machine
+SCAN_SECONDS = 3.0  # between looks at which machines there are
+IDLE_SECONDS, STARTING_SECONDS = 300.0, 1800.0  # without a worker, when none is starting and when one is
+MAX_FAILED_STARTS = 3  # in a row, after which a machine is left out
+MACHINE_DIED = "node has died"  # in Ray's message about an actor that was lost with its machine
 
 
 class WorkerDied(Exception):
-    """The actor is gone; the text says what is known of it."""
+    """The worker is gone; the text says what is known about it."""
 
 
 class WorkerHandle(Protocol):
-    """One actor."""
+    """One worker process."""
 
-    async def call(self, method: str, *given: Any) -> Reply:
-        """Have it do something (`Worker`); raises `Lost`."""
+    async def call(self, method: str, *args: Any) -> Reply:
+        """The reply of a method of `Worker`; raises `WorkerDied`."""
         ...
 
     def kill(self) -> None:
-        """End it, if it is still there."""
+        """End the process, if it is still there."""
         ...
 
 
 class WorkerBackend(Protocol):
-    """Machines on which actors can be started."""
+    """Machines on which workers can be started."""
 
     def machines(self) -> list[Machine]:
-        """Those that are there now."""
+        """The machines that are there now."""
         ...
 
-    def start(self, place: Place, slots: int) -> WorkerHandle:
-        """A new actor there, which may take its time; for so many calls at the same time."""
+    def start(self, placement: Placement, slots: int) -> WorkerHandle:
+        """Start a worker for so many calls at a time; the handle may be used before the worker runs."""
         ...
 
     def put(self, data: bytes) -> Any:
-        """Keep something where all actors can have it; what is returned may be given to `call`, and is data there."""
+        """Store data where all workers can read it; the result may be an argument of `call`."""
         ...
 
 
 @dataclass(slots=True)
+class _Worker:
+    handle: WorkerHandle
+    machine: Machine
+    pid: int | None = None  # None until it has opened the run
+    has_weights: bool = False
+
+
+@dataclass(slots=True)
 class _Job:
-    order: bytes
+    request: bytes
     task: Task
-    step: int | None  # none: it is tested
+    step: int | None  # None: an evaluation
     result: asyncio.Future[ScoredTree]
 
 
@@ -87,64 +96,71 @@ class RaySampler:
         self._address, self._reporter = address, reporter
         self._settings = json.dumps(config.resolved()).encode()
         self._slots = config.rollout.concurrency
-        self._board, self._jobs, self._count = Scheduler(), dict[int, _Job](), 0
-        self._hands: dict[str, tuple[WorkerHandle, Machine]] = {}
+        self._scheduler = Scheduler()
+        self._jobs: dict[int, _Job] = {}
+        self._workers: dict[str, _Worker] = {}
+        self._count = 0  # of jobs and workers
         self._machines: dict[str, Machine] = {}
-        self.pids: dict[str, int] = {}  # of the actors that are ready, each on its own machine
-        self._failed: Counter[str] = Counter()  # starts in a row, by machine
-        self._ready = set[str]()  # actors that had weights once
-        self._reason = "no machine has a free CPU or GPU for one"
+        self._failed_starts: Counter[str] = Counter()  # in a row, by machine
+        self._last_failure = "no machine has a free CPU or GPU for one"
         self._error: BaseException | None = None
         self._weights: Any = None
-        self._doing: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()
-        self._looked, self._since, self._last = -LOOK, time.monotonic(), time.monotonic()
-        self._busy = self._there = 0.0  # actors' seconds: growing trees, and all
-        self._redone = 0
-        self._engine: dict[str, list[float]] = {}
-        self._grown: Counter[int] = Counter()  # by step, of what was not told yet
-        self._calls: Counter[int] = Counter()
+        self._last_scan = -math.inf
+        self._last_worker = self._last_tick = time.monotonic()  # when a worker was last there, and time was counted
+        self._busy_seconds = self._worker_seconds = 0.0
+        self._retried = 0  # trees, up to the last step
+        self._engine_stats: dict[str, list[float]] = {}
+        self._tool_calls: dict[int, list[int]] = {}  # of each tree of a step that was not trained on yet
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """The process of each worker that is ready, on its own machine."""
+        return {name: worker.pid for name, worker in list(self._workers.items()) if worker.pid is not None}
 
     async def sync_weights(self, version: int) -> None:
         """Workers get the model's current weights as soon as they are idle."""
-        if version == self._board.version:
+        if version == self._scheduler.version:
             return
         first = self._weights is None
         self._weights = self._backend.put(weights_of(self._model))
         self._tick()
-        self._board.newest(version)
+        self._scheduler.set_version(version)
         if first:
-            self._since = time.monotonic()
-            self._look()
-            self._do(self._drive())
+            self._last_worker = time.monotonic()
+            self._scan_machines()
+            self._spawn(self._dispatch())
         self._wake.set()
 
     async def sample(self, tasks: Sequence[Task], seeds: Sequence[int], step: int) -> list[ScoredTree]:
         """The scored trees of a step's tasks, in their order."""
-        need = max(0, step - 1 - self._config.cluster.max_off_policy_steps)
-        return await self._all(tasks, seeds, step, need, ignore)
+        min_version = max(0, step - 1 - self._config.cluster.max_off_policy_steps)
+        return await self._sample_all(tasks, seeds, step, min_version, ignore)
 
     async def evaluate(self, tasks: Sequence[Task], seeds: Sequence[int], on_tree: OnTree = ignore) -> Evaluation:
         """Answer these tasks with the newest weights."""
-        return Evaluation(tuple(await self._all(tasks, seeds, None, self._board.version, on_tree)))
+        return Evaluation(tuple(await self._sample_all(tasks, seeds, None, self._scheduler.version, on_tree)))
 
     def step_metrics(self, step: int) -> dict[str, float]:
-        """How many actors there are, the share of their time in which they grew trees, what was done again."""
+        """The engines' counters, the number of workers, trees sampled again and the share of time spent sampling."""
         self._tick()
-        for done in [number for number in self._grown if number <= step]:
-            del self._grown[done], self._calls[done]
-        redone, self._redone = self._board.redone - self._redone, self._board.redone
-        busy = self._busy / self._there if self._there else 0.0
-        engine, self._busy, self._there = together(self._engine), 0.0, 0.0
-        self._engine = {}
-        seen = {"cluster_actors": len(self._board.actors), "cluster_retried": redone, "cluster_busy": busy}
-        return {**{f"engine_{name}": value for name, value in engine.items()}, **seen}
+        self._tool_calls = {number: calls for number, calls in self._tool_calls.items() if number > step}
+        engine = {f"engine_{name}": value for name, value in merge_stats(self._engine_stats).items()}
+        metrics = {
+            "cluster_actors": len(self._scheduler.workers),
+            "cluster_retried": self._scheduler.retried - self._retried,
+            "cluster_busy": self._busy_seconds / self._worker_seconds if self._worker_seconds else 0.0,
+        }
+        self._engine_stats, self._retried = {}, self._scheduler.retried
+        self._busy_seconds = self._worker_seconds = 0.0
+        return engine | metrics
 
     def discarded_metrics(self) -> dict[str, float]:
-        """What was sampled ahead and never trained on."""
-        trees, calls = sum(self._grown.values()), sum(self._calls.values())
+        """Rollouts discarded at shutdown: sampled ahead and never trained on."""
         if not self._config.cluster.max_off_policy_steps:
             return {}
+        trees, calls = sum(map(len, self._tool_calls.values())), sum(map(sum, self._tool_calls.values()))
         if trees:
             self._reporter.message(
                 f"cluster: {trees} trees with {calls} tool calls were sampled ahead and not trained on"
@@ -152,209 +168,199 @@ class RaySampler:
         return {"cluster_discarded_trees": trees, "cluster_discarded_calls": calls}
 
     def close(self) -> None:
-        """End all actors."""
-        for hand, _ in self._hands.values():
-            hand.kill()
-        self._hands.clear()
+        """End all workers."""
+        for worker in self._workers.values():
+            worker.handle.kill()
+        self._workers.clear()
 
     # --- trees
 
-    async def _all(
-        self, tasks: Sequence[Task], seeds: Sequence[int], step: int | None, need: int, on_tree: OnTree
+    async def _sample_all(
+        self, tasks: Sequence[Task], seeds: Sequence[int], step: int | None, min_version: int, on_tree: OnTree
     ) -> list[ScoredTree]:
         if self._error is not None:
             raise self._error
-        loop, mine = asyncio.get_running_loop(), dict[int, asyncio.Future[ScoredTree]]()
+        results: dict[int, asyncio.Future[ScoredTree]] = {}
+        # An evaluation goes before the trees of later steps.
+        priority = self._scheduler.version if step is None else step
+        trajectories = self._config.eval.samples if step is None else self._config.rollout.num_trajectories
         for task, seed in zip(tasks, seeds, strict=True):
             self._count += 1
-            job = _Job(encode_request(task, seed, step is None), task, step, loop.create_future())
-            job.result.add_done_callback(
+            result = results[self._count] = asyncio.get_running_loop().create_future()
+            result.add_done_callback(
                 lambda future: None if future.cancelled() or future.exception() else on_tree(future.result())
             )
-            self._jobs[self._count], mine[self._count] = job, job.result
-            # A test comes before all that is to be trained on later.
-            paths = self._config.rollout.num_trajectories if step is not None else self._config.eval.samples
-            self._board.add(self._count, self._board.version if step is None else step, need, paths)
+            self._jobs[self._count] = _Job(encode_request(task, seed, step is None), task, step, result)
+            self._scheduler.add(self._count, priority, min_version, trajectories)
         self._wake.set()
         try:
-            return await asyncio.gather(*mine.values())
+            return await asyncio.gather(*results.values())
         finally:
-            for number in mine:
-                del self._jobs[number]  # whoever is to grow one that is not there has it done at once
+            for number in results:
+                del self._jobs[number]  # `_sample` finishes a job that is not there at once
 
-    async def _grow(self, name: str, number: int) -> None:
+    async def _sample(self, name: str, number: int) -> None:
         job = self._jobs.get(number)
-        reply = await self._ask(name, "sample", job.order) if job else None
+        reply = await self._call(name, "sample", job.request) if job else None
         self._tick()
-        if not self._board.finished(name, number) or reply is None:
+        if not self._scheduler.finished(name, number) or job is None or reply is None:
             return
-        frame, engine = reply
-        for what, value in engine.items():
-            self._engine.setdefault(what, []).append(value)
+        frame, stats = reply
+        for counter, value in stats.items():
+            self._engine_stats.setdefault(counter, []).append(value)
         scored = unpack_tree(frame)
-        if job is not None and job.step is not None:
-            self._grown[job.step] += 1
-            self._calls[job.step] += scored.tree.tool_calls
-        if job is not None and not job.result.done():
+        if job.step is not None:
+            self._tool_calls.setdefault(job.step, []).append(scored.tree.tool_calls)
+        if not job.result.done():
             job.result.set_result(scored)
 
-    async def _update(self, name: str, version: int) -> None:
-        if await self._ask(name, "update", version, self._weights) is not None:
-            self._ready.add(name)
-            if name in self._hands:
-                self._failed[self._hands[name][1].id] = 0
-            self._board.updated(name, version)
+    # --- workers
 
-    async def _ask(self, name: str, method: str, *given: Any) -> Any:
-        """What an actor answers; None if it is gone."""
-        if name not in self._hands:  # gone before it could be asked
-            return None
-        hand, machine = self._hands[name]
-        try:
-            how, value = await hand.call(method, *given)
-        except WorkerDied as error:
-            self._lost(name, str(error), MACHINE_DIED not in str(error))
-            return None
-        if name not in self._hands:  # it was given up meanwhile
-            return None
-        if how == MISTAKE:
-            raise ArpoError(f"{value} (on the machine {machine.address})")
-        if how != "done":
-            raise RuntimeError(f"in an actor on {machine.address}:\n{value}")
-        return True if value is None else value
-
-    # --- actors
-
-    async def _drive(self) -> None:
-        """The only task that decides."""
+    async def _dispatch(self) -> None:
+        """Do what the scheduler says, and look for machines now and then."""
         while True:
-            if time.monotonic() - self._looked >= LOOK:
-                self._look()
+            if time.monotonic() - self._last_scan >= SCAN_SECONDS:
+                self._scan_machines()
             self._tick()
-            while (action := self._board.next()) is not None:
+            while (action := self._scheduler.next()) is not None:
                 if isinstance(action, Assign):
-                    self._do(self._grow(action.actor, action.job))
+                    self._spawn(self._sample(action.worker, action.job))
                 else:
-                    self._do(self._update(action.actor, action.version))
+                    self._spawn(self._update(action.worker, action.version))
             self._wake.clear()
             with suppress(TimeoutError):
-                async with asyncio.timeout(LOOK):
+                async with asyncio.timeout(SCAN_SECONDS):
                     await self._wake.wait()
 
-    def _look(self) -> None:
-        """Start actors where some are missing; give up after a long time without any."""
-        now, first = time.monotonic(), not self._machines
-        self._looked = now
-        seen = {machine.id: machine for machine in self._backend.machines()}
-        for name, (_, machine) in list(self._hands.items()):
-            if machine.id not in seen:
-                self._lost(name, "its machine is gone", alone=False)
-        usable = [machine for machine in seen.values() if self._failed[machine.id] < STARTS]
-        if seen.keys() - self._machines.keys() and not first:
-            self._let_go_of_those_that_wait()
-        there = [machine.id for _, machine in self._hands.values()]
-        missing = places(usable, there, self._config.cluster.actors, self._config.model.device)
-        starting = Counter(place.machine for place in missing)
-        if first:
+    def _scan_machines(self) -> None:
+        """Start missing workers; raise an error after a long time without any."""
+        now, known = time.monotonic(), self._machines
+        self._last_scan = now
+        self._machines = {machine.id: machine for machine in self._backend.machines()}
+        joined = [machine for machine in self._machines.values() if machine.id not in known]
+        for name, worker in list(self._workers.items()):
+            if worker.machine.id not in self._machines:
+                self._remove(name, "its machine is gone", machine_died=True)
+        if known and joined:  # workers that wait for resources elsewhere may be better off on a new machine
+            for name in self._workers.keys() - self._scheduler.workers.keys():
+                self._workers.pop(name).handle.kill()
+        usable = [m for m in self._machines.values() if self._failed_starts[m.id] < MAX_FAILED_STARTS]
+        running = [worker.machine.id for worker in self._workers.values()]
+        missing = missing_workers(usable, running, self._config.cluster.actors, self._config.model.device)
+        if not known:
             self._reporter.message(f"The Ray cluster {self._address}:")
-        for machine in seen.values():
-            if machine.id not in self._machines:
-                joined = "" if first else "cluster: joined: "
-                actors = f"{starting[machine.id]} sampling"
-                self._reporter.message(
-                    f"  {joined}{machine.address}  {machine.cpus} CPUs  {machine.gpus} GPUs  {actors}"
-                )
-        self._machines = seen
-        for place in missing:
+        for machine in joined:
+            count = sum(placement.machine == machine.id for placement in missing)
+            address = f"cluster: joined: {machine.address}" if known else machine.address
+            self._reporter.message(f"  {address}  {machine.cpus} CPUs  {machine.gpus} GPUs  {count} sampling")
+        for placement in missing:
             self._count += 1
-            name = f"actor-{self._count}"
-            self._hands[name] = self._backend.start(place, self._slots), seen[place.machine]
-            self._do(self._open(name, place))
-        if self._board.actors:
-            self._since = now
-        elif seen and not usable:
-            raise ArpoError(f"cluster: on no machine an actor could be started {STARTS} times: {self._reason}")
-        elif now - self._since > (STARTING if self._hands else LONELY):
+            name, handle = f"actor-{self._count}", self._backend.start(placement, self._slots)
+            self._workers[name] = _Worker(handle, self._machines[placement.machine])
+            self._spawn(self._open(name, placement))
+        if self._scheduler.workers:
+            self._last_worker = now
+        elif self._machines and not usable:
             raise ArpoError(
-                f"cluster: for {(now - self._since) / 60:.0f} minutes nobody could sample: {self._reason}. "
-                "What was trained is saved; go on with --resume"
+                f"cluster: actors failed to start {MAX_FAILED_STARTS} times on every machine: {self._last_failure}"
+            )
+        elif now - self._last_worker > (STARTING_SECONDS if self._workers else IDLE_SECONDS):
+            raise ArpoError(
+                f"cluster: no actor could sample for {(now - self._last_worker) / 60:.0f} minutes: "
+                f"{self._last_failure}. What was trained is saved; continue with --resume"
             )
 
-    def _let_go_of_those_that_wait(self) -> None:
-        """A machine has joined: actors that wait for room elsewhere may be better off there."""
-        for name in self._hands.keys() - self._board.actors.keys():
-            self._hands.pop(name)[0].kill()
+    async def _open(self, name: str, placement: Placement) -> None:
+        pid = await self._call(name, "open", self._settings, os.getcwd(), placement.cpus)
+        if pid is not None:
+            self._tick()
+            self._scheduler.add_worker(name, self._slots)
+            self._workers[name].pid = pid
+            self._last_worker = time.monotonic()
 
-    async def _open(self, name: str, place: Place) -> None:
-        pid = await self._ask(name, "open", self._settings, os.getcwd(), place.cpus)
-        if pid is None:
-            return
-        self._tick()
-        self._board.joined(name, self._slots)
-        self.pids[name] = pid
-        self._since = time.monotonic()
+    async def _update(self, name: str, version: int) -> None:
+        if await self._call(name, "update", version, self._weights) is not None:
+            worker = self._workers[name]
+            worker.has_weights = True
+            self._failed_starts[worker.machine.id] = 0
+            self._scheduler.updated(name, version)
 
-    def _lost(self, name: str, why: str, alone: bool = True) -> None:
-        hand, machine = self._hands.pop(name, (None, None))
-        if hand is None or machine is None:
+    async def _call(self, name: str, method: str, *args: Any) -> Any:
+        """The value that a worker returns; None if the worker is gone."""
+        if name not in self._workers:
+            return None
+        worker = self._workers[name]
+        try:
+            outcome, value = await worker.handle.call(method, *args)
+        except WorkerDied as error:
+            self._remove(name, str(error), MACHINE_DIED in str(error))
+            return None
+        if name not in self._workers:  # it was removed meanwhile
+            return None
+        if outcome == MISTAKE:
+            raise ArpoError(f"{value} (on the machine {worker.machine.address})")
+        if outcome != DONE:
+            raise RuntimeError(f"in an actor on {worker.machine.address}:\n{value}")
+        return value
+
+    def _remove(self, name: str, reason: str, machine_died: bool) -> None:
+        """Remove a dead worker; its trees are sampled again."""
+        worker = self._workers.pop(name, None)
+        if worker is None:
             return
-        hand.kill()
-        self._failed[machine.id] += name not in self._ready
-        if self._failed[machine.id] == STARTS:
+        worker.handle.kill()
+        machine = worker.machine
+        self._failed_starts[machine.id] += not worker.has_weights
+        if self._failed_starts[machine.id] == MAX_FAILED_STARTS:
             self._reporter.message(
-                f"cluster: {machine.address} is left out: {STARTS} actors in a row were lost at their start"
+                f"cluster: {machine.address} is left out: {MAX_FAILED_STARTS} actors in a row died at their start"
             )
-        self._ready.discard(name)
-        self.pids.pop(name, None)
         self._tick()
-        if not self._board.actors.keys() - {name}:
-            self._since = time.monotonic()
-        self._reason = f"the last actor was lost: {why}"
-        self._looked = -LOOK  # look at once
+        if not self._scheduler.workers.keys() - {name}:
+            self._last_worker = time.monotonic()
+        self._last_failure = f"the last actor died: {reason}"
+        self._last_scan = -math.inf  # look at once
         self._wake.set()
         try:
-            again = self._board.lost(name, alone)
-        except PoisonTask as deadly:
-            question = self._jobs[deadly.job].task if deadly.job in self._jobs else None
+            retried = self._scheduler.remove_worker(name, machine_died)
+        except PoisonTask as poison:
+            job = self._jobs.get(poison.job)
             raise ArpoError(
-                f"cluster: {LOSSES} actors died while they grew the tree of question "
-                f"{question.id if question else '?'!r}, the last one while it grew nothing else: {why}. Its tools, its "
-                "length, or memory may be the cause"
+                f"cluster: {MAX_DEATHS} actors died while they sampled the tree of question "
+                f"{job.task.id if job else '?'!r}, the last one while it sampled nothing else: {reason}. Its tools, "
+                "its length, or memory may be the cause"
             ) from None
         self._reporter.message(
-            f"cluster: an actor on {machine.address} is lost ({why}); {len(again)} trees are grown again"
+            f"cluster: an actor on {machine.address} died ({reason}); {len(retried)} trees are sampled again"
         )
 
     # --- the rest
 
-    def _do(self, work: Coroutine[Any, Any, None]) -> None:
-        """In the background; whatever goes wrong there ends all that is asked for."""
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run in the background; an error there fails all pending jobs."""
 
         def done(task: asyncio.Task[None]) -> None:
-            self._doing.discard(task)
-            if not task.cancelled() and task.exception() is not None:
-                self._fail(task.exception())
+            self._background.discard(task)
+            if not task.cancelled() and (error := task.exception()) is not None:
+                self._error = self._error or error
+                for job in self._jobs.values():
+                    if not job.result.done():
+                        job.result.set_exception(self._error)
             self._wake.set()
 
         task = asyncio.get_running_loop().create_task(work)
-        self._doing.add(task)
+        self._background.add(task)
         task.add_done_callback(done)
 
-    def _fail(self, error: BaseException | None) -> None:
-        self._error = self._error or error
-        for job in self._jobs.values():
-            if not job.result.done() and self._error is not None:
-                job.result.set_exception(self._error)
-
     def _tick(self) -> None:
-        """Account for the time since the last change."""
-        now, loads = time.monotonic(), self._board.actors.values()
-        self._busy += (now - self._last) * sum(load > 0 for load in loads)
-        self._there += (now - self._last) * len(loads)
-        self._last = now
+        """Count the time since the last change."""
+        now, loads = time.monotonic(), self._scheduler.workers.values()
+        self._busy_seconds += (now - self._last_tick) * sum(load > 0 for load in loads)
+        self._worker_seconds += (now - self._last_tick) * len(loads)
+        self._last_tick = now
 
 
-def together(told: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """What several engines tell, as one would: counts are added, of errors the mean and of maxima the largest taken."""
-    ways = {name: max if name.endswith("_max") else fmean if name.endswith("_error") else sum for name in told}
-    return {name: float(ways[name](values)) for name, values in told.items()}
+def merge_stats(stats: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Counters of several engines as one: maxima by their maximum, errors by their mean, all others by their sum."""
+    ways = {name: max if name.endswith("_max") else fmean if name.endswith("_error") else sum for name in stats}
+    return {name: float(ways[name](values)) for name, values in stats.items()}

@@ -1,13 +1,13 @@
-"""Who grows which tree, with which weights. Pure: it knows names and numbers, and does nothing itself.
+"""Which worker samples which tree, with which weights, and where workers are started. Pure: it performs no action.
 
-    board.add(job, step, need)     a tree of this step, to be grown by weights of version `need` or newer
-    board.next()                   what to do now: give a tree to an actor, give an actor new weights, or nothing
-    board.joined(actor, slots)     and `lost`, `updated`, `finished`: what has happened
+    scheduler.add(job, step, min_version)      a tree of this step, for weights of version `min_version` or newer
+    scheduler.next()                           what to do now: assign a tree, update a worker's weights, or nothing
+    scheduler.add_worker(worker, slots)        and `remove_worker`, `updated`, `finished`: what has happened
 
-Promises: trees of earlier steps go first. An actor gets new weights only while it grows nothing, so all of a tree comes
-from one version; an idle actor gets the newest before it gets a tree; one that is too old for the next tree gets none
-until it is idle. What a lost actor was growing is given out again, first of all. A tree that was lost twice is grown
-alone, so that a third loss is its own doing: then `lost` raises `Deadly`.
+Guarantees: trees of earlier steps go first. A worker gets new weights only while it samples nothing, so a tree comes
+from one version; an idle worker gets the newest before it gets a tree; one that is too old for the next tree gets none
+until it is idle. The trees of a dead worker are assigned again, before all others of their step. A tree whose worker
+died twice is sampled alone, so that a third death is its own doing: `remove_worker` then raises `PoisonTask`.
 """
 
 from __future__ import annotations
@@ -17,146 +17,141 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-LOSSES = 3  # of one tree, after which it is to blame
+MAX_DEATHS = 3  # workers that die of one tree before it is to blame
 
 
 @dataclass(frozen=True, slots=True)
 class Assign:
-    """Have this actor grow this tree."""
+    """Have this worker sample this tree."""
 
-    actor: str
+    worker: str
     job: int
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """Give this actor the weights of this version."""
+    """Send this worker the weights of this version."""
 
-    actor: str
+    worker: str
     version: int
 
 
 class PoisonTask(Exception):
-    """A tree whose actor dies whenever it is grown."""
+    """A tree whose worker dies whenever it is sampled."""
 
     def __init__(self, job: int) -> None:
         super().__init__(job)
         self.job = job
 
 
+@dataclass(slots=True, order=True)
+class _Job:
+    step: int
+    id: int
+    min_version: int = field(compare=False)
+    trajectories: int = field(compare=False)
+    deaths: int = field(default=0, compare=False)  # workers that died while they sampled it
+
+    @property
+    def isolated(self) -> bool:
+        return self.deaths >= MAX_DEATHS - 1
+
+
 @dataclass(slots=True)
-class _Actor:
-    slots: int  # paths at the same time
-    version: int | None = None  # none yet
+class _Worker:
+    slots: int  # trajectories at the same time
+    version: int | None = None  # None until it has weights
     updating: bool = False
-    jobs: set[int] = field(default_factory=set)
+    jobs: dict[int, _Job] = field(default_factory=dict)
+
+    @property
+    def load(self) -> int:
+        return sum(job.trajectories for job in self.jobs.values())
 
 
 class Scheduler:
-    """The trees that wait, and who is busy with what."""
+    """The trees that wait, and the workers with what they sample."""
 
     def __init__(self) -> None:
         self.version = -1  # the newest
-        self.redone = 0
-        self._actors: dict[str, _Actor] = {}
-        self._waiting: list[tuple[int, int, int]] = []  # a heap of step, job, need
-        self._given: dict[int, tuple[int, int, int]] = {}
-        self._losses: Counter[int] = Counter()
-        self._paths: dict[int, int] = {}  # of each tree that waits or grows
+        self.retried = 0  # trees that had to be assigned again
+        self._workers: dict[str, _Worker] = {}
+        self._waiting: list[_Job] = []  # a heap
 
     @property
-    def actors(self) -> Mapping[str, int]:
-        """Those that are there, and how many trees each is growing."""
-        return {name: len(actor.jobs) for name, actor in self._actors.items()}
+    def workers(self) -> Mapping[str, int]:
+        """The number of trees that each worker is sampling."""
+        return {name: len(worker.jobs) for name, worker in self._workers.items()}
 
-    @property
-    def waiting(self) -> int:
-        """Trees that nobody grows yet."""
-        return len(self._waiting)
+    def add(self, job: int, step: int, min_version: int, trajectories: int = 1) -> None:
+        """Add a tree of so many trajectories; `job` is its unique number, and lower ones of a step go first."""
+        if min_version > self.version:
+            raise ValueError(f"tree {job} needs version {min_version}, but the newest is {self.version}")
+        heapq.heappush(self._waiting, _Job(step, job, min_version, trajectories))
 
-    def add(self, job: int, step: int, need: int, paths: int = 1) -> None:
-        """A tree of so many paths to be grown; `job` is a number that no other has. Lower ones of a step go first."""
-        if need > self.version:
-            raise ValueError(f"tree {job} needs version {need}, but the newest is {self.version}")
-        heapq.heappush(self._waiting, (step, job, need))
-        self._paths[job] = paths
-
-    def newest(self, version: int) -> None:
-        """There are new weights."""
+    def set_version(self, version: int) -> None:
+        """Announce new weights."""
         if version < self.version:
             raise ValueError(f"version {version} comes after {self.version}")
         self.version = version
 
-    def joined(self, actor: str, slots: int) -> None:
-        """An actor is ready for weights, and then for so many paths at the same time; one tree is never too many."""
-        if actor in self._actors:
-            raise ValueError(f"{actor} is here already")
-        self._actors[actor] = _Actor(slots)
+    def add_worker(self, worker: str, slots: int) -> None:
+        """Add a worker that waits for weights and takes so many trajectories at a time, or a single larger tree."""
+        if worker in self._workers:
+            raise ValueError(f"{worker} is here already")
+        self._workers[worker] = _Worker(slots)
 
-    def lost(self, actor: str, alone: bool = True) -> list[int]:
-        """An actor is gone, `alone` or with its machine: returns the trees it was growing, which wait again.
+    def remove_worker(self, worker: str, machine_died: bool = False) -> list[int]:
+        """Remove a dead worker; returns the trees that it was sampling, which wait again.
 
-        A tree can be to blame for the loss of an actor, not for that of a machine.
+        They may have caused its death, unless the whole machine died.
         """
-        gone = self._actors.pop(actor, None)
-        jobs = sorted(gone.jobs) if gone else []
+        removed = self._workers.pop(worker, None)
+        jobs = sorted(removed.jobs.values(), key=lambda job: job.id) if removed else []
         for job in jobs:
-            heapq.heappush(self._waiting, self._given.pop(job))
-            self._losses[job] += alone
-        self.redone += len(jobs)
+            job.deaths += not machine_died
+            heapq.heappush(self._waiting, job)
+        self.retried += len(jobs)
         for job in jobs:
-            if self._losses[job] >= LOSSES:
-                raise PoisonTask(job)
-        return jobs
+            if job.deaths >= MAX_DEATHS:
+                raise PoisonTask(job.id)
+        return [job.id for job in jobs]
 
-    def updated(self, actor: str, version: int) -> None:
-        """An actor has these weights."""
-        if actor in self._actors:
-            self._actors[actor].version, self._actors[actor].updating = version, False
+    def updated(self, worker: str, version: int) -> None:
+        """A worker has loaded these weights."""
+        if worker in self._workers:
+            self._workers[worker].version, self._workers[worker].updating = version, False
 
-    def finished(self, actor: str, job: int) -> bool:
-        """An actor has grown a tree; False if that was taken from it before, and counts nothing."""
-        if actor not in self._actors or job not in self._actors[actor].jobs:
-            return False
-        self._actors[actor].jobs.remove(job)
-        del self._given[job], self._paths[job]
-        self._losses.pop(job, None)
-        return True
+    def finished(self, worker: str, job: int) -> bool:
+        """A worker has sampled a tree; False if the tree was taken from it before."""
+        return worker in self._workers and self._workers[worker].jobs.pop(job, None) is not None
 
     def next(self) -> Assign | Update | None:
-        """What to do now; it counts as begun. To be asked until it is nothing."""
-        for name, actor in self._actors.items():
-            if not actor.jobs and not actor.updating and self.version >= 0 and actor.version != self.version:
-                actor.updating = True
+        """The next action, which then counts as begun; call it until it returns None."""
+        for name, worker in self._workers.items():
+            if not worker.jobs and not worker.updating and self.version >= 0 and worker.version != self.version:
+                worker.updating = True
                 return Update(name, self.version)
         if not self._waiting:
             return None
-        _, job, need = self._waiting[0]
-        alone = self._alone(job)
+        job = self._waiting[0]
         free = [
-            (self._load(actor), -actor.version, number, name)
-            for number, (name, actor) in enumerate(self._actors.items())
-            if not actor.updating and actor.version is not None and actor.version >= need
-            if not actor.jobs or (not alone and self._load(actor) + self._paths[job] <= actor.slots)
-            if not any(map(self._alone, actor.jobs))
+            (worker.load, -worker.version, index, name)
+            for index, (name, worker) in enumerate(self._workers.items())
+            if not worker.updating and worker.version is not None and worker.version >= job.min_version
+            if not worker.jobs or (not job.isolated and worker.load + job.trajectories <= worker.slots)
+            if not any(other.isolated for other in worker.jobs.values())
         ]
         if not free:
             return None
         name = min(free)[-1]
-        self._given[job] = heapq.heappop(self._waiting)
-        self._actors[name].jobs.add(job)
-        return Assign(name, job)
-
-    def _load(self, actor: _Actor) -> int:
-        return sum(self._paths[job] for job in actor.jobs)
-
-    def _alone(self, job: int) -> bool:
-        return self._losses[job] >= LOSSES - 1
+        self._workers[name].jobs[job.id] = heapq.heappop(self._waiting)
+        return Assign(name, job.id)
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A machine of the cluster, and what it has for us."""
+    """A machine of the cluster and its resources."""
 
     id: str
     address: str
@@ -165,36 +160,33 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where an actor is to be started, and what it may use there."""
+class Placement:
+    """The machine on which to start a worker, and the resources it gets."""
 
     machine: str
     cpus: int
     gpus: int
 
 
-def places(machines: Sequence[Machine], there: Sequence[str], actors: int, device: str) -> list[Place]:
-    """Where actors are missing; `there` names the machine of each that runs or starts.
+def missing_workers(machines: Sequence[Machine], running: Sequence[str], count: int, device: str) -> list[Placement]:
+    """Where to start workers; `running` has the machine of each that runs or starts.
 
-    One to a GPU, or to a machine where no machine has any (or `device` is "cpu"); with `actors` so many in all, spread
-    evenly, and on CPUs they share those of their machine.
+    One per GPU, or per machine where no machine has any (or `device` is "cpu"). With a `count`, so many in all, spread
+    evenly; on CPUs they share those of their machine.
     """
     use_gpus = device == "cuda" or (device == "auto" and any(machine.gpus for machine in machines))
     usable = [machine for machine in machines if (machine.gpus if use_gpus else machine.cpus)]
     if not usable:
         return []
-    taken = Counter(there)
-    room = {m.id: m.gpus if use_gpus else 1 for m in usable}
-    share = 1
-    if actors and not use_gpus:
-        share = -(-actors // len(usable))
-        room = {m.id: min(share, m.cpus) for m in usable}
-    found: list[Place] = []
-    while not actors or sum(taken.values()) < actors:
-        open_ = [m for m in usable if taken[m.id] < room[m.id]]
-        if not open_:
+    share = -(-count // len(usable)) if count else 1  # workers that share a machine's CPUs
+    room = {m.id: m.gpus if use_gpus else min(share, m.cpus) for m in usable}
+    taken = Counter(running)
+    missing: list[Placement] = []
+    while not count or taken.total() < count:
+        free = [m for m in usable if taken[m.id] < room[m.id]]
+        if not free:
             break
-        chosen = min(open_, key=lambda m: taken[m.id])
+        chosen = min(free, key=lambda m: taken[m.id])
         taken[chosen.id] += 1
-        found.append(Place(chosen.id, max(1, chosen.cpus // share) if not use_gpus else 1, int(use_gpus)))
-    return found
+        missing.append(Placement(chosen.id, 1 if use_gpus else max(1, chosen.cpus // share), int(use_gpus)))
+    return missing

@@ -8,6 +8,7 @@ only while nothing is being sampled.
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import traceback
@@ -31,57 +32,54 @@ Reply = tuple[str, Any]
 """The outcome (DONE, MISTAKE or BUG), and its value or error message."""
 
 
+def _replies(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Reply]]:
+    """The method with a `Reply` for its value or error."""
+
+    @functools.wraps(method)
+    async def call(*args: Any) -> Reply:
+        try:
+            return DONE, await method(*args)
+        except ArpoError as error:
+            return MISTAKE, str(error)
+        except Exception:
+            return BUG, traceback.format_exc()
+
+    return call
+
+
 class Worker:
     """Samples trees; opened with the run's settings as JSON."""
 
     _sampler: LocalSampler
     _slots: asyncio.Semaphore
 
-    async def open(self, settings: bytes, directory: str, cpus: int) -> Reply:
+    @_replies
+    async def open(self, settings: bytes, directory: str, cpus: int) -> int:
         """Load tasks, tools and model; relative paths start at `directory`, if it exists here. Returns the pid."""
+        if Path(directory).is_dir():
+            os.chdir(directory)
+        torch.set_num_threads(max(1, cpus))
+        config = config_from_resolved(json.loads(settings))
+        self._sampler = LocalSampler(await asyncio.to_thread(open_context, config))
+        self._slots = asyncio.Semaphore(config.rollout.concurrency)
+        return os.getpid()
 
-        async def work() -> int:
-            if Path(directory).is_dir():
-                os.chdir(directory)
-            torch.set_num_threads(max(1, cpus))
-            config = config_from_resolved(json.loads(settings))
-            self._sampler = LocalSampler(await asyncio.to_thread(open_context, config))
-            self._slots = asyncio.Semaphore(config.rollout.concurrency)
-            return os.getpid()
+    @_replies
+    async def update(self, version: int, weights: Any) -> int:
+        """Load weights from `weights_of`; returns their version."""
+        load_weights(self._sampler.context.model, bytes(weights))
+        await self._sampler.sync_weights(version)
+        return version
 
-        return await _reply(work)
-
-    async def update(self, version: int, weights: Any) -> Reply:
-        """Load these weights, as `weights_of` wrote them."""
-
-        async def work() -> None:
-            put_weights(self._sampler.context.model, bytes(weights))
-            await self._sampler.sync_weights(version)
-
-        return await _reply(work)
-
-    async def sample(self, request: bytes) -> Reply:
+    @_replies
+    async def sample(self, request: bytes) -> tuple[bytes, dict[str, float]]:
         """Sample and score one tree; returns it packed, and the engine's counters since the last call."""
-
-        async def work() -> tuple[bytes, dict[str, float]]:
-            task, seed, evaluating = decode_request(request)
-            sampler, slots = self._sampler, self._slots
-            if evaluating:
-                [scored] = (await sampler.evaluate([task], [seed], slots=slots)).trees
-            else:
-                [scored] = await sampler.sample([task], [seed], slots=slots)
-            return pack_trees([scored])[0], sampler.context.agent.engine.stats()
-
-        return await _reply(work)
-
-
-async def _reply(work: Callable[[], Awaitable[Any]]) -> Reply:
-    try:
-        return DONE, await work()
-    except ArpoError as error:
-        return MISTAKE, str(error)
-    except Exception:
-        return BUG, traceback.format_exc()
+        task, seed, evaluating = decode_request(request)
+        if evaluating:
+            [scored] = (await self._sampler.evaluate([task], [seed], slots=self._slots)).trees
+        else:
+            [scored] = await self._sampler.sample([task], [seed], slots=self._slots)
+        return pack_trees([scored])[0], self._sampler.context.agent.engine.stats()
 
 
 def encode_request(task: Task, seed: int, evaluating: bool) -> bytes:
@@ -98,15 +96,18 @@ def decode_request(request: bytes) -> tuple[Task, int, bool]:
 
 def weights_of(model: Any) -> bytes:
     """The trained weights as safetensors."""
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    return save({name: p.detach().cpu().contiguous() for name, p in trained.items()})
+    return save({name: weight.detach().cpu().contiguous() for name, weight in _trained(model).items()})
 
 
 @torch.no_grad()
-def put_weights(model: Any, weights: bytes) -> None:
-    """Overwrite the trained weights."""
-    given, trained = load(weights), {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if given.keys() != trained.keys():
-        raise ValueError(f"the trained weights differ here: {sorted(given.keys() ^ trained.keys())[:3]}")
-    for name, parameter in trained.items():
-        parameter.copy_(given[name])
+def load_weights(model: Any, weights: bytes) -> None:
+    """Overwrite the trained weights with those of `weights_of`."""
+    loaded, trained = load(weights), _trained(model)
+    if loaded.keys() != trained.keys():
+        raise ValueError(f"other weights are trained here: {sorted(loaded.keys() ^ trained.keys())[:3]}")
+    for name, weight in trained.items():
+        weight.copy_(loaded[name])
+
+
+def _trained(model: Any) -> dict[str, torch.Tensor]:
+    return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}

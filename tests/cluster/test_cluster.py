@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from arpo.cli import main as cli
 from arpo.cluster.connect import connect
-from arpo.cluster.ray_backend import ray_crew
+from arpo.cluster.ray_backend import connect_ray
 from arpo.config.loading import differences, load_config
 from arpo.config.schema import Config
 from arpo.errors import ArpoError
@@ -169,7 +169,7 @@ def test_a_run_goes_on_when_an_actor_and_then_a_node_are_killed_and_a_node_joins
     doomed = next(node for node in cluster.list_all_nodes() if node is not cluster.head_node)
 
     def mid_step(rows: int, hit: Callable[[], None]) -> None:
-        """Do something while all that is being grown is held up, in the step after so many."""
+        """Do something while all that is being sampled is held up, in the step after so many."""
         wait_for(lambda: rows_of(tmp_path / "run") >= rows)
         hold.touch()
         try:
@@ -215,8 +215,8 @@ def test_a_run_goes_on_when_an_actor_and_then_a_node_are_killed_and_a_node_joins
     rows = log.read_metrics()
     assert sum(row["cluster_retried"] for row in rows) == 2
     shown = messages.text
-    assert shown.count("is lost") >= 2 and shown.count("joined:") == 1
-    # Whoever grew a tree in the end, it is that of its question, its seed and the weights.
+    assert shown.count(" died (") >= 2 and shown.count("joined:") == 1
+    # Whichever worker sampled a tree in the end, it is that of its question, its seed and the weights.
     undisturbed = config_for(tmp_path / "alone", toys, "train.steps=1")
     differ = [a != b for a, b in zip(tokens_of(run_here(undisturbed), 1), tokens_of(log, 1), strict=True)]
     assert sum(differ) <= 1
@@ -284,7 +284,7 @@ def flat(config: Config) -> list[tuple[str, str]]:
     return [(key, value if isinstance(value, str) else json.dumps(value)) for key, value in found]
 
 
-def test_a_mistake_on_another_machine_is_told_as_one(cluster: Any, tmp_path: Path, toys: Path) -> None:
+def test_a_mistake_on_another_machine_is_reported_as_one(cluster: Any, tmp_path: Path, toys: Path) -> None:
     more = ("train.steps=1", "cluster.actors=1", f"cluster.address={cluster.address}")
     config = config_for(tmp_path / "run", toys, *more)
     with connect(config) as build_sampler, open_training(config, build_sampler=build_sampler) as training:
@@ -293,8 +293,8 @@ def test_a_mistake_on_another_machine_is_told_as_one(cluster: Any, tmp_path: Pat
             asyncio.run(train(training))
 
 
-def test_no_cluster_is_said_at_once(tmp_path: Path) -> None:
-    with pytest.raises(ArpoError, match=r"nobody answers at '127\.0\.0\.1:1'"), ray_crew("127.0.0.1:1"):
+def test_no_cluster_is_reported_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ArpoError, match=r"no answer from '127\.0\.0\.1:1'"), connect_ray("127.0.0.1:1"):
         pass
-    with pytest.raises(ArpoError, match=r"cluster\.address=auto"), ray_crew("ray://127.0.0.1:10001"):
+    with pytest.raises(ArpoError, match=r"cluster\.address=auto"), connect_ray("ray://127.0.0.1:10001"):
         pass

@@ -8,7 +8,6 @@ import re
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,16 +23,16 @@ from trees import model as model_node
 from trees import prompt, searched, tree
 
 import arpo
-import arpo.cluster.ray_backend as ray_backend
+import arpo.cluster.ray_backend
 import arpo.training.loop
 from arpo.algorithm.advantage import compute_credits
 from arpo.algorithm.metrics import staleness_metrics
 from arpo.builtin.model import build_model
 from arpo.cluster.connect import connect
-from arpo.cluster.ray_backend import ray_crew, reason
-from arpo.cluster.sampler import LONELY, STARTS, RaySampler, WorkerDied, together
-from arpo.cluster.scheduler import Machine, Place
-from arpo.cluster.worker import BUG, DONE, MISTAKE, Worker, decode_request, encode_request, put_weights, weights_of
+from arpo.cluster.ray_backend import RayBackend, connect_ray, failure_reason
+from arpo.cluster.sampler import IDLE_SECONDS, MAX_FAILED_STARTS, RaySampler, WorkerDied, _Worker, merge_stats
+from arpo.cluster.scheduler import Machine, Placement
+from arpo.cluster.worker import BUG, DONE, MISTAKE, Worker, decode_request, encode_request, load_weights, weights_of
 from arpo.config.loading import load_config
 from arpo.config.schema import Advantage, Config, Loss
 from arpo.errors import ArpoError, Diverged
@@ -76,14 +75,14 @@ class ScriptedBackend:
     def __init__(self, answer: Callable[..., Any], machines: int = 2) -> None:
         self.answer, self.present = answer, [Machine(f"m{i}", f"10.0.0.{i}", 1, 0) for i in range(machines)]
         self.workers: list[ScriptedWorker] = []
-        self.started: list[Place] = []
+        self.started: list[Placement] = []
         self.killed: list[ScriptedWorker] = []
 
     def machines(self) -> list[Machine]:
         return list(self.present)
 
-    def start(self, place: Place, slots: int) -> ScriptedWorker:
-        self.started.append(place)
+    def start(self, placement: Placement, slots: int) -> ScriptedWorker:
+        self.started.append(placement)
         self.workers.append(ScriptedWorker(self.answer, self.killed.append))
         return self.workers[-1]
 
@@ -104,7 +103,7 @@ async def answers(method: str, *args: Any) -> Any:
         frame, _ = pack_trees([ScoredTree(replace(searched(), task=task), (reward,))])
         return DONE, (frame, {"prefill_tokens": 5.0})
     await asyncio.sleep({"open": 2.0, "update": 0.5}[method])
-    return DONE, 17 if method == "open" else None
+    return DONE, 17 if method == "open" else args[0]
 
 
 def sampler_of(backend: Any, *overrides: str, reporter: Reporter = SILENT) -> RaySampler:
@@ -145,7 +144,7 @@ def test_trees_come_back_in_order_and_time_is_accounted_for() -> None:
     assert "10.0.0.1  1 CPUs  0 GPUs  1 sampling" in messages.text
 
 
-def test_what_dies_is_done_again_and_new_machines_get_actors() -> None:
+def test_trees_of_dead_workers_are_sampled_again_and_new_machines_get_workers() -> None:
     messages = Messages()
 
     async def main() -> None:
@@ -154,26 +153,26 @@ def test_what_dies_is_done_again_and_new_machines_get_actors() -> None:
         await sampler.sync_weights(0)
         many = [Task(f"q{i}", "?", ("x",)) for i in range(16)]
         work = asyncio.ensure_future(sampled(sampler, 1, many))
-        await asyncio.sleep(2.8)  # both grow their first tree, and it is not yet time to look for machines
+        await asyncio.sleep(2.8)  # both sample their first tree, and it is not yet time to look for machines
         backend.workers[0].kill()
         await asyncio.sleep(0.1)
-        assert [place.machine for place in backend.started] == ["m0", "m1", "m0"]  # at once a new one
+        assert [placement.machine for placement in backend.started] == ["m0", "m1", "m0"]  # at once a new one
         backend.present.append(Machine("m2", "10.0.0.2", 1, 0))
         backend.present.pop(1)  # and its actor does not know yet
         assert await work == [task.id for task in many]
-        assert [place.machine for place in backend.started] == ["m0", "m1", "m0", "m2"]
+        assert [placement.machine for placement in backend.started] == ["m0", "m1", "m0", "m2"]
         assert backend.workers[3].calls.count("sample") >= 1
         metrics = sampler.step_metrics(1)
         assert metrics["cluster_retried"] >= 1 and metrics["cluster_actors"] == 2
 
     clock.run(main())
     shown = messages.text
-    assert "an actor on 10.0.0.0 is lost (killed); 1 trees are grown again" in shown
-    assert "an actor on 10.0.0.1 is lost (its machine is gone)" in shown
+    assert "an actor on 10.0.0.0 died (killed); 1 trees are sampled again" in shown
+    assert "an actor on 10.0.0.1 died (its machine is gone)" in shown
     assert "cluster: joined: 10.0.0.2" in shown
 
 
-def test_a_question_that_kills_is_named_and_does_not_go_on_for_ever() -> None:
+def test_a_task_that_kills_its_workers_is_named() -> None:
     async def main() -> None:
         async def deadly(method: str, *args: Any) -> Any:
             if method == "sample" and decode_request(args[0])[0].id == "q3":
@@ -183,9 +182,11 @@ def test_a_question_that_kills_is_named_and_does_not_go_on_for_ever() -> None:
 
         sampler = sampler_of(ScriptedBackend(deadly), "rollout.concurrency=8")
         await sampler.sync_weights(0)
-        with pytest.raises(ArpoError, match=r"3 actors died while they grew the tree of question 'q3'.*out of memory"):
+        with pytest.raises(
+            ArpoError, match=r"3 actors died while they sampled the tree of question 'q3'.*out of memory"
+        ):
             await sampled(sampler)
-        with pytest.raises(ArpoError, match="q3"):  # and whoever asks later is told, too
+        with pytest.raises(ArpoError, match="q3"):  # and later calls, too
             await sampled(sampler, 2)
 
     clock.run(main())
@@ -193,7 +194,7 @@ def test_a_question_that_kills_is_named_and_does_not_go_on_for_ever() -> None:
 
 @pytest.mark.parametrize(("how", "kind"), [(MISTAKE, ArpoError), (BUG, RuntimeError)])
 @pytest.mark.parametrize("method", ["open", "update", "sample"])
-def test_mistakes_and_bugs_in_an_actor_reach_the_user(how: str, kind: type[Exception], method: str) -> None:
+def test_mistakes_and_bugs_in_a_worker_reach_the_user(how: str, kind: type[Exception], method: str) -> None:
     async def main() -> None:
         async def wrong(asked: str, *args: Any) -> Any:
             return (how, "no such file") if asked == method else await answers(asked, *args)
@@ -206,7 +207,7 @@ def test_mistakes_and_bugs_in_an_actor_reach_the_user(how: str, kind: type[Excep
     clock.run(main())
 
 
-def test_a_machine_where_no_actor_starts_is_left_out() -> None:
+def test_a_machine_where_no_worker_starts_is_left_out() -> None:
     async def main() -> None:
         async def never(method: str, *args: Any) -> Any:
             await asyncio.sleep(1)
@@ -216,15 +217,15 @@ def test_a_machine_where_no_actor_starts_is_left_out() -> None:
         sampler = sampler_of(backend)
         await sampler.sync_weights(0)
         began = asyncio.get_running_loop().time()
-        with pytest.raises(ArpoError, match=r"on no machine an actor could be started 3 times: .*it crashed at once"):
+        with pytest.raises(ArpoError, match=r"actors failed to start 3 times on every machine: .*it crashed at once"):
             await sampled(sampler)
         assert asyncio.get_running_loop().time() - began < 20
-        assert len(backend.started) == STARTS
+        assert len(backend.started) == MAX_FAILED_STARTS
 
     clock.run(main())
 
 
-def test_actors_that_die_of_their_weights_are_not_started_for_ever() -> None:
+def test_workers_that_die_of_their_weights_are_not_started_for_ever() -> None:
     async def main() -> None:
         async def dies(method: str, *args: Any) -> Any:
             if method == "update":
@@ -236,7 +237,7 @@ def test_actors_that_die_of_their_weights_are_not_started_for_ever() -> None:
         await sampler.sync_weights(0)
         with pytest.raises(ArpoError, match="out of memory"):
             await sampled(sampler)
-        assert len(backend.started) == 2 * STARTS
+        assert len(backend.started) == 2 * MAX_FAILED_STARTS
 
     clock.run(main())
 
@@ -282,7 +283,7 @@ def test_evaluations_on_a_worker_share_its_slots(monkeypatch: pytest.MonkeyPatch
     assert seen == [worker._slots] * 2
 
 
-def test_actors_that_wait_for_room_go_to_a_machine_that_joins() -> None:
+def test_workers_that_wait_for_resources_go_to_a_machine_that_joins() -> None:
     async def main() -> None:
         opened = 0
 
@@ -301,16 +302,16 @@ def test_actors_that_wait_for_room_go_to_a_machine_that_joins() -> None:
         await sampled(sampler)
         backend.present.remove(second)
         await asyncio.sleep(10)
-        assert [place.machine for place in backend.started] == ["m0", "m1", "m0", "m1", "m0", "m0"]
+        assert [placement.machine for placement in backend.started] == ["m0", "m1", "m0", "m1", "m0", "m0"]
         backend.present.append(second)
         await asyncio.sleep(10)
-        assert [place.machine for place in backend.started[6:]] == ["m1", "m1"]
+        assert [placement.machine for placement in backend.started[6:]] == ["m1", "m1"]
         assert await sampled(sampler) == [task.id for task in TASKS] and sampler.step_metrics(1)["cluster_actors"] == 4
 
     clock.run(main())
 
 
-def test_what_a_lost_actor_still_says_counts_nothing() -> None:
+def test_the_reply_of_a_removed_worker_is_ignored() -> None:
     async def main() -> None:
         backend = ScriptedBackend(answers, machines=1)
         sampler = sampler_of(backend)
@@ -318,16 +319,16 @@ def test_what_a_lost_actor_still_says_counts_nothing() -> None:
 
         class Late:
             async def call(self, method: str, *args: Any) -> Any:
-                del sampler._hands["a"]
+                del sampler._workers["a"]
                 return MISTAKE, "too late"
 
-        sampler._hands["a"] = Late(), machine  # type: ignore[assignment]
-        assert await sampler._ask("a", "sample", b"") is None
+        sampler._workers["a"] = _Worker(Late(), machine)  # type: ignore[arg-type]
+        assert await sampler._call("a", "sample", b"") is None
 
     clock.run(main())
 
 
-def test_a_machine_that_is_lost_again_and_again_is_not_the_questions_fault() -> None:
+def test_a_machine_that_dies_again_and_again_is_not_the_fault_of_the_task() -> None:
     async def main() -> None:
         async def slowly(method: str, *args: Any) -> Any:
             if method == "sample" and losses < 4:
@@ -348,19 +349,21 @@ def test_a_machine_that_is_lost_again_and_again_is_not_the_questions_fault() -> 
     clock.run(main())
 
 
-def test_no_machine_for_anybody_is_an_error_too() -> None:
+def test_a_cluster_without_machines_is_an_error() -> None:
     async def main() -> None:
         sampler = sampler_of(ScriptedBackend(answers, machines=0))
         await sampler.sync_weights(0)
         began = asyncio.get_running_loop().time()
-        with pytest.raises(ArpoError, match=r"for 5 minutes nobody could sample: no machine has a free CPU.*--resume"):
+        with pytest.raises(
+            ArpoError, match=r"no actor could sample for 5 minutes: no machine has a free CPU.*--resume"
+        ):
             await sampled(sampler)
-        assert LONELY <= asyncio.get_running_loop().time() - began < LONELY + 20
+        assert IDLE_SECONDS <= asyncio.get_running_loop().time() - began < IDLE_SECONDS + 20
 
     clock.run(main())
 
 
-def test_who_stops_waiting_leaves_nothing_behind() -> None:
+def test_cancelled_sampling_leaves_no_jobs() -> None:
     async def main() -> None:
         backend = ScriptedBackend(answers, machines=1)
         sampler = sampler_of(backend)
@@ -375,7 +378,7 @@ def test_who_stops_waiting_leaves_nothing_behind() -> None:
     clock.run(main())
 
 
-def test_a_test_waits_for_the_newest_weights_and_comes_before_later_steps() -> None:
+def test_an_evaluation_waits_for_the_newest_weights_and_goes_before_later_steps() -> None:
     async def main() -> None:
         backend = ScriptedBackend(answers, machines=1)
         sampler = sampler_of(backend, "cluster.max_off_policy_steps=2", "rollout.concurrency=8", "eval.questions=2")
@@ -401,7 +404,7 @@ def test_a_test_waits_for_the_newest_weights_and_comes_before_later_steps() -> N
     clock.run(main())
 
 
-def test_a_busy_actor_that_is_too_old_finishes_and_is_renewed_before_it_gets_more() -> None:
+def test_a_busy_worker_that_is_too_old_finishes_and_is_updated_before_it_gets_more() -> None:
     async def main() -> None:
         for step, order in ((2, ["sample", "sample", "update"]), (3, ["sample", "update", "sample"])):
             backend = ScriptedBackend(answers, machines=1)
@@ -418,7 +421,7 @@ def test_a_busy_actor_that_is_too_old_finishes_and_is_renewed_before_it_gets_mor
     clock.run(main())
 
 
-# --- whole runs with actors in this process
+# --- whole runs with workers in this process
 
 
 class LocalBackend:
@@ -430,7 +433,7 @@ class LocalBackend:
     def machines(self) -> list[Machine]:
         return [Machine(f"m{i}", f"10.0.0.{i}", 1, 0) for i in range(self.count)]
 
-    def start(self, place: Place, slots: int) -> Any:
+    def start(self, placement: Placement, slots: int) -> Any:
         worker = Worker()
 
         async def call(method: str, *args: Any) -> Any:
@@ -561,13 +564,13 @@ def test_weights_reach_another_copy_of_the_model(tokenizer: Any, rank: int) -> N
         for parameter in one.parameters():
             if parameter.requires_grad:
                 parameter.add_(torch.randn_like(parameter))
-    put_weights(other, weights_of(one))
+    load_weights(other, weights_of(one))
     names = dict(one.named_parameters())
     assert all(torch.equal(p, names[name]) for name, p in other.named_parameters())
     if rank:
         assert len(weights_of(one)) < 10_000  # the adapter alone
-        with pytest.raises(ValueError, match="the trained weights differ here"):
-            put_weights(build_model(tokenizer, 32, 1, 128, seed=0), weights_of(one))
+        with pytest.raises(ValueError, match="other weights are trained here"):
+            load_weights(build_model(tokenizer, 32, 1, 128, seed=0), weights_of(one))
 
 
 def test_staleness_is_counted_and_never_too_much() -> None:
@@ -582,7 +585,7 @@ def test_staleness_is_counted_and_never_too_much() -> None:
 
 
 def test_stale_trees_are_weighed_by_the_policy_that_sampled_them(tokenizer: Any, tmp_path: Path) -> None:
-    """Gradients of an update on trees of older weights, against one trajectory at a time: old is what the weights are now."""
+    """Gradients on trees of older weights, against one trajectory at a time; the old policy is the current weights."""
     save_pretrained(build_model(tokenizer, 32, 1, 256, seed=1), tokenizer, tmp_path / "model")
     given = [
         f"model.path={tmp_path / 'model'}",
@@ -639,9 +642,9 @@ def test_settings_that_do_not_go_together_are_refused(given: list[str], message:
         check_settings(load_config(None, given), on_cluster=len(given) > 1)
 
 
-def test_without_ray_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ray_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ArpoError, match="pip install ray"), ray_crew("auto"):
+    with pytest.raises(ArpoError, match="pip install ray"), connect_ray("auto"):
         pass
 
 
@@ -659,7 +662,7 @@ def test_torchrun_and_a_cluster_do_not_go_together(monkeypatch: pytest.MonkeyPat
         pass
 
 
-def test_a_question_survives_its_way() -> None:
+def test_requests_round_trip() -> None:
     task = Task("1", "Wer? Ä\u2028", ("a", "b"), kind="k", meta={"level": [1, {"x": None}]})
     assert decode_request(encode_request(task, 2**63, True)) == (task, 2**63, True)
 
@@ -680,13 +683,13 @@ def test_the_process_that_trains_on_a_cluster_builds_no_engine(
         assert isinstance(training.sampler, RaySampler)
 
 
-def test_what_several_engines_tell_is_put_together_as_it_is_meant() -> None:
-    told = {"prefill_tokens": [3, 4], "entropy_error": [0.1, 0.3], "entropy_error_max": [0.5, 0.2]}
-    assert together(told) == pytest.approx({"prefill_tokens": 7, "entropy_error": 0.2, "entropy_error_max": 0.5})
+def test_counters_of_several_engines_are_merged() -> None:
+    stats = {"prefill_tokens": [3, 4], "entropy_error": [0.1, 0.3], "entropy_error_max": [0.5, 0.2]}
+    assert merge_stats(stats) == pytest.approx({"prefill_tokens": 7, "entropy_error": 0.2, "entropy_error_max": 0.5})
 
 
 def test_learning_in_a_thread_is_never_left_half_done() -> None:
-    """Not even when all tasks are cancelled, as a second Ctrl-C does; and what went wrong is told before a stop."""
+    """Not even when all tasks are cancelled, as a second Ctrl-C does; and an error is raised before a stop."""
 
     async def main(work: Callable[[], str]) -> str:
         async def as_in_training() -> str:
@@ -738,11 +741,23 @@ def test_what_a_cluster_cannot_do_is_refused(more: tuple[str, ...], said: str) -
         check_settings(config, on_cluster=True)
 
 
-def test_why_an_actor_could_not_be_made_is_told_in_one_plain_line() -> None:
+def test_the_reason_of_a_failed_start_is_one_plain_line() -> None:
     cause = "ModuleNotFoundError: No module named 'arpo'"
     text = f"The actor died because of an error raised in its creation task, \x1b[36mray::W()\x1b[39m\n  x\n{cause}\n"
-    assert reason(RuntimeError(text)) == cause
-    assert reason(RuntimeError("It died.\n\x1b[36mThe worker exited\x1b[39m\n")) == "The worker exited"
+    assert failure_reason(RuntimeError(text)) == cause
+    assert failure_reason(RuntimeError("It died.\n\x1b[36mThe worker exited\x1b[39m\n")) == "The worker exited"
+
+
+def backend_with(monkeypatch: pytest.MonkeyPatch, *gpus: int) -> RayBackend:
+    """Machines with so many GPUs each; this process runs on the first."""
+    ray = pytest.importorskip("ray")
+    backend = RayBackend()
+    machines = [Machine(f"m{i}", f"10.0.0.{i}", 4, count) for i, count in enumerate(gpus)]
+    monkeypatch.setattr(backend, "machines", lambda: machines)
+    reservation = SimpleNamespace(gpu=SimpleNamespace(remote=lambda: "ref"))
+    monkeypatch.setattr(arpo.cluster.ray_backend, "_start_actor", lambda *_, **__: reservation)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "m0"))
+    return backend
 
 
 @pytest.mark.parametrize(
@@ -753,14 +768,10 @@ def test_gpus_that_do_not_suffice(
     monkeypatch: pytest.MonkeyPatch, gpus: tuple[int, int], trainers: int, said: str
 ) -> None:
     ray = pytest.importorskip("ray")
-    machines = [Machine(f"m{i}", f"10.0.0.{i}", 4, count) for i, count in enumerate(gpus)]
-    backend: Any = SimpleNamespace(machines=lambda: machines, held=[], seats=Counter(), watchers=[])
-    seat = SimpleNamespace(gpu=SimpleNamespace(remote=lambda: "ref"))
-    monkeypatch.setattr(ray_backend, "_started", lambda *_, **__: seat)
+    backend = backend_with(monkeypatch, *gpus)
     monkeypatch.setattr(ray, "get", lambda ref, timeout: "0")
-    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "m0"))
     with pytest.raises(ArpoError, match=said):
-        ray_backend.start_trainers(backend, trainers, "auto")
+        backend.start_trainers(trainers, "auto")
 
 
 def test_a_gpu_that_others_hold_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -769,12 +780,8 @@ def test_a_gpu_that_others_hold_is_not_waited_for_for_ever(monkeypatch: pytest.M
     def never(ref: Any, timeout: float) -> Any:
         raise ray.exceptions.GetTimeoutError
 
-    machines = [Machine("m0", "10.0.0.0", 4, 2)]
-    backend: Any = SimpleNamespace(machines=lambda: machines, held=[], seats=Counter(), watchers=[])
-    seat = SimpleNamespace(gpu=SimpleNamespace(remote=lambda: "ref"))
-    monkeypatch.setattr(ray_backend, "_started", lambda *_, **__: seat)
+    backend = backend_with(monkeypatch, 2)
     monkeypatch.setattr(ray, "get", never)
-    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "m0"))
     with pytest.raises(ArpoError, match="taken by others"):
-        ray_backend.start_trainers(backend, 1, "auto")
-    assert backend.held == [seat]
+        backend.start_trainers(1, "auto")
+    assert len(backend._actors) == 1
