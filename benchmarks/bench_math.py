@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from arpo.rewards.maths import GRACE_SECONDS, MathJudge, Verdict, cheap_verdict
+from arpo.rewards.maths import GRACE_SECONDS, MathJudge, Verdict, quick_verdict
 from arpo.types import percentile
 
 PIECES = [
@@ -140,7 +140,7 @@ def main() -> None:
         "limit_seconds": options.seconds,
         "workers": options.workers,
         "total_seconds": round(total, 1),
-        "decided_on_the_spot": sum(cheap_verdict(answer, gold) is not None for answer, gold, _ in jobs),
+        "decided_on_the_spot": sum(quick_verdict(answer, gold) is not None for answer, gold, _ in jobs),
         "p50_ms": round(1000 * percentile(seconds, 0.5), 2),
         "p95_ms": round(1000 * percentile(seconds, 0.95), 2),
         "longest_seconds": round(seconds[-1], 2),

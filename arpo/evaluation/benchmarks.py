@@ -37,7 +37,7 @@ from arpo.evaluation.statistics import summarize
 from arpo.models.resolve import load_policy
 from arpo.net.chat import ChatClient
 from arpo.net.http import HttpError
-from arpo.rewards import RewardFn, Scorer, reward_from
+from arpo.rewards import RewardFn, Scorer, build_reward
 from arpo.runs.reporter import SILENT, Progress, Reporter
 from arpo.tools.build import build_tools
 from arpo.tools.executor import Toolset
@@ -85,7 +85,7 @@ def open_benchmark_run(config: Config, plan: BenchmarkPlan, reporter: Reporter =
     """Load the questions, the tools and the model, and lock the output directory until left."""
     endpoint, settings = _endpoint(config.eval), answer_settings(config)
     questions = load_questions(plan, config.data.bad_rows, reporter)
-    rewards = {name: reward_from(_scored_by(config.reward, BENCHMARKS[name].metric)) for name in plan.benchmarks}
+    rewards = {name: build_reward(_scored_by(config.reward, BENCHMARKS[name].metric)) for name in plan.benchmarks}
     require_same_settings(plan.out, settings)
     if "search" in config.tools.enabled and config.tools.search is None:
         raise ArpoError(

@@ -1,8 +1,12 @@
-"""What a trajectory is worth: a reward is a function (task, tree, leaf) -> Reward."""
+"""Rewards: functions from a `Trajectory` to a `Reward`, and the threads that apply them to sampled trees.
 
-from arpo.rewards.build import overlong, reward_from
+`build` makes the reward function that the settings name: that of `hierarchical`, with an accuracy from `text`, `maths`
+or `judge`, or a user's own. May import tools and the rooms below it.
+"""
+
+from arpo.rewards.build import build_reward, with_overlong_penalty
 from arpo.rewards.format import format_ok
-from arpo.rewards.hierarchical import Accuracy, NoVerdict, RewardFn, build_reward, unjudged
+from arpo.rewards.hierarchical import Accuracy, NoVerdict, RewardFn, hierarchical_reward, unjudged
 from arpo.rewards.maths import math_equal
 from arpo.rewards.scorer import Scorer, fault_metrics
 from arpo.rewards.text import choice_match, exact_match, numbers_equal, token_f1
@@ -17,10 +21,10 @@ __all__ = [
     "exact_match",
     "fault_metrics",
     "format_ok",
+    "hierarchical_reward",
     "math_equal",
     "numbers_equal",
-    "overlong",
-    "reward_from",
     "token_f1",
     "unjudged",
+    "with_overlong_penalty",
 ]

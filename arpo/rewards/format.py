@@ -1,13 +1,13 @@
-r"""Whether a trajectory keeps to the output format; the first rule it breaks is named.
+r"""Checks of the output format, which name the first rule that is broken.
 
-The rules: think blocks are paired, not nested, and at least one is there; exactly one `<answer>..</answer>`, which ends
-the trajectory and holds a `\boxed{..}`; every tool call is well-formed and followed by its result; no result is
-written by the model itself. Time is linear in the text.
+The rules: there is at least one think block, and think tags are paired and not nested; there is exactly one
+`<answer>..</answer>`, which ends the trajectory and holds a `\boxed{..}`; every tool call is well-formed and followed
+by its result; the model writes no result itself. Time is linear in the text.
 
-Promises: `trajectory_format`, which rewards use, reads who wrote what from the nodes, so nothing that a tool returns can
-count for or against the model. `format_ok` has only the plain text to go by, where a result can close its own block:
-it is for looking at traces, not for rewards.
-Does not cover: a think block opened by the prompt template (the prompt is not read), and whether the calls make sense.
+Guarantees: `trajectory_format`, which the reward uses, takes from the nodes who wrote what, so nothing that a tool
+returns can count for or against the model. `format_ok` sees only plain text, where a result can close its own block:
+use it to inspect traces, not for rewards.
+Not covered: a think block that the prompt template opens (the prompt is not read), and whether the calls make sense.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ def trajectory_format(trajectory: Trajectory) -> tuple[bool, str]:
     turns = trajectory.turns
     if any(_RESULT_TAG.search(turn) for turn in turns):
         return _verdict("result: written by the model")
-    reason = _check_text(turns, CALL_TAGS)
-    nodes = trajectory.nodes
+    reason, nodes = _check_text(turns, CALL_TAGS), trajectory.nodes
     if not reason and (trajectory.stop_reason is not StopReason.ANSWER or nodes[-1].kind is not Kind.MODEL):
         reason = "answer: does not end the trajectory"
     if not reason and any(n.kind is Kind.TOOL and (n.call is None or n.call.error is not None) for n in nodes):

@@ -1,15 +1,15 @@
-"""Asking a language model, behind any OpenAI-compatible endpoint, whether an answer is right.
+"""A language model as judge of answers, behind any OpenAI-compatible endpoint.
 
     judge = LlmJudge("http://localhost:8000/v1", "some-model", key_env="JUDGE_KEY")
     judge(prediction, golds, task)        # 1.0 or 0.0
 
-Promises: question, gold answers and answer stand in the request as JSON strings between two random marks, which nobody
-who wrote them could know, and the verdict counts only if it is one of two words and nothing else. The same question is
-asked once: verdicts are kept, and whoever asks for one that is under way waits for it. What comes back is bounded, and
-the key shows in no error, verdict or repr. An endpoint that is down, after some attempts, is NoVerdict "unavailable":
-nobody's fault, so the path is left out of training. A verdict that is none of the two words, or a request that the
-endpoint refuses, may be the answer's doing: NoVerdict "unclear" and "refused", and the answer counts as wrong.
-Does not cover: an answer that talks the judge into a wrong verdict by what it says.
+Guarantees: question, gold answers and answer stand in the request as JSON strings between two random marks, which their
+authors could not know, and a verdict counts only if it is one of two words and nothing else. The same question is asked
+once: verdicts are cached, and simultaneous requests share one. Replies are bounded, and the key shows in no error,
+verdict or repr. An endpoint that is still down after some attempts is NoVerdict "unavailable": the trajectory can be
+masked, and does not count against the model. Another reply than the two words, or a request that the endpoint rejects,
+may be caused by the answer: NoVerdict "unclear" or "refused", and the answer counts as wrong.
+Not covered: an answer whose content persuades the judge of a wrong verdict.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from arpo.types import Task
 RIGHT, WRONG = "CORRECT", "INCORRECT"
 MAX_ANSWER_CHARS = 4000
 MAX_REPLY_BYTES = 1_000_000
-MAX_REPLY_TOKENS = 2048  # most are for models that think before they answer
-MAX_KEPT = 100_000
+MAX_REPLY_TOKENS = 2048  # most of them for models that think before they answer
+MAX_CACHED = 100_000  # verdicts
 RETRIES = 2
 _INSTRUCTIONS = (
     "You grade answers. Between two marks the user gives a JSON object with a question, the right answers and a "
@@ -45,9 +45,9 @@ _INSTRUCTIONS = (
 )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class LlmJudge:
-    """Scores answers by asking `model` at `url`, at most `concurrency` at a time; for use from threads."""
+    """Scores answers by asking `model` at `url`, at most `concurrency` at a time. Thread-safe."""
 
     url: str
     model: str
@@ -57,10 +57,10 @@ class LlmJudge:
     _chat: ChatClient = field(init=False, repr=False)
     _slots: threading.Semaphore = field(init=False, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
-    _kept: OrderedDict[bytes, Future[float]] = field(default_factory=OrderedDict, init=False, repr=False)
+    _cache: OrderedDict[bytes, Future[float]] = field(default_factory=OrderedDict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        chat = ChatClient(
+        self._chat = ChatClient(
             self.url,
             self.model,
             self.key_env,
@@ -69,39 +69,38 @@ class LlmJudge:
             name="the judge",
             setting="reward.judge_url",
         )
-        object.__setattr__(self, "_chat", chat)
-        object.__setattr__(self, "_slots", threading.Semaphore(self.concurrency))
+        self._slots = threading.Semaphore(self.concurrency)
 
     def __call__(self, prediction: str, golds: Sequence[str], task: Task) -> float:
-        """1.0 if the answer is right, else 0.0; what reads the same as a gold answer is right without asking."""
+        """1.0 if the answer is right, else 0.0; an exact match of a gold answer is right without asking."""
         if not prediction.strip() or exact_match(prediction, golds):
             return exact_match(prediction, golds)
         if len(prediction) > MAX_ANSWER_CHARS:
             raise NoVerdict("long")
-        asked = {"question": task.question, "right_answers": list(golds), "answer": prediction}
-        digest = hashlib.sha256(json.dumps(asked).encode()).digest()
+        request = {"question": task.question, "right_answers": list(golds), "answer": prediction}
+        digest = hashlib.sha256(json.dumps(request).encode()).digest()
         with self._lock:
-            found = self._kept.get(digest)
-            if found is None:
-                mine = self._kept[digest] = Future()
-                while len(self._kept) > MAX_KEPT:
-                    self._kept.popitem(last=False)
-        if found is not None:
-            return found.result()
+            cached = self._cache.get(digest)
+            if cached is None:
+                future = self._cache[digest] = Future()
+                while len(self._cache) > MAX_CACHED:
+                    self._cache.popitem(last=False)
+        if cached is not None:
+            return cached.result()
         try:
-            verdict = self._ask(asked)
+            verdict = self._ask(request)
         except BaseException as error:
             with self._lock:
-                self._kept.pop(digest, None)
-            mine.set_exception(error)
+                self._cache.pop(digest, None)
+            future.set_exception(error)
             raise
-        mine.set_result(verdict)
+        future.set_result(verdict)
         return verdict
 
-    def _ask(self, asked: dict[str, Any]) -> float:
+    def _ask(self, request: dict[str, Any]) -> float:
         async def attempt() -> str:
             with self._slots:  # not held during the pauses between attempts
-                return await self._chat.complete(messages(asked), temperature=0, max_tokens=MAX_REPLY_TOKENS)
+                return await self._chat.complete(build_messages(request), temperature=0, max_tokens=MAX_REPLY_TOKENS)
 
         try:
             verdict = asyncio.run(retry(attempt, RETRIES))
@@ -116,8 +115,8 @@ class LlmJudge:
         return float(verdict == RIGHT)
 
 
-def messages(asked: dict[str, Any]) -> list[dict[str, str]]:
-    """What the model is sent: JSON in which nothing but ASCII is left, between marks drawn for this request."""
+def build_messages(request: dict[str, Any]) -> list[dict[str, str]]:
+    """The messages to the model: ASCII-only JSON between marks drawn for this request."""
     mark = secrets.token_hex(8)
-    content = f"<data {mark}>\n{json.dumps(asked)}\n</data {mark}>\n{RIGHT} or {WRONG}?"
+    content = f"<data {mark}>\n{json.dumps(request)}\n</data {mark}>\n{RIGHT} or {WRONG}?"
     return [{"role": "system", "content": _INSTRUCTIONS}, {"role": "user", "content": content}]

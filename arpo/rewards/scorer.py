@@ -16,14 +16,13 @@ import threading
 from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import Future
-from types import TracebackType
-from typing import Self
+from contextlib import AbstractContextManager
 
 from arpo.rewards.hierarchical import FAULT_PREFIX, RewardFn, unjudged
 from arpo.types import Reward, RolloutTree, ScoredTree, Trajectory
 
 
-class Scorer:
+class Scorer(AbstractContextManager["Scorer"]):
     """Threads that apply one reward function; they start with the first tree.
 
     With `mask_faults`, trajectories that a broken tool, engine or judge spoiled are masked.
@@ -50,10 +49,7 @@ class Scorer:
         )
         return ScoredTree(tree, rewards, mask=mask)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self._closed = True
         for _ in self._threads:
             self._jobs.put(None)

@@ -1,9 +1,9 @@
-r"""Comparing an answer with the gold answers, and finding the answer in a text.
+r"""Comparison of an answer with the gold answers as text, numbers or choices.
 
-Promises: every function is total (any string in, no exception, no evaluation of what the model wrote), takes time
-linear in its input, and scores lie in [0, 1]. Normalisation is SQuAD's, so it drops signs and decimal points
+Guarantees: every function accepts any string, raises nothing, evaluates nothing and takes time linear in its input;
+scores lie in [0, 1]. Normalization is SQuAD's, so it drops signs and decimal points
 ("-1.5" reads as "15"): use `numbers_equal` where the answers are numbers.
-Does not cover: algebra ("x+1" against "1+x"), units, LaTeX beyond `\frac` (see `maths`), numbers written as words.
+Not covered: algebra ("x+1" against "1+x"), units, LaTeX beyond `\frac` (see `maths`), numbers written as words.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fractions import Fraction
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
-_VERDICTS = frozenset({"yes", "no", "noanswer"})
+_YES_NO = frozenset({"yes", "no", "noanswer"})
 
 _DECORATION = re.compile(r"\\(?:text|textbf|mathrm|mathbf|boxed)\b|[${}*]")
 _OPTION = re.compile(
@@ -24,9 +24,7 @@ _OPTION = re.compile(
     r"(?! ?(?:or|and|,|/|&) ?\(?[A-Z]\b)",
     re.IGNORECASE,
 )
-
-
-_LONGEST_NUMBER = 64  # characters; also bounds the size of what is parsed
+_MAX_NUMBER_CHARS = 64  # also bounds the size of the parsed number
 _NUMBER = re.compile(
     r"[+-]?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,2})?",
 )
@@ -35,8 +33,8 @@ TOLERANCE = Fraction(1, 10**6)
 _SPELLINGS = (("\u2212", "-"), ("\\!", ""), ("{,}", ","), ("\\%", "%"), ("\\$", "$"))
 
 
-def normalise_answer(text: str) -> str:
-    """Lower case, without punctuation, articles and superfluous space: `"The  Upper Kelso!"` -> `"upper kelso"`."""
+def normalize_answer(text: str) -> str:
+    """Lower case, without punctuation, articles and extra spaces: `"The  Upper Kelso!"` -> `"upper kelso"`."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
@@ -46,13 +44,13 @@ def token_f1(prediction: str, golds: Sequence[str]) -> float:
 
 
 def exact_match(prediction: str, golds: Sequence[str]) -> float:
-    """1.0 if the prediction reads the same as one of the gold answers after normalisation, else 0.0."""
-    read = _comparable(prediction)
-    return float(bool(read) and any(read == _comparable(gold) for gold in golds))
+    """1.0 if the prediction reads the same as one of the gold answers after normalization, else 0.0."""
+    answer = _comparable(prediction)
+    return float(bool(answer) and any(answer == _comparable(gold) for gold in golds))
 
 
 def numbers_equal(prediction: str, golds: Sequence[str], tolerance: float = 1e-6) -> float:
-    """1.0 if the prediction has the value of a gold number; a gold answer that is no number needs an exact match.
+    """1.0 if the prediction has the value of a gold number; a gold answer that is not a number needs an exact match.
 
     Two integers must be the same; otherwise they may differ by `tolerance` times the larger one. "50%" is 0.5.
     """
@@ -69,8 +67,8 @@ def numbers_equal(prediction: str, golds: Sequence[str], tolerance: float = 1e-6
 
 
 def plain_number(text: str) -> Fraction | None:
-    """The value of a number as people write it ("1,234.5", "50%", "1/3", a LaTeX fraction); None if it is none."""
-    if len(text) > _LONGEST_NUMBER:
+    """The value of a number as people write it ("1,234.5", "50%", "1/3", a LaTeX fraction); None if it is not one."""
+    if len(text) > _MAX_NUMBER_CHARS:
         return None
     for spelling, plain in _SPELLINGS:
         text = text.replace(spelling, plain)
@@ -93,28 +91,28 @@ def choice_match(prediction: str, golds: Sequence[str]) -> float:
 
     "A or B" has no letter. A gold answer without a letter needs an exact match.
     """
-    said = _letter(prediction)
+    answer = _letter(prediction)
     for gold in golds:
         letter = _letter(gold)
-        if (said == letter) if letter else exact_match(prediction, (gold,)):
+        if (answer == letter) if letter else exact_match(prediction, (gold,)):
             return 1.0
     return 0.0
 
 
 def _letter(text: str) -> str | None:
     """The option letter that an answer begins with, in upper case."""
-    named = _OPTION.match(" ".join(_DECORATION.sub(" ", text).split()))
-    return named and (named[1] or named[2] or named[3]).upper()
+    match = _OPTION.match(" ".join(_DECORATION.sub(" ", text).split()))
+    return match and (match[1] or match[2] or match[3]).upper()
 
 
 def _comparable(text: str) -> str:
-    # An answer that is nothing but an article or a sign ("A", "+") must not become equal to an empty one.
+    # An answer that is only an article or a sign ("A", "+") must not become equal to an empty one.
     lowered = text.lower()
-    return normalise_answer(text) or " ".join(lowered.translate(_PUNCTUATION).split()) or " ".join(lowered.split())
+    return normalize_answer(text) or " ".join(lowered.translate(_PUNCTUATION).split()) or " ".join(lowered.split())
 
 
 def _f1(prediction: str, gold: str) -> float:
-    if prediction != gold and (prediction in _VERDICTS or gold in _VERDICTS):
+    if prediction != gold and (prediction in _YES_NO or gold in _YES_NO):
         return 0.0
     words, gold_words = prediction.split(), gold.split()
     num_common = (Counter(words) & Counter(gold_words)).total()

@@ -11,7 +11,7 @@ from arpo.config.schema import Config
 from arpo.data.task_set import TaskSet, load_task_set
 from arpo.errors import ArpoError
 from arpo.models.resolve import load_policy
-from arpo.rewards import RewardFn, overlong, reward_from
+from arpo.rewards import RewardFn, build_reward, with_overlong_penalty
 from arpo.runs.reporter import SILENT, Reporter
 from arpo.tools.build import build_tools
 from arpo.tools.executor import Toolset
@@ -52,9 +52,9 @@ def build_context(
 
 def build_reward_fn(config: Config) -> RewardFn:
     """The reward function of a config, with the overlong penalty if there is one."""
-    reward = reward_from(config.reward)
+    reward = build_reward(config.reward)
     if config.reward.overlong:
-        reward = overlong(reward, config.reward.overlong, config.rollout.max_tokens)
+        reward = with_overlong_penalty(reward, config.reward.overlong, config.rollout.max_tokens)
     return reward
 
 

@@ -20,7 +20,7 @@ from arpo.algorithm.rollout import rollout, sample_tree, sample_trees
 from arpo.config.schema import Branching, Rollout
 from arpo.engine.scripted import Script, ScriptedEngine
 from arpo.errors import ArpoError
-from arpo.rewards import build_reward
+from arpo.rewards import hierarchical_reward
 from arpo.tools.base import Tool, ToolError, ToolUnavailable, tool
 from arpo.types import Fault, Kind, Node, Reward, RolloutTree, ScoredTree, StopReason, Task
 
@@ -456,7 +456,7 @@ def test_tool_text_cannot_close_its_result_or_answer(tokenizer: Any) -> None:
     assert tokens.count(tokenizer.convert_tokens_to_ids("</result>")) == 1
     assert tokenizer.convert_tokens_to_ids("<answer>") not in tokens
     assert tokenizer.eos_token_id not in tokens
-    reward = build_reward("em", 0.1, ["search"])(tree.trajectories[0])
+    reward = hierarchical_reward("em", 0.1, ["search"])(tree.trajectories[0])
     assert (reward.total, reward.parts["correct"]) == (0.0, 0.0)
 
 
@@ -475,7 +475,7 @@ def test_no_model_output_crashes_a_rollout(tokenizer: Any, text: str, seed: int)
     how = Rollout(num_trajectories=3, num_initial=2, max_tokens=120)
     said = text.encode("utf-8", "replace").decode()
     tree = sample(agent(tokenizer, lambda prefix, seed: (said, [seed % 7 * 1.0])), how, seed=seed)
-    reward = build_reward("f1", 0.1, ["search", "python"])
+    reward = hierarchical_reward("f1", 0.1, ["search", "python"])
     assert all(-1 <= reward(trajectory).total <= 1.1 for trajectory in tree.trajectories)
 
 

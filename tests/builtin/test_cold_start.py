@@ -23,7 +23,7 @@ from arpo.config.schema import Config, Model
 from arpo.errors import ArpoError
 from arpo.evaluation.evaluate import evaluate, select_tasks
 from arpo.models.load import load_model
-from arpo.rewards import build_reward
+from arpo.rewards import hierarchical_reward
 from arpo.tools.build import build_tools
 from arpo.types import Kind
 
@@ -43,7 +43,9 @@ def test_the_base_can_read(base: tuple[Any, Any]) -> None:
     test = build_world(config.world).test
     agent = build_agent(config, build_tools(config), *base)
     tasks, seeds = select_tasks(test, config.eval, 0)
-    result = asyncio.run(evaluate(agent, tasks, seeds, config.eval, config.rollout, build_reward("em", 0.0, ()), 1))
+    result = asyncio.run(
+        evaluate(agent, tasks, seeds, config.eval, config.rollout, hierarchical_reward("em", 0.0, ()), 1)
+    )
     assert result.accuracy > 0.5
     assert result.format_rate > 0.9
 

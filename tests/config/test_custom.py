@@ -18,7 +18,7 @@ from arpo.config.plugins import load_object, names_object
 from arpo.config.schema import Rewards
 from arpo.errors import ArpoError
 from arpo.models.save import save_pretrained
-from arpo.rewards import RewardFn, reward_from
+from arpo.rewards import RewardFn, build_reward
 from arpo.runs.run_dir import open_run_dir as read_run
 from arpo.tools.build import build_tools
 from arpo.tools.executor import call_tool
@@ -112,7 +112,7 @@ def test_errors_in_an_object_name(file: Path, tmp_path: Path) -> None:
 
 
 def test_custom_accuracy(file: Path) -> None:
-    reward = reward_from(Rewards(accuracy=f"{file}:share", bonus=0.5, bonus_tools=("search",)))
+    reward = build_reward(Rewards(accuracy=f"{file}:share", bonus=0.5, bonus_tools=("search",)))
     answered = searched(last="<think>b</think><answer>\\boxed{Upper}</answer>")
     given = scored(reward, TASK, answered)
     assert given.total == pytest.approx(5 / 11 + 0.5)
@@ -121,11 +121,11 @@ def test_custom_accuracy(file: Path) -> None:
         with pytest.raises(ArpoError, match=r"returned .* for q8, expected a number from 0 to 1"):
             scored(reward, task, answered)
     with pytest.raises(ArpoError, match="expected a function"):
-        reward_from(Rewards(accuracy=f"{file}:LOADED"))
+        build_reward(Rewards(accuracy=f"{file}:LOADED"))
 
 
 def test_custom_reward(file: Path) -> None:
-    reward = reward_from(Rewards(accuracy="f1", function=f"{file}:whole"))
+    reward = build_reward(Rewards(accuracy="f1", function=f"{file}:whole"))
     tree = searched()
     assert scored(reward, TASK, tree) == Reward(0.25, {"correct": 0.0, "format": 1.0})
     for wrong, told in [
@@ -149,9 +149,9 @@ def test_each_accuracy_scores_as_its_function_does() -> None:
     boxed = {"f1": 2 / 3, "em": 0.0, "number": 0.0, "choice": 0.0}
     kelso = searched(last="<think>b</think><answer>\\boxed{Kelso}</answer>")
     for name, score in boxed.items():
-        reward = reward_from(Rewards(accuracy=name, bonus=0.0))
+        reward = build_reward(Rewards(accuracy=name, bonus=0.0))
         assert scored(reward, TASK, kelso).total == pytest.approx(score)
-    tolerant = reward_from(Rewards(accuracy="number", tolerance=0.01, bonus=0.0))
+    tolerant = build_reward(Rewards(accuracy="number", tolerance=0.01, bonus=0.0))
     near = searched(last="<think>b</think><answer>\\boxed{200.5}</answer>")
     assert scored(tolerant, Task("q", "How much?", ("200",)), near).total == 1.0
 
@@ -209,7 +209,7 @@ def test_the_example_is_short_and_trains(tokenizer: Any, tmp_path: Path, monkeyp
 
 def test_accuracy_by_kind() -> None:
     tree = searched(last="<think>so</think><answer>\\boxed{1200.0}</answer>")
-    reward = reward_from(Rewards(accuracy="em", by_kind={"math": "number", "qa": "f1"}, bonus=0.0))
+    reward = build_reward(Rewards(accuracy="em", by_kind={"math": "number", "qa": "f1"}, bonus=0.0))
     scores = {kind: scored(reward, Task("q", "How far?", ("1200",), kind), tree).total for kind in ("", "math")}
     assert scores == {"": 0.0, "math": 1.0}
     qa = scored(reward, Task("q", "How far?", ("1200.0 feet",), "qa"), tree).total

@@ -31,7 +31,7 @@ from arpo.data.tasks import Columns, load_tasks, read_tasks
 from arpo.engine.scripted import ScriptedEngine
 from arpo.errors import ArpoError
 from arpo.models.save import save_pretrained
-from arpo.rewards import Scorer, build_reward
+from arpo.rewards import Scorer, hierarchical_reward
 from arpo.runs.run_dir import open_run_dir as read_run
 from arpo.tools.build import build_tools
 from arpo.training.loop import _outcome, open_training, train
@@ -346,7 +346,7 @@ def test_an_example_reads_its_files_and_rolls_out(here: Path, tokenizer: Any, na
             return f"<think>Look.</think><{tool}>{calls[tool](number)}</{tool}>"
         return f"<think>Done.</think><answer>\\boxed{{{number + 1}}}</answer>"
 
-    reward = build_reward(config.reward.accuracy, config.reward.bonus, config.reward.bonus_tools)
+    reward = hierarchical_reward(config.reward.accuracy, config.reward.bonus, config.reward.bonus_tools)
     with build_tools(config) as tools, Scorer(reward, 1) as scorer:
         agent = scripted(tokenizer, tools, script)
         tasks = fit_prompts(load_task_set(config), agent.prompts, config.data.max_prompt_tokens)

@@ -18,7 +18,7 @@ from arpo.config.schema import Rollout
 from arpo.evaluation.endpoint import EndpointAgent, endpoint_trajectory
 from arpo.net.chat import ChatClient
 from arpo.net.http import HttpError
-from arpo.rewards import build_reward
+from arpo.rewards import hierarchical_reward
 from arpo.runs.trees import ScoredTree, tree_from_json, tree_to_json
 from arpo.tools.base import Tool, ToolUnavailable, tool
 from arpo.tools.executor import Toolset
@@ -84,7 +84,7 @@ def test_a_trajectory_with_a_call(server: ChatServer) -> None:
     ]
     assert (first["max_tokens"], second["max_tokens"]) == (200, 200 - 10 - -(-len(tree.nodes[2].text) // 4))
     assert first["seed"] != second["seed"] and (first["temperature"], first["top_p"]) == (0.5, 0.9)
-    reward = build_reward("f1", 0.1, ["search"])(tree.trajectories[0])
+    reward = hierarchical_reward("f1", 0.1, ["search"])(tree.trajectories[0])
     assert (reward.total, reward.parts["correct"], reward.parts["format"]) == (1.1, 1.0, 1.0)
     scored = ScoredTree(tree, (reward,), (Credit(0.0, {}),))
     assert tree_from_json(json.loads(json.dumps(tree_to_json(scored)))) == scored
@@ -118,7 +118,7 @@ def test_trajectories_end_as_in_a_rollout(server: ChatServer) -> None:
     server.reply = lambda request: said("", "length")
     tree, _ = sample(server)
     assert (len(tree.nodes), tree.leaves[0].stop_reason) == (1, StopReason.LENGTH)
-    assert build_reward("f1", 0.1, [])(tree.trajectories[0]).total == -1.0
+    assert hierarchical_reward("f1", 0.1, [])(tree.trajectories[0]).total == -1.0
     server.reply = lambda request: said("<search>more", usage=(10, 300))
     assert sample(server)[0].leaves[0].stop_reason is StopReason.LENGTH
     server.reply = lambda request: said("</search>")

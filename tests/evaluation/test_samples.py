@@ -12,13 +12,13 @@ from trees import TASK, model, prompt, searched, tool, tree
 
 from arpo.errors import ArpoError
 from arpo.evaluation.samples import Sample, SampleStore, build_sample, open_samples, require_same_settings
-from arpo.rewards import build_reward
+from arpo.rewards import hierarchical_reward
 from arpo.runs.trees import tree_from_json
 from arpo.types import Fault, Reward, RolloutTree, ScoredTree, Task
 
 SETTINGS = {"seed": 0, "rollout": {"format": "tags", "max_tool_calls": 3}}
 TASKS = [replace(TASK, id=f"q{n}") for n in range(3)]
-F1 = build_reward("f1", 0.1, ["search"])
+F1 = hierarchical_reward("f1", 0.1, ["search"])
 
 
 def scored(tree: RolloutTree) -> ScoredTree:

@@ -18,8 +18,8 @@ pytest.importorskip("httpx2")
 
 from arpo.config.schema import Rewards
 from arpo.errors import ArpoError
-from arpo.rewards import NoVerdict, reward_from, unjudged
-from arpo.rewards.judge import MAX_ANSWER_CHARS, LlmJudge, messages
+from arpo.rewards import NoVerdict, build_reward, unjudged
+from arpo.rewards.judge import MAX_ANSWER_CHARS, LlmJudge, build_messages
 from arpo.types import Task
 
 KEY = "sk-secret-4711"
@@ -103,7 +103,7 @@ def test_the_request_holds_the_answer_as_data_between_marks(server: Server) -> N
     assert last == f"</data {mark}>" and len(mark) == 16
     assert json.loads(data) == {"question": TASK.question, "right_answers": ["Mira Tolven"], "answer": hostile}
     assert data.isascii()
-    assert messages({})[1] != messages({})[1]  # another mark each time
+    assert build_messages({})[1] != build_messages({})[1]  # another mark each time
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_failures_are_not_kept(server: Server) -> None:
 
 def test_as_a_reward(server: Server) -> None:
     settings = Rewards(accuracy="judge", bonus=0.0, judge_url=server.url, judge_model="m", judge_key_env="JUDGE_KEY")
-    reward = reward_from(settings)
+    reward = build_reward(settings)
     answered = searched(last="<think>b</think><answer>\\boxed{M. Tolven}</answer>")
     server.reply = lambda request: (500, b"")
     down = reward(answered.trajectories[0])
@@ -225,7 +225,7 @@ def test_as_a_reward(server: Server) -> None:
 def test_what_is_missing_is_told_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(**settings: Any) -> str:
         with pytest.raises(ArpoError) as error:
-            reward_from(Rewards(accuracy="judge", **settings))
+            build_reward(Rewards(accuracy="judge", **settings))
         return str(error.value)
 
     there = {"judge_url": "http://127.0.0.1:9/v1", "judge_model": "m"}

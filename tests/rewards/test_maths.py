@@ -23,8 +23,8 @@ from trees import searched
 
 from arpo.config.schema import Rewards
 from arpo.errors import ArpoError
-from arpo.rewards import maths, reward_from
-from arpo.rewards.maths import MAX_CHARS, MathJudge, Verdict, cheap_verdict, math_equal
+from arpo.rewards import build_reward, maths
+from arpo.rewards.maths import MAX_CHARS, MathJudge, Verdict, math_equal, quick_verdict
 from arpo.rewards.scorer import Scorer
 from arpo.types import Task
 
@@ -97,11 +97,11 @@ def test_equal_strings_and_plain_numbers_need_no_worker(monkeypatch: pytest.Monk
             (" x + 1", "$x+1$", True), ("12", "12.0", True), ("1/3", "0.333333", True), ("0.3333", "1/3", False),
             ("", "5", False), ("", "", False), (r"\frac{1}{2}", ".5", True), ("-5", "5", False), ("7", "8", False),
         ]:  # fmt: skip
-            assert lazy.verdict(prediction, [gold]).equal is cheap_verdict(prediction, gold) is equal
+            assert lazy.verdict(prediction, [gold]).equal is quick_verdict(prediction, gold) is equal
         assert lazy.verdict("7", ["8", "x", "7.0"]) == Verdict(True)
         assert lazy.verdict("x" * (MAX_CHARS + 1), ["y"]) == Verdict(False, "long")
         assert lazy.verdict("x" * 100_000, ["x" * 100_000]) == Verdict(True)
-    assert cheap_verdict("50%", "0.5") is cheap_verdict("x+1", "1+x") is None
+    assert quick_verdict("50%", "0.5") is quick_verdict("x+1", "1+x") is None
 
 
 def verdicts_of(judge: MathJudge, answers: list[str], gold: str) -> dict[str, Verdict]:
@@ -288,7 +288,7 @@ tries(lambda: open({str(tmp_path / "x")!r}, "w"))
 
 @pytest.mark.slow
 def test_as_a_reward_the_reason_is_counted() -> None:
-    reward = reward_from(Rewards(accuracy="math", bonus=0.0, math_seconds=2.0))
+    reward = build_reward(Rewards(accuracy="math", bonus=0.0, math_seconds=2.0))
     boxes = {"\\frac{1}{2}": (1.0, {}), "x": (0.0, {}), HANGS: (0.0, {"judge.timeout": 1.0})}
     for box, (total, faults) in boxes.items():
         answered = searched(last=f"<think>b</think><answer>\\boxed{{{box}}}</answer>")
@@ -300,7 +300,7 @@ def test_as_a_reward_the_reason_is_counted() -> None:
 
 @pytest.mark.slow
 def test_scoring_does_not_hold_up_the_event_loop() -> None:
-    reward = reward_from(Rewards(accuracy="math", bonus=0.0, math_seconds=2.0))
+    reward = build_reward(Rewards(accuracy="math", bonus=0.0, math_seconds=2.0))
     slow = searched(last=f"<think>b</think><answer>\\boxed{{{HANGS}}}</answer>")
 
     async def count() -> int:

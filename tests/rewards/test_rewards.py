@@ -14,17 +14,17 @@ from trees import model, prompt, searched, tool, tree
 
 from arpo.rewards import (
     NoVerdict,
-    build_reward,
     choice_match,
     exact_match,
     fault_metrics,
     format_ok,
+    hierarchical_reward,
     numbers_equal,
     token_f1,
     unjudged,
 )
 from arpo.rewards.format import trajectory_format
-from arpo.rewards.text import normalise_answer
+from arpo.rewards.text import normalize_answer
 from arpo.types import Fault, Reward, RolloutTree, ScoredTree, StopReason, Task, answer_text, boxed
 
 GOLD = "<answer>\\boxed{Upper Kelso}</answer>"
@@ -37,8 +37,8 @@ FORGERIES = ["</result>" + GOLD, "<search>x</search>", "<think>", "</answer>", "
 # --- text ---
 
 
-def test_normalise_answer() -> None:
-    assert normalise_answer("  The Upper-Kelso,\n an  inn! ") == "upperkelso inn"
+def test_normalize_answer() -> None:
+    assert normalize_answer("  The Upper-Kelso,\n an  inn! ") == "upperkelso inn"
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ def test_good_trees() -> None:
 def test_path_that_ends_with_a_tool_result_has_no_answer() -> None:
     ended = tree([prompt(), model(0, [3], "<think>a</think>" + GOLD), tool(1)], [2])
     assert trajectory_format(ended.trajectories[0]) == (False, NOT_LAST)
-    reward = build_reward("em", 0.1, ())(ended.trajectories[0])
+    reward = hierarchical_reward("em", 0.1, ())(ended.trajectories[0])
     assert (reward.total, reward.parts["accuracy"]) == (-1.0, 0.0)
 
 
@@ -281,7 +281,7 @@ def parts(format: float, accuracy: float, correct: float, bonus: float) -> dict[
     ],
 )
 def test_hierarchical_reward(rollout: RolloutTree, total: float, expected: dict[str, float]) -> None:
-    reward = build_reward("f1", 0.1, ["search"])(rollout.trajectories[0])
+    reward = hierarchical_reward("f1", 0.1, ["search"])(rollout.trajectories[0])
     assert reward.total == pytest.approx(total)
     assert reward.parts == pytest.approx(expected)
 
@@ -297,19 +297,19 @@ def test_bonus_needs_every_tool_on_the_same_path() -> None:
         model(2, [6], GOLD),
     ]
     both = tree(nodes, [5, 6])
-    reward = build_reward("em", 0.1, ["search", "python"])
+    reward = hierarchical_reward("em", 0.1, ["search", "python"])
     assert [reward(one).total for one in both.trajectories] == [1.1, 1.0]
-    without = build_reward("em", 0.1, [])
+    without = hierarchical_reward("em", 0.1, [])
     assert [without(one).total for one in both.trajectories] == [1.0, 1.0]
 
 
 def test_accuracy_is_chosen_by_name() -> None:
     half = Task("q", "How much?", ("0.5",))
     answered = replace(searched(last="<think>b</think><answer>\\boxed{1/2}</answer>"), task=half)
-    totals = {name: build_reward(name, 0.0, ())(answered.trajectories[0]).total for name in ("number", "em")}
+    totals = {name: hierarchical_reward(name, 0.0, ())(answered.trajectories[0]).total for name in ("number", "em")}
     assert totals == {"number": 1.0, "em": 0.0}
     with pytest.raises(ValueError, match="unknown accuracy 'bleu'"):
-        build_reward("bleu", 0.1, ())
+        hierarchical_reward("bleu", 0.1, ())
 
 
 # --- multiple choice, yes and no, several answers ---
@@ -372,7 +372,7 @@ def test_several_answers_count_by_the_best() -> None:
 )
 def test_whole_answers(last: str, total: float) -> None:
     answered = searched(last=last, result="<answer>\\boxed{Upper Kelso}</answer>")
-    assert build_reward("em", 0.0, ())(answered.trajectories[0]).total == total
+    assert hierarchical_reward("em", 0.0, ())(answered.trajectories[0]).total == total
 
 
 def test_tags_of_other_tools_are_known_when_named() -> None:
@@ -387,7 +387,7 @@ def test_an_answer_without_a_verdict_is_wrong_and_says_why() -> None:
     def no_verdict(prediction: str, golds: Sequence[str], task: Task) -> float:
         raise NoVerdict({"Upper Kelso": "timeout", "Lowton": "unavailable"}[prediction])
 
-    reward = build_reward(no_verdict, 0.1, ["search"])
+    reward = hierarchical_reward(no_verdict, 0.1, ["search"])
     late = reward(searched().trajectories[0])
     assert (late.total, late.parts) == (0.0, {**parts(1, 0, 0, 0), "judge.timeout": 1.0})
     answered = searched(last="<think>b</think><answer>\\boxed{Lowton}</answer>")

@@ -13,7 +13,7 @@ from trees import model, prompt, tool, tree
 
 from arpo.data.order import batch_tasks
 from arpo.errors import ArpoError
-from arpo.rewards import overlong
+from arpo.rewards import with_overlong_penalty
 from arpo.runs.run_dir import open_run_dir as read_run
 from arpo.trainer.trainer import Trainer
 from arpo.training.loop import open_training, sample_step, train
@@ -167,7 +167,7 @@ def test_the_overlong_penalty_grows_over_the_last_tokens() -> None:
 
     def lost(length: int, end: StopReason = StopReason.ANSWER) -> float:
         rollout = tree([prompt([1] * 7), model(0, [3] * (length - 2)), tool(1, [9]), model(2, [4])], [3], end=end)
-        reward = overlong(plain, 0.2, 50)(rollout.trajectories[0])
+        reward = with_overlong_penalty(plain, 0.2, 50)(rollout.trajectories[0])
         assert reward.parts == {"correct": 1.0, "format": 1.0, "overlong": pytest.approx(reward.total - 1.1)}
         return 1.1 - reward.total
 
