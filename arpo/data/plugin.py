@@ -41,14 +41,9 @@ class TaskPlugin(Protocol):
 
 def task_plugin(source: str) -> TaskPlugin | None:
     """The plug-in that a source of tasks names, or None if the source is a file or a data set."""
-    return _load("data.train", TASK_PLUGINS.get(source))
+    return load_object("data.train", TASK_PLUGINS[source]) if source in TASK_PLUGINS else None
 
 
 def model_plugin(path: str) -> TaskPlugin | None:
     """The plug-in that a model's path names, or None if it is the path of a model."""
-    return _load("model.path", MODEL_PLUGINS.get(path))
-
-
-def _load(setting: str, name: str | None) -> TaskPlugin | None:
-    plugin: TaskPlugin | None = None if name is None else load_object(setting, name)
-    return plugin
+    return load_object("model.path", MODEL_PLUGINS[path]) if path in MODEL_PLUGINS else None
