@@ -91,7 +91,7 @@ class ToolCache:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="arpo-tool-cache")  # at exit, Python waits for it
 
     def get(self, key: CacheKey) -> ToolResult | None:
-        """Return text, fault and seconds of a stored result. If the file cannot be read: None; in a replay, an error."""
+        """Return text, fault and seconds of a stored result. None (in a replay: an error) if the file is unreadable."""
         try:
             self._check_process()
             with self._lock:

@@ -31,7 +31,7 @@ from arpo.tools.search import (
     open_index,
 )
 from arpo.tools.search import bm25 as bm25_module
-from arpo.tools.search import inverter as invert_module
+from arpo.tools.search import build as build_module
 from arpo.tools.search.bm25 import Postings, split_words
 from arpo.tools.search.tool import format_document, format_results, shorten, split_budget
 from arpo.types import Fault, ToolCall, ToolResult
@@ -301,7 +301,7 @@ def write_lines(path: Path, documents: Sequence[Document]) -> Path:
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many runs and blocks out of few passages."""
     for name, value in (("RUN_WORDS", 7), ("BATCH_WORDS", 7), ("BLOCK_POSTINGS", 40)):
-        monkeypatch.setattr(invert_module, name, value)
+        monkeypatch.setattr(build_module, name, value)
 
 
 @pytest.mark.slow

@@ -120,22 +120,18 @@ class Fetcher:
         if media and not _TEXT.fullmatch(media) and media not in _HTML:
             kind = f"of type {media[:60]}" if _MEDIA_TYPE.fullmatch(media) else "of an unknown type"
             raise ToolError(f"the page is {kind}; only web pages and plain text can be read")
-        body = await self._body(response)
+        try:
+            async with aclosing(decode(response, self.max_bytes, "the page")) as chunks:
+                body = b"".join([chunk async for chunk in chunks])
+        except TooLarge:
+            raise ToolError(f"the page is larger than {self.max_bytes} bytes") from None
+        except Unavailable:
+            raise ToolError("the page is compressed in a way that cannot be read") from None
         if not media and b"\0" in body[:1000]:
             raise ToolError("the page is of an unknown type; only web pages and plain text can be read")
         charset = re.search(r"charset\s*=\s*[\"']?([\w.:-]{1,40})", parameters)
         html = media in _HTML or (not media and body.lstrip()[:1] == b"<")
         return Page(html, charset[1] if charset else "", body)
-
-    async def _body(self, response: httpx2.Response) -> bytes:
-        """The body, decompressed and bounded."""
-        try:
-            async with aclosing(decode(response, self.max_bytes, "the page")) as chunks:
-                return b"".join([chunk async for chunk in chunks])
-        except TooLarge:
-            raise ToolError(f"the page is larger than {self.max_bytes} bytes") from None
-        except Unavailable:
-            raise ToolError("the page is compressed in a way that cannot be read") from None
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -159,22 +159,14 @@ def replace_surrogates(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def _limit() -> None:
-    import resource
-
-    for what, value in (
-        (resource.RLIMIT_AS, MAX_MEMORY),
-        (resource.RLIMIT_CPU, MAX_CPU_SECONDS),
-        (resource.RLIMIT_FSIZE, 0),
-        (resource.RLIMIT_CORE, 0),
-    ):
-        with contextlib.suppress(OSError, ValueError):  # not every system has all of them
-            resource.setrlimit(what, (value, value))
-
-
 def main() -> None:
     """Read one job from stdin and write its result."""
-    _limit()
+    import resource
+
+    limits = {"AS": MAX_MEMORY, "CPU": MAX_CPU_SECONDS, "FSIZE": 0, "CORE": 0}
+    for name, value in limits.items():
+        with contextlib.suppress(OSError, ValueError):  # not every system has all of them
+            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
     out = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # keep what libraries print out of the answer
     job: dict[str, Any] = json.loads(sys.stdin.buffer.readline())

@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 
 from arpo.errors import ArpoError
-from arpo.tools.base import Tool, ToolError, ToolUnavailable, tool
+from arpo.tools.base import CHARS_PER_TOKEN, Tool, ToolError, ToolUnavailable, tool
 from arpo.tools.browse.address import Resolver, system_resolver
 from arpo.tools.browse.condense import CONDENSE_SECONDS, Condenser
 from arpo.tools.browse.fetch import Fetcher, Page
@@ -26,7 +26,6 @@ from arpo.tools.browse.reader import fit, replace_surrogates, shorten
 
 VERSION = "1"  # of the reader; with another one, cached results are not used
 CONCURRENCY = 16
-CHARS_PER_TOKEN = 4
 MIN_TOKENS = 16
 CONDENSE_CHARS = 40_000  # of a page, sent to a condenser
 MAX_QUESTION_CHARS = 1000

@@ -91,13 +91,6 @@ def numbers(table: str, machine: str) -> list[int]:
 def _argument_checks(machine: str, namespaces: bool) -> list[tuple[int, list[Instruction]]]:
     names = [entry.split()[0] for entry in _ARGUMENT_CHECKED.split(",")]
     number = dict(zip(names, numbers(_ARGUMENT_CHECKED, machine), strict=True))
-    thread: list[Instruction] = [
-        (_LOAD, 0, 0, 16),
-        (_AND, 0, 0, _THREAD | _NEW_NAMESPACES),
-        (_EQUAL, 0, 1, _THREAD),
-        (_RETURN, 0, 0, ALLOW),
-        (_RETURN, 0, 0, DENY),
-    ]
     pair: list[Instruction] = [
         (_LOAD, 0, 0, 16),
         (_EQUAL, 0, 4, 1),  # AF_UNIX
@@ -107,13 +100,8 @@ def _argument_checks(machine: str, namespaces: bool) -> list[tuple[int, list[Ins
         (_RETURN, 0, 0, ALLOW),
         (_RETURN, 0, 0, DENY),
     ]
-    mapping: list[Instruction] = [
-        (_LOAD, 0, 0, 40),
-        (_AND, 0, 0, _SHARED | _ANONYMOUS),
-        (_EQUAL, 0, 1, _SHARED),
-        (_RETURN, 0, 0, DENY),
-        (_RETURN, 0, 0, ALLOW),
-    ]
+    thread = _masked(0, _THREAD | _NEW_NAMESPACES, _THREAD, ALLOW, DENY)
+    mapping = _masked(3, _SHARED | _ANONYMOUS, _SHARED, DENY, ALLOW)
     return [
         (number["fcntl"], _one_of(1, _FCNTL)),
         (number["ioctl"], _one_of(1, _IOCTL)),
@@ -132,6 +120,12 @@ def _one_of(argument: int, values: Sequence[int]) -> list[Instruction]:
     """Allow if the lower 32 bits of an argument are one of the values."""
     tests: list[Instruction] = [(_EQUAL, len(values) - i, 0, value) for i, value in enumerate(values)]
     return [(_LOAD, 0, 0, 16 + 8 * argument), *tests, (_RETURN, 0, 0, DENY), (_RETURN, 0, 0, ALLOW)]
+
+
+def _masked(argument: int, mask: int, value: int, equal: int, other: int) -> list[Instruction]:
+    """Return `equal` if the lower 32 bits of an argument, under a mask, are the value."""
+    load: Instruction = (_LOAD, 0, 0, 16 + 8 * argument)
+    return [load, (_AND, 0, 0, mask), (_EQUAL, 0, 1, value), (_RETURN, 0, 0, equal), (_RETURN, 0, 0, other)]
 
 
 def _null(argument: int) -> list[Instruction]:

@@ -43,12 +43,7 @@ def build_search(documents: Sequence[Document], results: int = 3, max_tokens: in
     """Return the tool over documents in memory. Calls run on the event loop, one after the other."""
     index = memory_index(documents)
     return search_tool(
-        lambda query: index.search(query, results),
-        results,
-        max_tokens,
-        quick=True,
-        cacheable=True,
-        version=index.version("bm25"),
+        lambda query: index.search(query, results), index.version("bm25"), results, max_tokens, quick=True
     )
 
 
@@ -57,11 +52,7 @@ def index_search(index: Index, results: int = 3, mode: Mode = "bm25", max_tokens
     version = index.version(mode)
     if mode != "bm25" and index.dense is not None:
         index.dense.load()
+    cores = os.cpu_count() or 1
     return search_tool(
-        lambda query: index.search(query, results, mode),
-        results,
-        max_tokens,
-        concurrency=os.cpu_count() or 1,
-        cacheable=True,
-        version=version,
+        lambda query: index.search(query, results, mode), version, results, max_tokens, concurrency=cores
     )

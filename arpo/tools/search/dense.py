@@ -97,8 +97,8 @@ class Dense:
         """Return the numbers of the `count` passages nearest to a query, nearest first."""
         import torch
 
+        encoder = self.load()
         with self._lock:  # a tokenizer cannot be used by two threads at once
-            encoder = self._encoder or self._load()
             vector_D = encoder.encode([self.embedder.query_prefix + query])[0]
         with torch.inference_mode():
             scores_N = torch.cat([rows_KD.float() @ vector_D for rows_KD in self._rows()])
@@ -107,25 +107,23 @@ class Dense:
             scores_K = scores_N[near_K].cpu().numpy()
         return [int(near_K[at]) for at in top_indices(scores_K, count, -math.inf)]
 
-    def load(self) -> None:
-        """Load the model now, so that the first query does not wait and errors show early."""
-        with self._lock:
-            if self._encoder is None:
-                self._load()
-
-    def _load(self) -> Encoder:
+    def load(self) -> Encoder:
+        """Return the model, loaded by the first call."""
         import torch
 
-        encoder = Encoder(self.embedder.model, self._device)
-        if encoder.width != self._vectors.shape[1]:
-            raise ArpoError(
-                f"{self.embedder.model!r} gives vectors of {encoder.width} numbers, but the index has "
-                f"{self._vectors.shape[1]}: the model has changed, so rebuild the index"
-            )
-        if encoder.device.type == "cuda":
-            self._on_gpu = torch.tensor(self._vectors, device=encoder.device)
-        self._encoder = encoder
-        return encoder
+        with self._lock:
+            if self._encoder is not None:
+                return self._encoder
+            encoder = Encoder(self.embedder.model, self._device)
+            if encoder.width != self._vectors.shape[1]:
+                raise ArpoError(
+                    f"{self.embedder.model!r} gives vectors of {encoder.width} numbers, but the index has "
+                    f"{self._vectors.shape[1]}: the model has changed, so rebuild the index"
+                )
+            if encoder.device.type == "cuda":
+                self._on_gpu = torch.tensor(self._vectors, device=encoder.device)
+            self._encoder = encoder
+            return encoder
 
     def _rows(self) -> Iterator[Tensor]:
         import torch

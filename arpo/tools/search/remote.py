@@ -104,9 +104,7 @@ def http_search(url: str, results: int = 3, max_tokens: int = 512, timeout: floa
             raise ToolUnavailable(f"{client.name} did not answer in Search-R1's form: a list under `result`")
         return _with_text(map(_server_hit, hits), hits, client.name)
 
-    return search_tool(
-        find, results, max_tokens, timeout=timeout + 1, concurrency=64, cacheable=True, version=client.name
-    )
+    return search_tool(find, client.name, results, max_tokens, timeout=timeout + 1, concurrency=64)
 
 
 def web_search(
@@ -133,7 +131,7 @@ def web_search(
         found = _with_text((_web_hit(hit, engine.text) for hit in hits or []), hits or [], client.name)
         return [Document(hit.title.replace(key, "***"), hit.text.replace(key, "***")) for hit in found]
 
-    return search_tool(find, results, max_tokens, timeout=timeout + 1, concurrency=8, cacheable=True, version=provider)
+    return search_tool(find, provider, results, max_tokens, timeout=timeout + 1, concurrency=8)
 
 
 async def _request(client: HttpClient, hint: str = "", **request: Any) -> Any:

@@ -22,8 +22,11 @@ MAX_QUERY_CHARS = 1000
 Find = Callable[[str], Sequence[Document]] | Callable[[str], Awaitable[Sequence[Document]]]
 
 
-def search_tool(find: Find, results: int, max_tokens: int, **limits: Unpack[Limits]) -> Tool:
-    """Return the tool `search` over a function that finds passages for a query; `limits` are fields of Tool."""
+def search_tool(find: Find, backend: str, results: int, max_tokens: int, **limits: Unpack[Limits]) -> Tool:
+    """Return the tool `search` over a function that finds passages for a query.
+
+    `backend` is the version of what is searched; `limits` are fields of Tool.
+    """
     if results < 1:
         raise ArpoError(f"search must return at least 1 result, not {results}")
     if max_tokens < 1:
@@ -38,8 +41,7 @@ def search_tool(find: Find, results: int, max_tokens: int, **limits: Unpack[Limi
 
     search = search_async if inspect.iscoroutinefunction(find) else search_sync
     search.__name__, search.__doc__ = "search", DESCRIPTION
-    version = limits.get("version", "")
-    limits["version"] = f"{version} {results} {max_tokens}"
+    limits["cacheable"], limits["version"] = True, f"{backend} {results} {max_tokens}"
     return tool(**limits)(search)
 
 
