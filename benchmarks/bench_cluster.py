@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import fmean
 
 import arpo.builtin
-from arpo.cluster.connect import connect
+from arpo.cluster.ray_backend import connect
 from arpo.cluster.sampler import RaySampler
 from arpo.config.loading import load_config
 from arpo.runs.run_dir import open_run_dir as read_run

@@ -30,7 +30,7 @@ def train(config: ConfigFile, overrides: Overrides = None, resume: Resume = Fals
     with ExitStack() as stack:
         group = build_sampler = None
         if settings.cluster.address is not None:
-            from arpo.cluster.connect import connect
+            from arpo.cluster.ray_backend import connect
 
             build_sampler = stack.enter_context(connect(settings, reporter))
         if launch.world_size() > 1:

@@ -1,6 +1,6 @@
-"""Machines and workers of a Ray cluster. The only module that knows Ray.
+"""A Ray cluster: connecting to it, its machines, workers and trainers. The only module that knows Ray.
 
-    with connect_ray(address) as backend: ...
+    with connect(config) as build_sampler, open_training(config, build_sampler=build_sampler) as training: ...
 
 Actors end with the process that started them. They import `arpo`, which every machine must have in the same version,
 and find files under the same paths.
@@ -14,26 +14,61 @@ import re
 import socket
 import threading
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import numpy as np
 
-from arpo.cluster.sampler import WorkerDied
+from arpo.cluster.sampler import RaySampler, WorkerDied
 from arpo.cluster.scheduler import Machine, Placement
 from arpo.cluster.worker import DONE, MISTAKE, Reply, Worker
+from arpo.config.schema import Config
 from arpo.errors import ArpoError
 from arpo.figures.text import printable
 from arpo.runs.reporter import SILENT, Reporter
+from arpo.trainer.dist import launch
+from arpo.training.loop import check_settings
 
 EXIT_SECONDS = 10.0  # that a trainer has to end by itself
 RESERVE_SECONDS = 60.0  # in which a GPU that Ray counts must be free
 
 
 @contextmanager
-def connect_ray(address: str, reporter: Reporter = SILENT) -> Iterator[RayBackend]:
-    """Connect to a running cluster; everything started there ends with the block."""
+def connect(config: Config, reporter: Reporter = SILENT) -> Iterator[Callable[[Config, Any], RaySampler]]:
+    """Connect to the cluster and start the other trainers; yields the function that builds the sampler.
+
+    Inside, this process is rank 0 of `cluster.trainers`. Everything started on the cluster ends with the block.
+    """
+    address = config.cluster.address
+    if address is None:
+        raise ValueError("cluster.address is not set")
+    if launch.world_size() > 1:
+        raise ArpoError("cluster.address: leave out torchrun, and give cluster.trainers instead")
+    check_settings(config, on_cluster=True)
+    with ExitStack() as stack:
+        stack.callback(_init_ray(address).shutdown)
+        backend = RayBackend(reporter)
+        stack.callback(backend.close)
+        environment = backend.start_trainers(config.cluster.trainers, config.model.device)
+        before = {name: os.environ[name] for name in environment if name in os.environ}
+
+        def build_sampler(latest: Config, model: Any) -> RaySampler:
+            sampler = RaySampler(backend, latest, model, address, reporter)
+            stack.callback(sampler.close)
+            return sampler
+
+        os.environ.update(environment)
+        try:
+            yield build_sampler
+        finally:
+            for name in environment:
+                del os.environ[name]
+            os.environ.update(before)
+
+
+def _init_ray(address: str) -> Any:
+    """Connect to a running cluster; returns the module `ray`."""
     try:
         import ray
     except ImportError:
@@ -49,12 +84,7 @@ def connect_ray(address: str, reporter: Reporter = SILENT) -> Iterator[RayBacken
         raise ArpoError(
             f"cluster.address: there is no Ray cluster at {address!r} ({first}); `ray start --head` starts one"
         ) from error
-    backend = RayBackend(reporter)
-    try:
-        yield backend
-    finally:
-        backend.close()
-        ray.shutdown()
+    return ray
 
 
 def _require_listener(address: str) -> None:

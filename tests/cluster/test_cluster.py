@@ -19,8 +19,7 @@ from cluster_runs import BASE, SMALL, Messages, ages, assert_all_there, tokens_o
 from safetensors.torch import load_file
 
 from arpo.cli import main as cli
-from arpo.cluster.connect import connect
-from arpo.cluster.ray_backend import connect_ray
+from arpo.cluster.ray_backend import connect
 from arpo.config.loading import differences, load_config
 from arpo.config.schema import Config
 from arpo.errors import ArpoError
@@ -293,8 +292,11 @@ def test_a_mistake_on_another_machine_is_reported_as_one(cluster: Any, tmp_path:
             asyncio.run(train(training))
 
 
-def test_no_cluster_is_reported_at_once(tmp_path: Path) -> None:
-    with pytest.raises(ArpoError, match=r"no answer from '127\.0\.0\.1:1'"), connect_ray("127.0.0.1:1"):
-        pass
-    with pytest.raises(ArpoError, match=r"cluster\.address=auto"), connect_ray("ray://127.0.0.1:10001"):
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [("127.0.0.1:1", r"no answer from '127\.0\.0\.1:1'"), ("ray://127.0.0.1:10001", r"cluster\.address=auto")],
+)
+def test_no_cluster_is_reported_at_once(address: str, message: str) -> None:
+    config = load_config(None, [f"cluster.address={address}"])
+    with pytest.raises(ArpoError, match=message), connect(config):
         pass

@@ -28,8 +28,7 @@ import arpo.training.loop
 from arpo.algorithm.advantage import compute_credits
 from arpo.algorithm.metrics import staleness_metrics
 from arpo.builtin.model import build_model
-from arpo.cluster.connect import connect
-from arpo.cluster.ray_backend import RayBackend, connect_ray, failure_reason
+from arpo.cluster.ray_backend import RayBackend, connect, failure_reason
 from arpo.cluster.sampler import IDLE_SECONDS, MAX_FAILED_STARTS, RaySampler, WorkerDied, _Worker, merge_stats
 from arpo.cluster.scheduler import Machine, Placement
 from arpo.cluster.worker import BUG, DONE, MISTAKE, Worker, decode_request, encode_request, load_weights, weights_of
@@ -644,7 +643,8 @@ def test_settings_that_do_not_go_together_are_refused(given: list[str], message:
 
 def test_without_ray_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ArpoError, match="pip install ray"), connect_ray("auto"):
+    config = load_config(None, ["cluster.address=auto"])
+    with pytest.raises(ArpoError, match="pip install ray"), connect(config):
         pass
 
 
