@@ -31,7 +31,6 @@ pytest.importorskip("mcp")
 from mcp_server import RAW_TOOLS, sdk_server
 
 import arpo.tools.mcp.server as module
-import arpo.tools.mcp.transport as transport
 from arpo.errors import ArpoError
 from arpo.tools.base import ToolError, ToolUnavailable
 from arpo.tools.executor import Toolset, call_tool
@@ -119,7 +118,7 @@ def odd() -> Iterator[McpServer]:
 
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(module, "GRACE_SECONDS", 0.1)
     monkeypatch.setattr(module, "RESTART_PAUSES", (0.0, 0.05, 0.05))
 
 
@@ -180,12 +179,12 @@ def test_long_output_is_cut_and_a_huge_one_never_kept(good: McpServer, odd: McpS
     assert call(good, "big", size=30_000).text.startswith("x" * 20_000 + "\n[output cut")
     before = pid_of(odd)
     for order in ("head", "tail"):
-        result = call(odd, "huge", size=transport.MAX_MESSAGE_BYTES, order=order)
-        assert (result.text, result.fault, result.attempts) == (f"Error: {transport.TOO_LARGE}", Fault.MODEL, 1)
-        assert call(odd, "huge", size=transport.MAX_MESSAGE_BYTES - 200, order=order).fault is None
+        result = call(odd, "huge", size=module.MAX_MESSAGE_BYTES, order=order)
+        assert (result.text, result.fault, result.attempts) == (f"Error: {module.TOO_LARGE}", Fault.MODEL, 1)
+        assert call(odd, "huge", size=module.MAX_MESSAGE_BYTES - 200, order=order).fault is None
     assert pid_of(odd) == before
     with pytest.raises(ToolUnavailable, match="larger than 8 MB"):
-        run(odd, "huge", size=transport.MAX_MESSAGE_BYTES, order="hidden")
+        run(odd, "huge", size=module.MAX_MESSAGE_BYTES, order="hidden")
     assert pid_of(odd) != before
 
 
@@ -252,13 +251,13 @@ def test_a_server_that_cannot_be_used_is_refused(mode: str, message: str, capfd:
 def test_a_server_that_does_not_start_in_time(hurried: None, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ArpoError, match=r"^MCP server odd: it was not ready within 0\.1 seconds"):
         raw("silent", start_timeout=0.1)
-    note = transport.Connection.note
+    note = module.Connection.note
 
     def noted(live: Any, words: Any) -> None:
         note(live, words)
         live.scope.deadline = -math.inf  # the time is up when it has said something
 
-    monkeypatch.setattr(transport.Connection, "note", noted)
+    monkeypatch.setattr(module.Connection, "note", noted)
     with pytest.raises(ArpoError) as error:
         raw("silent")
     assert str(error.value) == "MCP server odd: it was not ready within 300 seconds\n   [31mI am  thinking"
@@ -459,10 +458,10 @@ class Session:
 
 @pytest.mark.parametrize("answers", [0, 1])
 def test_a_server_that_is_only_busy_is_left_alone(answers: int) -> None:
-    endpoint = transport.ServerParams("x", "x", (), {}, None, {}, timeout=0.05, start_timeout=1)
+    endpoint = module.ServerParams("x", "x", (), {}, None, {}, timeout=0.05, start_timeout=1)
 
     async def check() -> bool:
-        live = transport.Connection(1)
+        live = module.Connection(1)
         live.session = Session()  # type: ignore[assignment]
         asyncio.get_running_loop().call_later(0.01, lambda: setattr(live, "responses", answers))
         await module._ConnectionManager(endpoint, ())._check(live)
@@ -488,7 +487,7 @@ def test_close_leaves_neither_thread_nor_process(hurried: None) -> None:
 
 
 def test_nothing_is_started_while_closing() -> None:
-    link = module._ConnectionManager(transport.ServerParams("x", "x", (), {}, None, {}, timeout=1, start_timeout=1), ())
+    link = module._ConnectionManager(module.ServerParams("x", "x", (), {}, None, {}, timeout=1, start_timeout=1), ())
 
     async def late() -> None:
         link.closing.set()
@@ -564,11 +563,11 @@ def test_lines_are_those_of_the_stream_and_long_ones_keep_their_ends(chunks: lis
         return await reading
 
     async def collect(stream: asyncio.StreamReader) -> list[tuple[bytes, bool]]:
-        return [item async for item in transport._lines(stream)]
+        return [item async for item in module._lines(stream)]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transport, "MAX_MESSAGE_BYTES", limit)
-        patch.setattr(transport, "_ENDS", ends)
+        patch.setattr(module, "MAX_MESSAGE_BYTES", limit)
+        patch.setattr(module, "_ENDS", ends)
         found = asyncio.run(read())
     lines = [line for line in b"".join(chunks).split(b"\n")[:-1] if line.strip()]
     whole = [(line, True) if len(line) <= limit else (line[:ends] + line[-ends:], False) for line in lines]
@@ -587,7 +586,7 @@ def test_lines_are_those_of_the_stream_and_long_ones_keep_their_ends(chunks: lis
     ],
 )
 def test_the_request_of_a_long_response(line: str, number: int | None) -> None:
-    answer = transport._too_long(line.encode())
+    answer = module._too_long(line.encode())
     assert (None if answer is None else answer.id) == number
 
 
@@ -743,8 +742,8 @@ def test_a_server_that_lost_the_session_is_initialized_again_once(web: Web) -> N
 
 def test_large_and_compressed_replies_and_http_errors(web: Web) -> None:
     with connect_mcp(name="w", url=web.url) as server:
-        result = call(server, "echo", size=transport.MAX_MESSAGE_BYTES)
-        assert (result.text, result.fault) == (f"Error: {transport.TOO_LARGE}", Fault.MODEL)
+        result = call(server, "echo", size=module.MAX_MESSAGE_BYTES)
+        assert (result.text, result.fault) == (f"Error: {module.TOO_LARGE}", Fault.MODEL)
         web.status = 500
         assert call(server, "echo", size=1).fault is Fault.INFRA
         web.status = 200

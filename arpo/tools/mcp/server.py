@@ -5,10 +5,13 @@
 
 Guarantees: the connection lives in its own thread, so calls may come from any event loop. The tools stay as they were
 first listed. A server that dies or hangs is restarted at the next call, once for all callers. A program gets a
-minimal environment and `env`, not that of this process. `close`, or the end of the interpreter, ends the thread and
-the program.
-Not covered: isolation (a program runs with the rights of this process); sign-in by browser; anything of MCP but tools
-(a server that wants sampling, roots or user input is refused); what `transport` does not cover.
+minimal environment and `env`, not that of this process; its stderr is kept for error messages and never printed.
+`close`, or the end of the interpreter, ends the thread and the program with its process group. A message takes bounded
+memory, and one that is too long becomes an error of its request if that is known. The SDK sees only responses: requests
+of the server are refused, notifications and invalid messages are dropped.
+Not covered: isolation (a program runs with the rights of this process); a program that leaves its process group;
+systems without process groups; sign-in by browser; anything of MCP but tools (a server that wants sampling, roots or
+user input is refused).
 """
 
 from __future__ import annotations
@@ -18,31 +21,62 @@ import atexit
 import json
 import logging
 import math
+import os
 import re
+import signal
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, Self
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from arpo.errors import ArpoError
 from arpo.tools.base import Tool, ToolError, ToolUnavailable
-from arpo.tools.mcp.transport import MAX_MESSAGE_BYTES, TOO_LARGE, Connection, ServerParams, reason
 from arpo.types import ToolSpec
 
 if TYPE_CHECKING:
+    import httpx2
     import mcp_types
+    from anyio.streams.memory import MemoryObjectSendStream
     from mcp.client import ClientSession
+    from mcp.client._transport import ReadStream, TransportStreams, WriteStream
+    from mcp.shared.message import SessionMessage
 
 MAX_TOOLS = 1000
 JOIN_SECONDS = 15.0  # longer than all time limits of closing together
 SLACK_SECONDS = 1.0  # added to the timeout of a call, so that `call_tool` reports a timeout first
 RESTART_PAUSES = (0.0, 0.5, 2.0)  # before each attempt to restart
+MAX_MESSAGE_BYTES = 8 * 2**20
+TOO_LARGE = f"the result is larger than {MAX_MESSAGE_BYTES // 2**20} MB; ask for less"
+NOTES_BYTES = 4096
+NOTES_LINES = 8
+CLOSE_SECONDS = 2.0  # for an orderly end of the session
+GRACE_SECONDS = 1.0  # for a program to exit by itself, and again after SIGTERM
+STDERR_SECONDS = 0.1  # to read what a program wrote before it ended
+SILENCE_SECONDS = 300.0  # between two chunks of an HTTP reply
+_ENDS = 200  # bytes kept of each end of a line that is too long
+
+# The id of a response, where the beginning or the end of its line leaves no doubt about it.
+_ID = re.compile(rb'^\s*\{\s*(?:"jsonrpc"\s*:\s*"2\.0"\s*,\s*)?"id"\s*:\s*(\d+)\s*,|"id"\s*:\s*(\d+)\s*\}\s*$')
+
+
+@dataclass(frozen=True, slots=True)
+class ServerParams:
+    """A program to start, or a URL; the timeouts, in seconds, are those of a call and of the start."""
+
+    name: str
+    command: str | None
+    args: tuple[str, ...]
+    env: Mapping[str, str] = field(repr=False)
+    url: str | None
+    headers: Mapping[str, str] = field(repr=False)
+    timeout: float
+    start_timeout: float
 
 
 def connect_mcp(
@@ -89,8 +123,8 @@ class McpServer:
         self._thread.start()
         atexit.register(self.close)
         try:
-            listing = opened.result()
-            self.tools = tuple(self._tool(spec, listing.version) for spec in listing.specs)
+            specs, version = opened.result()
+            self.tools = tuple(self._tool(spec, version) for spec in specs)
         except BaseException:
             self.close()
             raise
@@ -128,12 +162,8 @@ class McpServer:
             raise ArpoError(f"{self._manager.title}: {error}; leave it out with `only`") from None
 
 
-@dataclass(frozen=True, slots=True)
-class _Listing:
-    """The tools of a server, and its name and version."""
-
-    specs: tuple[ToolSpec, ...]
-    version: str
+_Listing = tuple[tuple[ToolSpec, ...], str]
+"""The tools of a server, and its name and version."""
 
 
 class _ConnectionManager:
@@ -222,7 +252,7 @@ class _ConnectionManager:
         except BaseException as error:
             opened.set_exception(error)
         else:
-            self._only = tuple(spec.name for spec in listing.specs)
+            self._only = tuple(spec.name for spec in listing[0])
             opened.set_result(listing)
 
     async def _restart(self) -> None:
@@ -257,7 +287,7 @@ class _ConnectionManager:
                     connection.scope.deadline = math.inf
                     connection.session = client.session
                     if not ready.done():
-                        ready.set_result(_Listing(specs, "" if info is None else f"{info.name} {info.version}".strip()))
+                        ready.set_result((specs, "" if info is None else f"{info.name} {info.version}".strip()))
                     await connection.closed.wait()
         except Exception as error:
             why = reason(error)
@@ -357,3 +387,299 @@ def _note(block: mcp_types.ContentBlock) -> str:
 
 def _kilobytes(size: int) -> str:
     return f"{math.ceil(size / 1000)} kB"
+
+
+# The connection: pipes of a program or HTTP, as the streams that the SDK reads and writes.
+
+
+class Connection:
+    """One connection, from its start until it is `closed`; it can be used once it has a `session`.
+
+    `responses` counts the responses of the server. `scope` cancels the start after `start_timeout` seconds.
+    """
+
+    def __init__(self, start_timeout: float) -> None:
+        import anyio
+
+        self.closed = asyncio.Event()
+        self.scope = anyio.CancelScope(deadline=anyio.current_time() + start_timeout)
+        self.session: ClientSession | None = None
+        self.responses = 0
+        self._notes = b""
+
+    @property
+    def usable(self) -> bool:
+        """Whether calls can be sent."""
+        return self.session is not None and not self.closed.is_set()
+
+    def close(self) -> None:
+        """Let it end: at once if it is still starting, else in good order."""
+        self.closed.set()
+        self.scope.deadline = asyncio.get_running_loop().time() + (CLOSE_SECONDS if self.session else 0)
+
+    @asynccontextmanager
+    async def open(self, params: ServerParams) -> AsyncIterator[TransportStreams]:
+        """Yield the SDK's pair of streams; leaving the block ends the connection and the program."""
+        import anyio
+        from mcp.shared.message import SessionMessage
+
+        streams = _stdio(params, self) if params.url is None else _http(params, params.url, self)
+        incoming, responses = anyio.create_memory_object_stream[SessionMessage | Exception](0)
+        async with streams as (read, write), responses, anyio.create_task_group() as group:
+            group.start_soon(self._forward, read, write, incoming)
+            try:
+                yield responses, write
+            finally:
+                group.cancel_scope.cancel()
+
+    async def _forward(
+        self,
+        read: ReadStream[SessionMessage | Exception],
+        write: WriteStream[SessionMessage],
+        incoming: MemoryObjectSendStream[SessionMessage | Exception],
+    ) -> None:
+        """Pass on the responses of the server, refuse its requests, and drop everything else."""
+        import anyio
+        from mcp.shared.message import SessionMessage
+        from mcp_types import JSONRPCNotification, JSONRPCRequest
+
+        with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):  # the session has ended
+            async with incoming:
+                async for item in read:
+                    if isinstance(item, Exception):
+                        self.note(str(item)[:_ENDS])
+                    elif isinstance(item.message, JSONRPCRequest):
+                        await write.send(SessionMessage(_refusal(item.message)))
+                    elif not isinstance(item.message, JSONRPCNotification):
+                        self.responses += 1
+                        await incoming.send(item)
+        self.closed.set()
+
+    def note(self, text: bytes | str) -> None:
+        """Keep something that may explain a failure."""
+        more = text if isinstance(text, bytes) else f"\n{text}\n".encode(errors="replace")
+        self._notes = (self._notes + more[-NOTES_BYTES:])[-NOTES_BYTES:]
+
+    def notes(self) -> str:
+        """Return the last notes, one per line, safe to print."""
+        lines = [line for line in self._notes.decode(errors="replace").splitlines() if line.strip()]
+        clean = ("".join(char if char.isprintable() else " " for char in line) for line in lines[-NOTES_LINES:])
+        return "".join(f"\n  {line[-200:]}" for line in clean)
+
+
+def reason(error: BaseException) -> str:
+    """Return why a connection failed, in one line; of a group of errors, an ArpoError or else the first."""
+    errors = _flatten(error)
+    leaf = next((leaf for leaf in errors if isinstance(leaf, ArpoError)), errors[0])
+    if isinstance(leaf, ArpoError):
+        return str(leaf)
+    if isinstance(leaf, ValidationError):
+        first = leaf.errors(include_url=False)[0]
+        value = first["input"]
+        name = f" (of {value['name']!r})" if isinstance(value, dict) and "name" in value else ""
+        return f"it sent an invalid message: {'.'.join(map(str, first['loc']))}{name}: {first['msg']}"[:500]
+    return (str(leaf) or type(leaf).__name__)[:500]
+
+
+def _flatten(error: BaseException) -> list[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for inner in error.exceptions for leaf in _flatten(inner)]
+    return [error]
+
+
+def _refusal(request: mcp_types.JSONRPCRequest) -> mcp_types.JSONRPCResponse | mcp_types.JSONRPCError:
+    from mcp_types import METHOD_NOT_FOUND, ErrorData, JSONRPCError, JSONRPCResponse
+
+    if request.method == "ping":
+        return JSONRPCResponse(jsonrpc="2.0", id=request.id, result={})
+    refused = ErrorData(code=METHOD_NOT_FOUND, message=f"{request.method[:100]} is not offered")
+    return JSONRPCError(jsonrpc="2.0", id=request.id, error=refused)
+
+
+# A program: one message per line.
+
+
+class _Program(asyncio.subprocess.SubprocessStreamProtocol):
+    """A program's pipes, and the event of its exit; its children may keep the pipes open."""
+
+    def __init__(self) -> None:
+        super().__init__(limit=2**16, loop=asyncio.get_running_loop())
+        self.exited = asyncio.Event()
+
+    def process_exited(self) -> None:
+        super().process_exited()
+        self.exited.set()
+
+
+@asynccontextmanager
+async def _stdio(params: ServerParams, connection: Connection) -> AsyncIterator[TransportStreams]:
+    import anyio
+    from mcp.client.stdio import get_default_environment
+    from mcp.shared.message import SessionMessage
+
+    transport, program = await asyncio.get_running_loop().subprocess_exec(
+        _Program,
+        str(params.command),
+        *params.args,
+        env={**get_default_environment(), **params.env},
+        start_new_session=True,
+    )
+    stdin, stdout, stderr = program.stdin, program.stdout, program.stderr
+    assert stdin is not None and stdout is not None and stderr is not None
+    incoming, read = anyio.create_memory_object_stream[SessionMessage | Exception](0)
+    write, outgoing = anyio.create_memory_object_stream[SessionMessage](0)
+
+    async def send() -> None:
+        with suppress(OSError):
+            async for item in outgoing:
+                stdin.write(item.message.model_dump_json(by_alias=True, exclude_unset=True).encode() + b"\n")
+                await stdin.drain()
+        await incoming.aclose()
+
+    async def receive() -> None:
+        async with incoming:
+            async for line, whole in _lines(stdout):
+                message = _message(line) if whole else _too_long(line)
+                if message is not None:
+                    try:
+                        await incoming.send(SessionMessage(message))
+                    except (anyio.BrokenResourceError, anyio.ClosedResourceError):
+                        return
+                elif whole:
+                    connection.note(line[:_ENDS].decode(errors="replace"))
+                else:
+                    connection.note(f"[{TOO_LARGE}]")
+                    return
+
+    async def read_stderr() -> None:
+        while chunk := await stderr.read(NOTES_BYTES):
+            connection.note(chunk)
+
+    async def close_on_exit() -> None:
+        await program.exited.wait()
+        await asyncio.sleep(STDERR_SECONDS)
+        await incoming.aclose()
+
+    errors = asyncio.create_task(read_stderr())
+    async with anyio.create_task_group() as group:
+        for task in (send, receive, close_on_exit):
+            group.start_soon(task)
+        try:
+            yield read, write
+        finally:
+            with anyio.CancelScope(shield=True):
+                await _stop(transport, program, connection)
+                await asyncio.wait({errors}, timeout=STDERR_SECONDS)
+            errors.cancel()
+            transport.close()
+            group.cancel_scope.cancel()
+    for stream in (incoming, read, write, outgoing):
+        stream.close()
+
+
+async def _lines(stdout: asyncio.StreamReader) -> AsyncIterator[tuple[bytes, bool]]:
+    """Yield lines and whether they are complete; of a line that is too long, only its two ends."""
+    line, whole = bytearray(), True
+    while chunk := await stdout.read(2**16):
+        for number, part in enumerate(chunk.split(b"\n")):
+            if number:
+                if line.strip():
+                    yield bytes(line), whole
+                line, whole = bytearray(), True
+            line += part
+            if len(line) > MAX_MESSAGE_BYTES or not whole:
+                del line[_ENDS:-_ENDS]
+                whole = False
+
+
+def _message(line: bytes) -> mcp_types.JSONRPCMessage | None:
+    from mcp_types import jsonrpc_message_adapter
+
+    try:
+        return jsonrpc_message_adapter.validate_json(line, by_name=False)
+    except ValueError:
+        return None
+
+
+def _too_long(line: bytes) -> mcp_types.JSONRPCError | None:
+    """Return an error in place of a response that is too long, if its request can be identified."""
+    from mcp_types import INVALID_PARAMS, ErrorData, JSONRPCError
+
+    found = _ID.search(line)
+    if found is None:
+        return None
+    error = ErrorData(code=INVALID_PARAMS, message=TOO_LARGE)
+    return JSONRPCError(jsonrpc="2.0", id=int(found[1] or found[2]), error=error)
+
+
+async def _stop(transport: asyncio.SubprocessTransport, program: _Program, connection: Connection) -> None:
+    """End a program and its process group: close its stdin, then SIGTERM, then SIGKILL."""
+    assert program.stdin is not None
+    with suppress(OSError):
+        program.stdin.close()
+    if await _exited(program):
+        connection.note(f"[exit code {transport.get_returncode()}]")
+    else:
+        _signal(transport, signal.SIGTERM)
+        await _exited(program)
+    _signal(transport, signal.SIGKILL)  # also what is left of the group
+    await _exited(program)
+
+
+async def _exited(program: _Program) -> bool:
+    with suppress(TimeoutError):
+        await asyncio.wait_for(program.exited.wait(), GRACE_SECONDS)
+    return program.exited.is_set()
+
+
+def _signal(transport: asyncio.SubprocessTransport, number: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(transport.get_pid(), number)  # it leads its own group
+
+
+# HTTP: the SDK's client, with limits.
+
+
+@asynccontextmanager
+async def _http(params: ServerParams, url: str, connection: Connection) -> AsyncIterator[TransportStreams]:
+    import httpx2
+    from mcp.client.streamable_http import streamable_http_client
+
+    async def check(response: httpx2.Response) -> None:
+        if response.request.method == "POST" and response.is_error and response.status_code != 404:
+            connection.note(f"[HTTP {response.status_code} {response.reason_phrase}]")
+        if response.status_code == 404 and "mcp-session-id" in response.request.headers:
+            connection.closed.set()  # the server has lost the session
+        if response.headers.get("content-encoding", "identity") != "identity":
+            raise httpx2.DecodingError("the server compresses its replies although it was asked not to")
+        if not response.headers.get("content-type", "").lower().startswith("text/event-stream"):
+            response.stream = _bounded(response.stream)
+
+    async with (
+        httpx2.AsyncClient(
+            headers={"accept-encoding": "identity", **params.headers},
+            timeout=httpx2.Timeout(params.timeout, read=max(SILENCE_SECONDS, 2 * params.timeout), pool=None),
+            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=20),
+            event_hooks={"response": [check]},
+        ) as client,
+        streamable_http_client(url, http_client=client, max_sse_event_size=MAX_MESSAGE_BYTES) as streams,
+    ):
+        yield streams
+
+
+def _bounded(stream: Any) -> httpx2.AsyncByteStream:
+    import httpx2
+
+    class Bounded(httpx2.AsyncByteStream):
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            size = 0
+            async for part in stream:
+                size += len(part)
+                if size > MAX_MESSAGE_BYTES:
+                    raise httpx2.StreamError(TOO_LARGE)
+                yield part
+
+        async def aclose(self) -> None:
+            await stream.aclose()
+
+    return Bounded()
