@@ -11,8 +11,7 @@ import pytest
 from arpo.tools.base import ToolError, ToolTimeout
 from arpo.tools.executor import Toolset, call_tool
 from arpo.tools.python.tool import build_python, format_result
-from arpo.tools.sandbox.pool import SandboxResult
-from arpo.tools.sandbox.sandbox import Sandbox
+from arpo.tools.sandbox.sandbox import Sandbox, SandboxResult
 from arpo.types import Fault, ToolCall, ToolResult
 
 LIMIT = 400

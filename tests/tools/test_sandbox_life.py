@@ -34,8 +34,7 @@ from sandboxes import (
 import arpo.tools.sandbox.sandbox as module
 from arpo.errors import ArpoError
 from arpo.tools.sandbox import isolation
-from arpo.tools.sandbox.pool import Call, library_dirs
-from arpo.tools.sandbox.sandbox import TIERS, Sandbox, SandboxError, SandboxResult
+from arpo.tools.sandbox.sandbox import TIERS, Call, Sandbox, SandboxError, SandboxResult, library_dirs
 
 
 @pytest.fixture(params=TIERS)
@@ -215,11 +214,11 @@ def test_a_process_forked_from_the_supervisor_keeps_nothing_alive(fresh: Sandbox
 
 @pytest.mark.slow
 def test_a_worker_that_hangs_is_replaced(fresh: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("arpo.tools.sandbox.pool.GRACE_SECONDS", -597.0)  # three seconds to find and stop it
+    monkeypatch.setattr("arpo.tools.sandbox.sandbox.GRACE_SECONDS", -597.0)  # three seconds to find and stop it
     call = in_thread(lambda: fresh.run(WAITING.format("arpo-hang"), 600))
     found = running(fresh, "arpo-hang")
     os.kill(found["worker"], signal.SIGSTOP)
-    monkeypatch.setattr("arpo.tools.sandbox.pool.GRACE_SECONDS", 10.0)
+    monkeypatch.setattr("arpo.tools.sandbox.sandbox.GRACE_SECONDS", 10.0)
     os.kill(running(fresh, "arpo-hang", frozenset({found["cell"]}))["cell"], signal.SIGUSR1)
     assert call.result(60).stdout == "done\n"
     assert until(lambda: not alive(found["worker"]))

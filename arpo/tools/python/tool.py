@@ -8,8 +8,7 @@ Not covered: packages that are not installed, plots, files to keep.
 from __future__ import annotations
 
 from arpo.tools.base import CHARS_PER_TOKEN, Tool, ToolError, ToolTimeout, ToolUnavailable, tool
-from arpo.tools.sandbox.pool import SandboxResult
-from arpo.tools.sandbox.sandbox import Sandbox, SandboxError
+from arpo.tools.sandbox.sandbox import Sandbox, SandboxError, SandboxResult
 
 MAX_CODE = 200_000  # characters
 START_SECONDS = 60.0  # for restarting the sandbox, on top of the code's own time
