@@ -28,33 +28,26 @@ _AFTER_ANSWER = re.compile(r"(?:\s|<\|\w+\|>|</s>|<eos>|<end_of_turn>)*")  # wha
 def format_ok(text: str, call_tags: Sequence[str] = CALL_TAGS) -> tuple[bool, str]:
     """Whether the plain text of a trajectory (without its prompt) keeps to the format, and the rule broken if not."""
     turns = _split_at_results(text)
-    if turns is None:
-        return _verdict("result: tags not paired")
-    reason = _check_text(turns, call_tags)
-    if not reason and any(_calls(turn, call_tags) != [len(turn.rstrip())] for turn in turns[:-1]):
+    reason = "result: tags not paired" if turns is None else _check_text(turns, call_tags)
+    if turns and not reason and any(_calls(turn, call_tags) != [len(turn.rstrip())] for turn in turns[:-1]):
         reason = "call: a result does not follow exactly one call"
-    return _verdict(reason)
+    return not reason, reason
 
 
 def trajectory_format(trajectory: Trajectory) -> tuple[bool, str]:
     """Whether a trajectory keeps to the format, judged on its nodes, and the rule broken if not."""
-    turns = trajectory.turns
-    if any(_RESULT_TAG.search(turn) for turn in turns):
-        return _verdict("result: written by the model")
-    reason, nodes = _check_text(turns, CALL_TAGS), trajectory.nodes
+    turns, nodes = trajectory.turns, trajectory.nodes
+    forged = any(_RESULT_TAG.search(turn) for turn in turns)
+    reason = "result: written by the model" if forged else _check_text(turns, CALL_TAGS)
     if not reason and (trajectory.stop_reason is not StopReason.ANSWER or nodes[-1].kind is not Kind.MODEL):
         reason = "answer: does not end the trajectory"
     if not reason and any(n.kind is Kind.TOOL and (n.call is None or n.call.error is not None) for n in nodes):
         reason = "call: malformed"
-    return _verdict(reason)
-
-
-def _verdict(reason: str) -> tuple[bool, str]:
     return not reason, reason
 
 
 def _split_at_results(text: str) -> list[str] | None:
-    """The stretches of text outside result blocks; None if these are not paired. Tags inside a block are just text."""
+    """The text between result blocks; None if these are not paired. Tags inside a block are plain text."""
     turns: list[str] = []
     start, inside = 0, ""
     for tag in _RESULT_TAG.finditer(text):
@@ -70,7 +63,7 @@ def _split_at_results(text: str) -> list[str] | None:
 
 
 def _check_text(turns: Sequence[str], call_tags: Sequence[str]) -> str:
-    """The rules on the model's own text. A tag is never read across two turns."""
+    """The rule that the model's own text breaks, or "". A tag is never read across two turns."""
     text = "\n".join(turns)
     think_tags = _THINK_TAG.findall(text)
     if not think_tags:

@@ -1,4 +1,4 @@
-"""The judge, against a server on this machine: what is sent, what counts as a verdict, and what never shows."""
+"""The judge, against a local server: requests, verdicts, failures, and the key that never shows."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def said(text: Any) -> tuple[int, bytes]:
 
 @dataclass
 class Server:
-    """Answers with what `reply` makes of a request, and keeps what was asked."""
+    """Answers requests with `reply`, and records them."""
 
     url: str = ""
     reply: Callable[[dict[str, Any]], tuple[int, bytes]] = lambda request: said("CORRECT")
@@ -151,7 +151,7 @@ def test_an_endpoint_that_comes_back_is_asked_again(server: Server) -> None:
     assert ask(server) == 1.0
 
 
-def test_an_endpoint_that_hangs_or_is_not_there_is_unavailable(server: Server) -> None:
+def test_an_endpoint_that_hangs_or_does_not_exist_is_unavailable(server: Server) -> None:
     server.delay = 600
     assert ask(server, timeout=0.05) == "unavailable"
     server.delay = 0
@@ -167,7 +167,7 @@ def test_wrong_settings_end_the_run_with_a_message(server: Server, status: int) 
     assert KEY not in str(error.value)
 
 
-def test_what_needs_no_judge_asks_none(server: Server) -> None:
+def test_clear_answers_are_not_sent_to_the_judge(server: Server) -> None:
     assert ask(server, "the mira tolven!") == 1.0
     assert ask(server, " ") == 0.0
     assert ask(server, "x" * (MAX_ANSWER_CHARS + 1)) == "long"
@@ -202,7 +202,7 @@ def test_the_same_question_is_asked_once_and_few_at_a_time(server: Server) -> No
     assert len(server.requests) == 6
 
 
-def test_failures_are_not_kept(server: Server) -> None:
+def test_failures_are_not_cached(server: Server) -> None:
     judge = LlmJudge(server.url, "m")
     server.reply = lambda request: (500, b"")
     with pytest.raises(NoVerdict, match="unavailable"):
@@ -222,7 +222,7 @@ def test_as_a_reward(server: Server) -> None:
     assert reward(answered.trajectories[0]).total == 1.0
 
 
-def test_what_is_missing_is_told_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_settings_are_an_error_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(**settings: Any) -> str:
         with pytest.raises(ArpoError) as error:
             build_reward(Rewards(accuracy="judge", **settings))

@@ -90,7 +90,7 @@ def test_answers_checked_by_hand(judge: MathJudge, pairs: list[tuple[str, str]],
     assert judge.verdict(pairs[0][0], ["x^7", pairs[0][1]]) == Verdict(equal)
 
 
-def test_equal_strings_and_plain_numbers_need_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_strings_and_plain_numbers_start_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(maths, "_start", None)
     with MathJudge(1) as lazy:
         for prediction, gold, equal in [
@@ -105,7 +105,7 @@ def test_equal_strings_and_plain_numbers_need_no_worker(monkeypatch: pytest.Monk
 
 
 def verdicts_of(judge: MathJudge, answers: list[str], gold: str) -> dict[str, Verdict]:
-    """Every answer's verdict, from three threads at a time."""
+    """The verdict on each answer, asked for from three threads."""
     found: dict[str, Verdict] = {}
 
     def work(mine: list[str]) -> None:
@@ -154,19 +154,19 @@ def test_memory_is_bounded() -> None:
 
 
 @pytest.mark.slow
-def test_who_is_killed_is_replaced_and_only_the_answer_at_work_is_lost() -> None:
+def test_a_killed_worker_is_replaced_and_only_its_answer_is_lost() -> None:
     with MathJudge(1, seconds=120.0) as judge:
 
         def kill_at_work(victim: Callable[[int], None]) -> Verdict:
-            told: list[Verdict] = []
+            verdicts: list[Verdict] = []
             (worker,) = pids(judge)
-            thread = threading.Thread(target=lambda: told.append(judge.verdict(HANGS, ["x"])))
+            thread = threading.Thread(target=lambda: verdicts.append(judge.verdict(HANGS, ["x"])))
             thread.start()
             while len(group_of(worker)) < 2:
                 time.sleep(0.01)
             victim(worker)
             thread.join(60)
-            return told[0]
+            return verdicts[0]
 
         def crash_fork(worker: int) -> None:
             os.kill(next(pid for pid in group_of(worker) if pid != worker), signal.SIGSEGV)
@@ -183,7 +183,7 @@ def test_who_is_killed_is_replaced_and_only_the_answer_at_work_is_lost() -> None
 
 
 @pytest.mark.slow
-def test_a_worker_that_says_nothing_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_does_not_answer_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     with MathJudge(1, seconds=1.0) as judge:
         judge.verdict("x+1", ["1+x"])
         (worker,) = pids(judge)
@@ -194,11 +194,11 @@ def test_a_worker_that_says_nothing_is_ended(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.slow
-def test_closing_ends_busy_workers_and_starts_no_other() -> None:
+def test_closing_ends_busy_workers_and_starts_no_new_one() -> None:
     judge = MathJudge(2, seconds=300.0)
     judge.verdict("x+1", ["1+x"])
-    told: list[Verdict] = []
-    ask = lambda: told.append(judge.verdict(HANGS, ["x"]))  # noqa: E731
+    verdicts: list[Verdict] = []
+    ask = lambda: verdicts.append(judge.verdict(HANGS, ["x"]))  # noqa: E731
     threads = [threading.Thread(target=ask) for _ in range(3)]  # one has to wait
     for thread in threads:
         thread.start()
@@ -208,7 +208,7 @@ def test_closing_ends_busy_workers_and_starts_no_other() -> None:
     judge.close()
     for thread in threads:
         thread.join(60)
-    assert told == [Verdict(False, "died")] * 3
+    assert verdicts == [Verdict(False, "died")] * 3
     wait_until_gone(*started)
     assert judge.verdict("x+2", ["2+x"]) == Verdict(False, "died")
     assert pids(judge) == []
@@ -230,7 +230,7 @@ time.sleep(float(sys.argv[1]))
 
 
 @pytest.mark.slow
-def test_no_process_outlives_ours() -> None:
+def test_no_process_outlives_its_parent() -> None:
     def start(seconds: str, limit: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", SCRIPT, seconds, limit]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
@@ -261,24 +261,24 @@ def test_nothing_is_evaluated_in_a_fork(tmp_path: Path) -> None:
     worker = Path(maths.__file__).with_name("math_worker.py")
     code = f"""
 import os, runpy, socket, subprocess
-own = runpy.run_path({str(worker)!r})
+worker = runpy.run_path({str(worker)!r})
 from sympy import Number, sympify
-own["confine"](20, 4096)
+worker["confine"](20, 4096)
 assert Number("12") == 12 and abs(Number("1.5e3") - 1500) < 1
-def tries(what):
+def attempt(action):
     try:
-        what()
+        action()
     except RuntimeError as error:
         print(error)
-tries(lambda: sympify("__import__('os')"))
-tries(lambda: eval("1+1"))
-tries(lambda: exec("Integer (1 ); x"))
-tries(lambda: exec("def monomial_mul(A, B):\\n    return A.b0"))
-tries(lambda: exec("def monomial_mul(A, B):\\n    return exit(0)"))
-tries(lambda: subprocess.run(["true"]))
-tries(lambda: os.system("true"))
-tries(lambda: socket.create_connection(("127.0.0.1", 9)))
-tries(lambda: open({str(tmp_path / "x")!r}, "w"))
+attempt(lambda: sympify("__import__('os')"))
+attempt(lambda: eval("1+1"))
+attempt(lambda: exec("Integer (1 ); x"))
+attempt(lambda: exec("def monomial_mul(A, B):\\n    return A.b0"))
+attempt(lambda: exec("def monomial_mul(A, B):\\n    return exit(0)"))
+attempt(lambda: subprocess.run(["true"]))
+attempt(lambda: os.system("true"))
+attempt(lambda: socket.create_connection(("127.0.0.1", 9)))
+attempt(lambda: open({str(tmp_path / "x")!r}, "w"))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     refused = [line.split()[0] for line in done.stdout.splitlines()]
@@ -299,7 +299,7 @@ def test_as_a_reward_the_reason_is_counted() -> None:
 
 
 @pytest.mark.slow
-def test_scoring_does_not_hold_up_the_event_loop() -> None:
+def test_scoring_does_not_block_the_event_loop() -> None:
     reward = build_reward(Rewards(accuracy="math", bonus=0.0, math_seconds=2.0))
     slow = searched(last=f"<think>b</think><answer>\\boxed{{{HANGS}}}</answer>")
 
@@ -323,7 +323,7 @@ def test_the_shared_judge_needs_the_library(monkeypatch: pytest.MonkeyPatch) -> 
         MathJudge()
 
 
-def test_a_worker_that_cannot_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_cannot_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(maths, "_WORKER", Path("/no/such/worker.py"))
     with MathJudge(1) as judge, pytest.raises(ArpoError, match="does not start"):
         judge.verdict("x+1", ["1+x"])

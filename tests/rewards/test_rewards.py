@@ -1,4 +1,4 @@
-"""Rewards: known values, and texts that try to earn what they should not."""
+"""Rewards: known values, and texts that try to earn a reward they do not deserve."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_any_text_gets_a_score_in_range(prediction: str, gold: str) -> None:
 
 
 @given(HOSTILE)
-def test_any_text_gets_a_verdict_with_a_reason_exactly_if_broken(text: str) -> None:
+def test_a_reason_is_given_exactly_if_the_format_is_broken(text: str) -> None:
     ok, reason = format_ok(text)
     assert ok == (reason == "")
     content = boxed(text)
@@ -248,7 +248,7 @@ def test_good_trees() -> None:
     assert trajectory_format(torn.trajectories[0]) == (False, "think: tags not paired")
 
 
-def test_path_that_ends_with_a_tool_result_has_no_answer() -> None:
+def test_a_trajectory_that_ends_with_a_tool_result_has_no_answer() -> None:
     ended = tree([prompt(), model(0, [3], "<think>a</think>" + GOLD), tool(1)], [2])
     assert trajectory_format(ended.trajectories[0]) == (False, NOT_LAST)
     reward = hierarchical_reward("em", 0.1, ())(ended.trajectories[0])
@@ -286,7 +286,7 @@ def test_hierarchical_reward(rollout: RolloutTree, total: float, expected: dict[
     assert reward.parts == pytest.approx(expected)
 
 
-def test_bonus_needs_every_tool_on_the_same_path() -> None:
+def test_bonus_needs_every_tool_on_the_same_trajectory() -> None:
     nodes = [
         prompt(),
         model(0, [3], "<think>a</think><search>x</search>"),

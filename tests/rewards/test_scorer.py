@@ -83,7 +83,7 @@ def test_an_error_of_the_reward_function_is_raised_by_score(error: BaseException
         asyncio.run(score())
 
 
-def test_leaving_waits_for_nobody_and_ends_the_threads() -> None:
+def test_leaving_waits_for_nothing_and_ends_the_threads() -> None:
     before, go_on = threading.active_count(), threading.Event()
     calls: list[str] = []
 
