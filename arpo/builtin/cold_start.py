@@ -1,7 +1,8 @@
 """The cold start: the base model that comes with the package imitates traces of the toy world.
 
 It takes about half a minute on two cores. The result is a Hugging Face directory in the cache, named by a hash of
-everything it depends on, and is made once.
+everything it depends on, and is made once. Pretraining uses the same supervised training on token rows: only marked
+tokens are trained on; rows of similar length are batched together and padded on the right.
 """
 
 from __future__ import annotations
@@ -12,19 +13,20 @@ import math
 import os
 import random
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn import functional
 
-from arpo.agent.formats import build_format
-from arpo.builtin.imitation import batch_rows, imitate, trace_rows
+from arpo.agent.formats import CallFormat, build_format
 from arpo.builtin.traces import TRACES_PER_WORLD, CallTool, write_traces
 from arpo.builtin.world import World, build_world
 from arpo.config.schema import Config, Model
 from arpo.data.plugin import Progress
+from arpo.data.traces import Trace
 from arpo.errors import ArpoError
 from arpo.models.load import load_model
 from arpo.models.save import save_pretrained
@@ -32,9 +34,12 @@ from arpo.tools.base import Tool
 from arpo.tools.build import python_tool
 from arpo.tools.executor import call_tool
 from arpo.tools.search import build_search
-from arpo.types import ToolCall
+from arpo.training.sft_examples import encode_trace
+from arpo.types import Kind, ToolCall
 
 RECIPE = 1  # raise this when the same settings should give another model
+Row = tuple[list[int], list[bool]]
+"""Token ids, and which of them are trained on."""
 
 
 def cache_dir() -> Path:
@@ -68,9 +73,8 @@ def train_from_base(config: Config, world: World, progress: Progress) -> tuple[A
         model, tokenizer = load_model(Model(path=str(base), device="cpu"))  # the same result on every machine
     progress(0, settings.steps, math.nan)
     traces = write_traces(world, settings.traces, tool_caller(config), settings.seed, config.world.difficulty)
-    rows = trace_rows(
-        traces, tokenizer, build_format("tags", [tool.spec for tool in world_tools(config, world).values()])
-    )
+    fmt = build_format("tags", [tool.spec for tool in world_tools(config, world).values()])
+    rows = trace_rows(traces, tokenizer, fmt)
     batches = batch_rows(lambda: rows, settings.batch_tokens, random.Random(settings.seed))
     imitate(model, batches, settings.steps, settings.lr, progress)
     return model.eval(), tokenizer
@@ -109,3 +113,66 @@ def _fingerprint(config: Config, world: World) -> str:
     for name in sorted(path.name for path in base.iterdir()):
         digest.update(base.joinpath(name).read_bytes())
     return digest.hexdigest()[:16]
+
+
+def imitate(model: Any, batches: Iterator[list[Row]], steps: int, lr: float, progress: Progress) -> None:
+    """Train on `steps` batches, with a short warmup and a linear decay to 0."""
+    optimizers = _build_optimizers(model, lr)
+    for step in range(steps):
+        lr_scale = min(1.0, (step + 1) / 30) * (1 - step / steps)
+        progress(step + 1, steps, _train_step(model, optimizers, next(batches), lr_scale))
+
+
+def trace_rows(traces: Sequence[Trace], tokenizer: Any, fmt: CallFormat) -> list[Row]:
+    """Traces as token rows, tokenized segment by segment as in a rollout."""
+    examples = (encode_trace(trace, tokenizer, fmt) for trace in traces)
+    return [
+        (
+            [token for _, ids in example.segments for token in ids],
+            [kind is Kind.MODEL for kind, ids in example.segments for _ in ids],
+        )
+        for example in examples
+    ]
+
+
+def batch_rows(next_rows: Callable[[], list[Row]], batch_tokens: int, rng: random.Random) -> Iterator[list[Row]]:
+    """Endless batches of rows of similar length, at most `batch_tokens` padded tokens each, in random order."""
+    while True:
+        rows = sorted(next_rows(), key=lambda row: len(row[0]))
+        batches: list[list[Row]] = [[]]
+        for row in rows:
+            if (len(batches[-1]) + 1) * len(row[0]) > batch_tokens and batches[-1]:
+                batches.append([])
+            batches[-1].append(row)
+        rng.shuffle(batches)
+        yield from batches
+
+
+def _build_optimizers(model: Any, lr: float) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of the layers, where it learns faster here than AdamW; AdamW for the rest."""
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
+    rest = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
+    return [
+        torch.optim.Muon(matrices, lr=7.5 * lr, weight_decay=0.0, momentum=0.95),
+        torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+
+
+def _train_step(model: Any, optimizers: list[torch.optim.Optimizer], batch: list[Row], lr_scale: float) -> float:
+    """One optimizer step at `lr_scale` times the base learning rate; returns the loss per token."""
+    width = max(len(tokens) for tokens, _ in batch)
+    tokens_BT = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens, _ in batch], device=model.device)
+    mask_BT = torch.tensor([trained + [False] * (width - len(trained)) for _, trained in batch], device=model.device)
+    hidden_BTH = model.get_decoder()(input_ids=tokens_BT, use_cache=False).last_hidden_state
+    trained_BT = mask_BT[:, 1:]
+    logits_NV = model.get_output_embeddings()(hidden_BTH[:, :-1][trained_BT])
+    loss = functional.cross_entropy(logits_NV, tokens_BT[:, 1:][trained_BT])
+    loss.backward()  # type: ignore[no-untyped-call]
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group.setdefault("base_lr", group["lr"])
+            group["lr"] = group["base_lr"] * lr_scale
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return loss.item()

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from arpo.agent.formats import build_format
-from arpo.builtin.cold_start import tool_caller, world_tools
-from arpo.builtin.imitation import Row, batch_rows, imitate, trace_rows
+from arpo.builtin.cold_start import Row, batch_rows, imitate, tool_caller, trace_rows, world_tools
 from arpo.builtin.model import build_model, build_tokenizer
 from arpo.builtin.traces import write_traces
 from arpo.builtin.world import World, build_world, world_vocabulary
@@ -78,8 +77,8 @@ def _recital(tokenizer: Any, world: World, rng: random.Random) -> Row:
     Pieces start and end anywhere, so the next token can only be predicted by finding the last one in the passage.
     """
     words = (*world_vocabulary(), *map(str, range(100)))
-    facts = tuple(world.halves[0].facts.values())
-    parts = [rng.choice(facts).text if rng.random() < 0.5 else " ".join(rng.choices(words, k=6)) for _ in range(3)]
+    facts = world.halves[0].facts()
+    parts = [rng.choice(facts) if rng.random() < 0.5 else " ".join(rng.choices(words, k=6)) for _ in range(3)]
     passage = tokenizer(" " + " ".join(parts), add_special_tokens=False).input_ids
     tokens, trained = list(passage), [False] * len(passage)
     for _ in range(3):

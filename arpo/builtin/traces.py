@@ -79,9 +79,8 @@ def write_trace(task: Task, call: CallTool, rng: random.Random, mistakes: Mistak
         subject = entity or values[-1]
         if rng.random() < mistakes.wrong_relation:
             wrong = writer.search(_other_relation(relation, rng), subject)
-            if (
-                i == len(plan["lookups"]) - 1 and "operator" not in plan and rng.random() < 0.5
-            ):  # the mistake goes unnoticed
+            last = i == len(plan["lookups"]) - 1
+            if last and "operator" not in plan and rng.random() < 0.5:  # the mistake goes unnoticed
                 values.append(wrong)
                 break
         values.append(writer.search(relation, subject))

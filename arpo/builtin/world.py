@@ -14,7 +14,6 @@ documents. Training and test questions are about disjoint entities, and no fact 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from arpo.config.schema import World as WorldSection
@@ -23,29 +22,15 @@ from arpo.types import Document, Task, derive_seed
 
 
 @dataclass(frozen=True, slots=True)
-class Fact:
-    """`The {relation} of {entity} is {value}.`"""
-
-    relation: str
-    entity: str
-    value: str
-
-    @property
-    def text(self) -> str:
-        """The text of the fact's document."""
-        return f"The {self.relation} of {self.entity} is {self.value}."
-
-
-@dataclass(frozen=True, slots=True)
 class Half:
-    """The training or the test half: entities by kind, and all facts about them."""
+    """The training or the test half: entities by kind, and the value of every relation of every entity."""
 
     names: dict[str, tuple[str, ...]]
-    facts: dict[tuple[str, str], Fact]
+    values: dict[tuple[str, str], str]
 
-    def value(self, relation: str, entity: str) -> str:
-        """The value of `relation` for `entity`."""
-        return self.facts[relation, entity].value
+    def facts(self) -> list[str]:
+        """All facts as sentences."""
+        return [f"The {relation} of {entity} is {value}." for (relation, entity), value in self.values.items()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +103,12 @@ def build_world(settings: WorldSection, without: frozenset[str] = frozenset()) -
     cut = {kind: len(some) * 2 // 3 for kind, some in names.items()}
     train_half = _half({kind: tuple(some[: cut[kind]]) for kind, some in names.items()}, _rng(settings, "train facts"))
     test_half = _half({kind: tuple(some[cut[kind] :]) for kind, some in names.items()}, _rng(settings, "test facts"))
-    facts = [*train_half.facts.values(), *test_half.facts.values()]
+    facts = [*train_half.facts(), *test_half.facts()]
     _rng(settings, "order").shuffle(facts)
     return World(
         settings,
         (train_half, test_half),
-        tuple(Document(title="", text=fact.text) for fact in facts),
+        tuple(Document(title="", text=fact) for fact in facts),
         _questions(train_half, "train", settings.train_questions, settings),
         _questions(test_half, "test", settings.test_questions, settings),
     )
@@ -134,27 +119,26 @@ def _rng(settings: WorldSection, what: str) -> random.Random:
 
 
 def _half(names: dict[str, tuple[str, ...]], rng: random.Random) -> Half:
-    facts: dict[tuple[str, str], Fact] = {}
+    values: dict[tuple[str, str], str] = {}
     for relation, (kind, target) in ENTITY_RELATIONS.items():
         for entity in names[kind]:
-            facts[relation, entity] = Fact(relation, entity, rng.choice(names[target]))
+            values[relation, entity] = rng.choice(names[target])
     for relation, (kind, (low, high)) in NUMBER_RELATIONS.items():
         for entity in names[kind]:
-            facts[relation, entity] = Fact(relation, entity, str(rng.randint(low, high)))
-    return Half(names, facts)
+            values[relation, entity] = str(rng.randint(low, high))
+    return Half(names, values)
 
 
 def _questions(half: Half, split: str, count: int, settings: WorldSection) -> tuple[Task, ...]:
     """`count` different questions; with the difficulty, long chains and computations become more frequent."""
-    rng = _rng(settings, f"{split} questions")
-    d = settings.difficulty
+    rng, d = _rng(settings, f"{split} questions"), settings.difficulty
     weights = (1 - d, 1.0, d, d, d, d)
     found: dict[str, Task] = {}
     for _ in range(20 * count + 1000):
         if len(found) == count:
             break
         kind = rng.choices(KINDS, weights)[0]
-        text, answer, plan = _GENERATORS[kind](half, rng)
+        text, answer, plan = _generate(half, rng, kind)
         if text not in found:
             task_id = f"world-{settings.seed}-{split}-{len(found)}"
             found[text] = Task(task_id, text, (answer,), kind, {"plan": plan})
@@ -183,7 +167,7 @@ def _chain(half: Half, rng: random.Random, hops: int) -> tuple[str, str, Plan]:
                 options += [r for r, (k, _) in NUMBER_RELATIONS.items() if k == kind]
             relation = rng.choice(options)
             relations.append(relation)
-            value = half.value(relation, value)
+            value = half.values[relation, value]
             if value in seen:  # a cycle would have a shorter solution
                 break
             seen.add(value)
@@ -194,57 +178,39 @@ def _chain(half: Half, rng: random.Random, hops: int) -> tuple[str, str, Plan]:
             return f"What is the {phrase} of {entity}?", value, {"lookups": lookups}
 
 
-def _two_numbers(half: Half, rng: random.Random, years: bool = True) -> tuple[str, str, str, int, int]:
-    while True:
-        relation = rng.choice([r for r in NUMBER_RELATIONS if years or not r.endswith("year")])
+def _computed(half: Half, rng: random.Random, kind: str) -> tuple[str, str, Plan]:
+    """A sum, a difference or a comparison of two numbers."""
+    relations = [relation for relation in NUMBER_RELATIONS if kind != "sum" or not relation.endswith("year")]
+    x = y = 0
+    while x == y:
+        relation = rng.choice(relations)
         a, b = rng.sample(half.names[NUMBER_RELATIONS[relation][0]], 2)
-        x, y = int(half.value(relation, a)), int(half.value(relation, b))
-        if x != y:
-            return relation, a, b, x, y
-
-
-def _sum(half: Half, rng: random.Random) -> tuple[str, str, Plan]:
-    relation, a, b, x, y = _two_numbers(half, rng, years=False)
-    plan: Plan = {"lookups": [[relation, a], [relation, b]], "operator": "+"}
-    return f"What is the {relation} of {a} plus the {relation} of {b}?", str(x + y), plan
-
-
-def _difference(half: Half, rng: random.Random) -> tuple[str, str, Plan]:
-    relation, a, b, x, y = _two_numbers(half, rng)
-    if x < y:
+        x, y = int(half.values[relation, a]), int(half.values[relation, b])
+    if kind == "difference" and x < y:
         a, b, x, y = b, a, y, x
-    plan: Plan = {"lookups": [[relation, a], [relation, b]], "operator": "-"}
-    return f"What is the {relation} of {a} minus the {relation} of {b}?", str(x - y), plan
+    plan: Plan = {"lookups": [[relation, a], [relation, b]], "operator": "+" if kind == "sum" else "-"}
+    if kind == "compare":
+        more = "later" if relation.endswith("year") else "larger"
+        return f"Which has the {more} {relation}, {a} or {b}?", a if x > y else b, {**plan, "choices": [a, b]}
+    word, result = ("plus", x + y) if kind == "sum" else ("minus", x - y)
+    return f"What is the {relation} of {a} {word} the {relation} of {b}?", str(result), plan
 
 
-def _compare(half: Half, rng: random.Random) -> tuple[str, str, Plan]:
-    relation, a, b, x, y = _two_numbers(half, rng)
-    plan: Plan = {"lookups": [[relation, a], [relation, b]], "operator": "-", "choices": [a, b]}
-    more = "later" if relation.endswith("year") else "larger"
-    return f"Which has the {more} {relation}, {a} or {b}?", a if x > y else b, plan
-
-
-_GENERATORS: dict[str, Callable[[Half, random.Random], tuple[str, str, Plan]]] = {
-    "hop1": lambda half, rng: _chain(half, rng, 1),
-    "hop2": lambda half, rng: _chain(half, rng, 2),
-    "hop3": lambda half, rng: _chain(half, rng, 3),
-    "sum": _sum,
-    "difference": _difference,
-    "compare": _compare,
-}
+def _generate(half: Half, rng: random.Random, kind: str) -> tuple[str, str, Plan]:
+    """A question of this kind, its answer and its plan."""
+    return _chain(half, rng, int(kind[-1])) if kind.startswith("hop") else _computed(half, rng, kind)
 
 
 def other_world(world: World, number: int, entities: int) -> World:
     """A small world with facts of its own and none of the names in `world`'s test half."""
     taken = frozenset(name for names in world.halves[1].names.values() for name in names)
-    settings = world.settings.model_copy(
-        update={"seed": derive_seed(world.settings.seed, "other world", number), "entities": entities}
-    )
-    return build_world(settings.model_copy(update={"train_questions": 1, "test_questions": 1}), taken)
+    seed = derive_seed(world.settings.seed, "other world", number)
+    update = {"seed": seed, "entities": entities, "train_questions": 1, "test_questions": 1}
+    return build_world(world.settings.model_copy(update=update), taken)
 
 
 def sample_task(world: World, rng: random.Random) -> Task:
     """One more training question of a random kind, for cold-start traces."""
     kind = rng.choice(KINDS)
-    text, answer, plan = _GENERATORS[kind](world.halves[0], rng)
+    text, answer, plan = _generate(world.halves[0], rng, kind)
     return Task("trace", text, (answer,), kind, {"plan": plan})

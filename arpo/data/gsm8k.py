@@ -86,16 +86,13 @@ def _value(text: str) -> float | None:
 
 
 def _thought(solution: str) -> str:
-    lines = (_without_results(line).strip() for line in solution.rpartition("####")[0].splitlines())
+    """The solution without annotations and without the results right after them, in one line."""
+    lines = []
+    for line in solution.rpartition("####")[0].splitlines():
+        text, *rest = re.split(r"<<[^<>]*>>", line)
+        for part in rest:
+            if found := _RESULT.match(part):
+                text, part = text.rstrip(" $").removesuffix("=").rstrip(), part[found.end() :]
+            text += part
+        lines.append(text.strip())
     return " ".join(filter(None, lines))
-
-
-def _without_results(line: str) -> str:
-    """The line without annotations and without the results right after them."""
-    text, *rest = re.split(r"<<[^<>]*>>", line)
-    for part in rest:
-        found = _RESULT.match(part)
-        if found:
-            text, part = text.rstrip(" $").removesuffix("=").rstrip(), part[found.end() :]
-        text += part
-    return text

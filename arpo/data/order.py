@@ -48,8 +48,12 @@ def batch_tasks(
     one string per earlier step, with one letter per task.
     """
     if not visits:
-        positions = range((step - 1) * batch_size, step * batch_size)
-        return [_nth_task(sources, *_turn(sources, position), seed) for position in positions]
+        chosen = []
+        for position in range((step - 1) * batch_size, step * batch_size):
+            number, turn = _turn(sources, position)
+            epoch, place = divmod(turn, len(tasks := sources[number].tasks))
+            chosen.append(tasks[_shuffled(len(tasks), seed, number, epoch)[place]])
+        return chosen
     passes = [_Curriculum(number, len(source.tasks), seed, visits) for number, source in enumerate(sources)]
     taken: list[tuple[int, int]] = []
     for earlier in range(step):
@@ -75,12 +79,6 @@ def _pattern(weights: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]
     """One round of turns, evenly spread, and for each turn the number of earlier turns of the same source."""
     turns = sorted((Fraction(2 * j + 1, 2 * weight), i, j) for i, weight in enumerate(weights) for j in range(weight))
     return tuple(i for _, i, _ in turns), tuple(j for *_, j in turns)
-
-
-def _nth_task(sources: Sequence[Source], number: int, turn: int, seed: int) -> Task:
-    tasks = sources[number].tasks
-    epoch, place = divmod(turn, len(tasks))
-    return tasks[_shuffled(len(tasks), seed, number, epoch)[place]]
 
 
 @lru_cache(maxsize=8)

@@ -48,7 +48,7 @@ def read_pathquestion(directory: Path) -> PathQuestions:
     if not present:
         raise ArpoError(f"{directory}: holds neither PQ-2H.txt with 2H-kb.txt nor PQ-3H.txt with 3H-kb.txt")
     problems: list[str] = []
-    facts = {fact: None for hops in present for fact in _facts(names[hops][1], problems)}
+    facts = {fact: None for hops in present for _, fact in _lines(names[hops][1], problems)}
     graph = _Graph(facts)
     tasks: dict[str, Task] = {}
     for hops in present:
@@ -64,7 +64,8 @@ def read_pathquestion(directory: Path) -> PathQuestions:
 def split(data: PathQuestions, test_share: float, seed: int) -> tuple[list[Task], list[Task]]:
     """Training and test questions, each in random order; at most `test_share` of all are test questions."""
     graph = _Graph(data.facts)
-    groups = _connected([_edges(task, graph) for task in data.tasks])
+    walks = [graph.walk(path[0], path[1::2])[0] for path in (task.meta["path"] for task in data.tasks)]
+    groups = _connected([{frozenset((subject, value)) for subject, _, value in facts} for facts in walks])
     rng = random.Random(derive_seed(seed, "pathquestion"))
     rng.shuffle(groups)
     train: list[Task] = []
@@ -74,9 +75,8 @@ def split(data: PathQuestions, test_share: float, seed: int) -> tuple[list[Task]
         fits = len(test) + len(tasks) <= test_share * len(data.tasks)
         (test if fits else train).extend(tasks)
     if not train or not test:
-        raise ArpoError(
-            f"a test share of {test_share:g} leaves {len(train)} questions to train and {len(test)} to test"
-        )
+        left = f"{len(train)} questions to train and {len(test)} to test"
+        raise ArpoError(f"a test share of {test_share:g} leaves {left}")
     rng.shuffle(train)
     rng.shuffle(test)
     return train, test
@@ -86,7 +86,12 @@ def write_pathquestion(out: Path, train: Sequence[Task], test: Sequence[Task], d
     """Write a directory with train.jsonl, test.jsonl and documents.jsonl; it appears when all is written."""
     if out.exists():
         raise ArpoError(f"{out}: exists already; choose another name for --output")
-    files = {"train": map(_row, train), "test": map(_row, test), "documents": map(asdict, documents)}
+
+    def row(task: Task) -> dict[str, object]:
+        path = [plain_name(step) for step in task.meta["path"]]
+        return {"id": task.id, "question": task.question, "answer": task.answers, "kind": task.kind, "path": path}
+
+    files = {"train": map(row, train), "test": map(row, test), "documents": map(asdict, documents)}
     unfinished = out.with_name(f"{out.name}.tmp")
     unfinished.mkdir(parents=True, exist_ok=True)
     for name, rows in files.items():
@@ -104,11 +109,6 @@ def plain_question(text: str) -> str:
     """A question in plain text: no underscores, no spaces before 's and ?, a capital first letter."""
     text = re.sub(r" +(?='s\b|[?,.])", "", plain_name(text))
     return text[:1].upper() + text[1:]
-
-
-def _row(task: Task) -> dict[str, object]:
-    row = {"id": task.id, "question": task.question, "answer": task.answers, "kind": task.kind}
-    return {**row, "path": [plain_name(step) for step in task.meta["path"]]}
 
 
 class _Graph:
@@ -129,15 +129,11 @@ class _Graph:
         return used, entities
 
 
-def _edges(task: Task, graph: _Graph) -> set[frozenset[str]]:
-    """The pairs of entities between which a question uses a fact."""
-    path = task.meta["path"]
-    facts, _ = graph.walk(path[0], path[1::2])
-    return {frozenset((subject, value)) for subject, _, value in facts}
-
-
 def _connected(edges: Sequence[set[frozenset[str]]]) -> list[list[int]]:
-    """Groups of questions that share an edge, directly or through others, by union-find."""
+    """Groups of questions that share an edge, directly or through others, by union-find.
+
+    The edges of a question are the pairs of entities between which it uses a fact.
+    """
     parent = list(range(len(edges)))
 
     def root(number: int) -> int:
@@ -156,35 +152,32 @@ def _connected(edges: Sequence[set[frozenset[str]]]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _lines(path: Path, fields: int, problems: list[str]) -> Iterator[tuple[str, list[str]]]:
-    """The place and the fields of each line; lines with another number of fields are problems."""
+def _lines(path: Path, problems: list[str]) -> Iterator[tuple[int, tuple[str, str, str]]]:
+    """The number and the three fields of each line; lines with another number of fields are problems."""
     for number, line in enumerate(read_text(str(path), "PathQuestion").split("\n"), 1):
         parts = [part.strip() for part in line.split("\t")]
-        where = f"{path}, line {number}"
-        if len(parts) == fields and all(parts):
-            yield where, parts
+        if len(parts) == 3 and all(parts):
+            yield number, (parts[0], parts[1], parts[2])
         elif any(parts):
-            problems.append(f"{where}: expected {fields} fields with tabs between them, got {len(parts)}")
-
-
-def _facts(path: Path, problems: list[str]) -> Iterator[Fact]:
-    for _, (subject, relation, value) in _lines(path, 3, problems):
-        yield subject, relation, value
+            problems.append(f"{path}, line {number}: expected 3 fields with tabs between them, got {len(parts)}")
 
 
 def _questions(path: Path, hops: int, graph: _Graph, problems: list[str]) -> Iterator[Task]:
-    for where, (question, answers, chain) in _lines(path, 3, problems):
+    for number, (question, answers, chain) in _lines(path, problems):
         try:
-            steps, right = _chain(chain, hops), _answers(answers)
+            steps = _chain(chain, hops)
+            found = _ANSWERS.fullmatch(answers)
+            if found is None:
+                raise ValueError(f"expected answer(all/answers/), got {answers[:100]!r}")
+            right = [found["one"], *found["all"].split("/")]
             _, reached = graph.walk(steps[0], steps[1::2])
             if not {*right, steps[-1]} <= {*reached}:
                 raise ValueError("the facts do not lead to its answers")
         except ValueError as error:
-            problems.append(f"{where}: {error}")
+            problems.append(f"{path}, line {number}: {error}")
             continue
-        name = f"{path.name}:{where.rpartition(' ')[2]}"
         answer = tuple(plain_name(value) for value in dict.fromkeys([*right, *reached]))
-        yield Task(name, plain_question(question), answer, f"hop{hops}", {"path": steps})
+        yield Task(f"{path.name}:{number}", plain_question(question), answer, f"hop{hops}", {"path": steps})
 
 
 def _chain(text: str, hops: int) -> tuple[str, ...]:
@@ -193,10 +186,3 @@ def _chain(text: str, hops: int) -> tuple[str, ...]:
     if len(steps) != 2 * hops + 3 or not all(steps) or steps[-2] != "<end>" or steps[-1] != steps[-3]:
         raise ValueError(f"expected a chain of {hops} relations, ending in #<end>#answer, got {text[:100]!r}")
     return tuple(steps[:-2])
-
-
-def _answers(text: str) -> list[str]:
-    found = _ANSWERS.fullmatch(text)
-    if found is None:
-        raise ValueError(f"expected answer(all/answers/), got {text[:100]!r}")
-    return [found["one"], *found["all"].split("/")]

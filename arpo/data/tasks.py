@@ -133,9 +133,12 @@ def _parse_task(row: Row, name: str, columns: Columns, used: dict[str, Counter[s
     labels = {"id": name, "kind": ""}
     for label in labels:
         column, value = _find(row, columns, label)
-        if value is not None:
-            labels[label] = _label(value, column)
-            used[label][column] += 1
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            raise ValueError(f"column {column!r} should hold a text or a number, got {_short(value)}")
+        labels[label] = str(value)
+        used[label][column] += 1
     return Task(labels["id"], question, answers, labels["kind"])
 
 
@@ -156,29 +159,23 @@ def _find(row: Row, columns: Columns, name: str) -> tuple[str, Any]:
 
 
 def _question(value: Any, column: str) -> str:
+    """The question in a column; of a list of messages, the one user message."""
     if isinstance(value, list | tuple):
-        value = _user_message(value, column)
+        if not all(isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in value):
+            raise ValueError(f"column {column!r} should hold text or messages, got {_short(value)}")
+        others = [message for message in value if message["role"] != "system"]
+        if [message["role"] for message in others] != ["user"]:
+            roles = ", ".join(str(message["role"]) for message in value) or "none"
+            raise ValueError(f"column {column!r} should hold one user message, got messages of: {roles}")
+        value = others[0]["content"]
     if not isinstance(value, str):
         raise ValueError(f"column {column!r} should hold text, got {_short(value)}")
     return value
 
 
-def _user_message(messages: Sequence[Any], column: str) -> Any:
-    if not all(isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in messages):
-        raise ValueError(f"column {column!r} should hold text or messages, got {_short(messages)}")
-    others = [message for message in messages if message["role"] != "system"]
-    if [message["role"] for message in others] != ["user"]:
-        roles = ", ".join(str(message["role"]) for message in messages) or "none"
-        raise ValueError(f"column {column!r} should hold one user message, got messages of: {roles}")
-    return others[0]["content"]
-
-
 def _answers(value: Any, column: str, mark: str | None) -> tuple[str, ...]:
-    values = value if isinstance(value, list | tuple) else [value]
-    texts = tuple(_answer_text(each, column) for each in values)
-    if mark is None:
-        return texts
-    return tuple(_answer_text(text_after(text, mark), column) for text in texts)
+    texts = [_answer_text(each, column) for each in (value if isinstance(value, list | tuple) else [value])]
+    return tuple(texts if mark is None else [_answer_text(text_after(text, mark), column) for text in texts])
 
 
 def _answer_text(value: Any, column: str) -> str:
@@ -188,12 +185,6 @@ def _answer_text(value: Any, column: str) -> str:
     if not str(value).strip():
         raise ValueError(f"column {column!r} is empty")
     return str(value).strip()
-
-
-def _label(value: Any, column: str) -> str:
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise ValueError(f"column {column!r} should hold a text or a number, got {_short(value)}")
-    return str(value)
 
 
 def _short(value: Any) -> str:

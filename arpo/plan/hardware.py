@@ -117,25 +117,19 @@ def read_hardware(path: Path) -> Hardware:
     except (OSError, ValueError) as error:
         raise ArpoError(f"{path}: cannot be read as TOML: {error}") from None
     base = values.pop("base", None)
-    unknown = sorted(set(values) - set(UNITS) - set(PLAIN) - {"name"})
-    if unknown:
+    if unknown := sorted(set(values) - set(UNITS) - set(PLAIN) - {"name"}):
         raise ArpoError(f"{path}: {unknown[0]}: unknown key; the keys are base, name, {', '.join([*UNITS, *PLAIN])}")
     if base is not None and base not in GPUS:
         raise ArpoError(f"{path}: base: got {base!r}, expected one of {', '.join(GPUS)}")
-    missing = sorted(set(UNITS) - set(values)) if base is None else []
-    if missing:
+    if missing := sorted(set(UNITS) - set(values)) if base is None else []:
         raise ArpoError(f'{path}: needs {", ".join(missing)}, or base = "h100" and the differences')
-    wrong = [key for key in (*UNITS, *PLAIN) if key in values and not _is_number(values[key])]
-    if wrong:
-        raise ArpoError(f"{path}: {wrong[0]}: got {values[wrong[0]]!r}, expected a number")
+    for key, value in values.items():
+        if key != "name" and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise ArpoError(f"{path}: {key}: got {value!r}, expected a number")
     given = {field: values[key] * unit for key, (field, unit) in UNITS.items() if key in values}
     given |= {key: values[key] for key in PLAIN if key in values}
     given["name"] = str(values.get("name", path.stem))
     return replace(GPUS[base], **given) if base else Hardware(**given)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 LAYER_KERNELS = {"cpu": 600, "cuda": 50}  # small operations that take as long as a layer's forward pass; fitted
@@ -157,10 +151,15 @@ def measure(hidden: int = 1024, intermediate: int = 4096) -> Hardware:
     target = torch.empty_like(source)
     copied = 2 * source.nbytes / _seconds(target.copy_, source)
     small = torch.randn(16, 16, device=device)
+    memory = (
+        torch.cuda.get_device_properties(0).total_memory
+        if cuda
+        else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    )
     h200, layer = GPUS["h200"], LAYER_KERNELS[device.type] * _seconds(torch.matmul, small, small)
     return Hardware(
         "here",
-        memory=float(torch.cuda.get_device_properties(0).total_memory) if cuda else _main_memory(),
+        memory=float(memory),
         bandwidth=copied,
         flops=flops[torch.bfloat16],
         flops32=flops[torch.float32],
@@ -198,7 +197,3 @@ def _seconds(operation: Callable[..., object], *args: Any) -> float:
         wait()
         best = min(best, (clock() - begin) / calls / threads)
     return best
-
-
-def _main_memory() -> float:
-    return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))

@@ -44,6 +44,7 @@ from arpo.plan.workload import (
 from arpo.runs.run_dir import open_run_dir
 
 MAX_SPLITS = 16  # sizes of the sampling side that are tried, evenly spaced
+HALF_BATCH = "half the questions per step, for two steps"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +64,10 @@ class Setup:
         train = self.config.train.model_copy(update=changes)
         return replace(self, config=self.config.model_copy(update={"train": train}))
 
-    def with_workload(self, **changes: float) -> Setup:
-        """The setup with another workload."""
-        return replace(self, workload=replace(self.workload, **changes))  # type: ignore[arg-type]
-
-    def with_hardware(self, **changes: float) -> Setup:
-        """The setup with other hardware."""
-        return replace(self, hardware=replace(self.hardware, **changes))  # type: ignore[arg-type]
+    def with_part(self, part: str, **changes: Any) -> Setup:
+        """The setup with changes to its `workload` or its `hardware`."""
+        changed: dict[str, Any] = {part: replace(getattr(self, part), **changes)}
+        return replace(self, **changed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,11 +192,9 @@ class Planner:
 
     def fits(self) -> bool:
         """Whether any option fits into memory; nothing is simulated."""
-        limit = USABLE_MEMORY * self.setup.hardware.memory
-        return any(
-            training_memory(self.setup.config, self.setup.shape, split.training).total <= limit
-            for split in self.splits()
-        )
+        setup, limit = self.setup, USABLE_MEMORY * self.setup.hardware.memory
+        needed = (training_memory(setup.config, setup.shape, split.training).total for split in self.splits())
+        return any(memory <= limit for memory in needed)
 
 
 def memory_remedies(setup: Setup) -> list[tuple[str, Setup]]:
@@ -211,17 +207,13 @@ def memory_remedies(setup: Setup) -> list[tuple[str, Setup]]:
     if train.max_microbatch_tokens > 4096:
         found.append(("train.max_microbatch_tokens=4096", setup.with_train(max_microbatch_tokens=4096)))
     if not train.gradient_checkpointing:
-        checkpointing = setup.with_train(gradient_checkpointing=True)
-        both = setup.with_train(gradient_checkpointing=True, max_microbatch_tokens=4096)
-        found.append(("train.gradient_checkpointing=true", checkpointing))
-        found.append(("train.gradient_checkpointing=true train.max_microbatch_tokens=4096", both))
+        text, checkpointing = "train.gradient_checkpointing=true", setup.with_train(gradient_checkpointing=True)
+        found.append((text, checkpointing))
+        found.append((f"{text} train.max_microbatch_tokens=4096", checkpointing.with_train(max_microbatch_tokens=4096)))
     found += [(f"--gpus {setup.gpus * n}", replace(setup, gpus=setup.gpus * n)) for n in (2, 4, 8)]
     if not train.lora_rank:
         found.append(("train.lora_rank=16", setup.with_train(lora_rank=16)))
     return found
-
-
-HALF_BATCH = "half the questions per step, for two steps"
 
 
 def changes(setup: Setup) -> dict[str, Setup]:
@@ -229,20 +221,20 @@ def changes(setup: Setup) -> dict[str, Setup]:
     workload, hardware = setup.workload, setup.hardware
     found = {}
     if workload.calls:
-        p50, p95 = workload.tool_p50 / 2, workload.tool_p95 / 2
-        found["tools twice as fast"] = setup.with_workload(tool_p50=p50, tool_p95=p95)
+        faster = setup.with_part("workload", tool_p50=workload.tool_p50 / 2, tool_p95=workload.tool_p95 / 2)
+        found["tools twice as fast"] = faster
     found["twice the GPUs"] = replace(setup, gpus=2 * setup.gpus)
     if setup.gpus > 1:
-        links = setup.with_hardware(link=2 * hardware.link, network=2 * hardware.network)
+        links = setup.with_part("hardware", link=2 * hardware.link, network=2 * hardware.network)
         found["twice the network and link bandwidth"] = links
-    found["twice the memory bandwidth"] = setup.with_hardware(bandwidth=2 * hardware.bandwidth)
+    found["twice the memory bandwidth"] = setup.with_part("hardware", bandwidth=2 * hardware.bandwidth)
     if workload.spread:
-        found["turns of equal length (no stragglers)"] = setup.with_workload(spread=0.0)
-    found["twice rollout.concurrency"] = setup.with_workload(concurrency=2 * workload.concurrency)
+        found["turns of equal length (no stragglers)"] = setup.with_part("workload", spread=0.0)
+    found["twice rollout.concurrency"] = setup.with_part("workload", concurrency=2 * workload.concurrency)
     if setup.gpus > 1:
         found["one more step of staleness"] = replace(setup, staleness=setup.staleness + 1)
     if workload.questions > 1:
-        found[HALF_BATCH] = setup.with_workload(questions=workload.questions // 2)
+        found[HALF_BATCH] = setup.with_part("workload", questions=workload.questions // 2)
     return found
 
 
@@ -308,7 +300,8 @@ def make_plan(
 ) -> Plan:
     """Predict a training step. `run` is a run to take the workload from; `network` is in bytes per second.
 
-    With `compare_with_run` the prediction is compared with the measured times of that run.
+    With `compare_with_run` the prediction is compared with the measured times of that run, without the time to record
+    CUDA graphs, which is spent once.
     """
     shape = find_shape(model or config.model.path)
     records = [] if run is None else open_run_dir(run).read_metrics()
@@ -318,9 +311,14 @@ def make_plan(
         hardware = replace(hardware, network=network)
     if shared_by > 1:
         hardware = hardware.shared_by(shared_by)
-    planner = Planner(Setup(config, workload, shape, hardware, gpus, staleness, seed))
+    planner, measured = Planner(Setup(config, workload, shape, hardware, gpus, staleness, seed)), None
     planner.best()  # raises an error that says what to do if nothing fits
-    return Plan(planner, planner.options(), sources, _measured(records) if compare_with_run else None)
+    if compare_with_run:
+        sampling = [float(each["rollout_seconds"]) - float(each.get("engine_graph_seconds", 0.0)) for each in records]
+        training = [float(each["train_seconds"]) for each in records]
+        seconds = {"rollout_seconds": sampling, "train_seconds": training}
+        measured = {name: sum(each) / len(each) for name, each in seconds.items()}
+    return Plan(planner, planner.options(), sources, measured)
 
 
 def _workload(
@@ -339,10 +337,3 @@ def _workload(
         sources |= dict.fromkeys(known, f"from {run}")
     workload = apply_assumptions(workload, assumptions)
     return workload, sources | {text.partition("=")[0]: "given" for text in assumptions}
-
-
-def _measured(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Mean seconds of a run's steps, without the time to record CUDA graphs, which is spent once."""
-    count = len(records)
-    sampling = sum(float(r["rollout_seconds"]) - float(r.get("engine_graph_seconds", 0.0)) for r in records) / count
-    return {"rollout_seconds": sampling, "train_seconds": sum(float(r["train_seconds"]) for r in records) / count}

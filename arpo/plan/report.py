@@ -29,12 +29,9 @@ GB = 1e9
 def parts(option: Option) -> dict[str, float]:
     """What the seconds of sampling, training and sync are spent on."""
     scale = option.sampling / option.sampled.seconds if option.sampled.seconds else 0.0  # batches may overlap
-    found = {f"sampling: {name}": scale * seconds for name, seconds in option.sampled.parts.items()}
-    return {
-        **found,
-        **{f"training: {name}": value for name, value in asdict(option.update).items()},
-        "sync": option.sync,
-    }
+    sampling = {f"sampling: {name}": scale * seconds for name, seconds in option.sampled.parts.items()}
+    training = {f"training: {name}": seconds for name, seconds in asdict(option.update).items()}
+    return {**sampling, **training, "sync": option.sync}
 
 
 def bottleneck(option: Option, staleness: int) -> str:
@@ -68,7 +65,12 @@ def describe(split: Split) -> str:
 def text_lines(plan: Plan) -> list[str]:
     """The whole plan as text."""
     setup, best = plan.planner.setup, plan.best
-    workload, sampled = setup.workload, best.sampled
+    workload, sampled, limit = setup.workload, best.sampled, setup.hardware.memory
+    by_source: dict[str, list[str]] = {}
+    for name in ASSUMABLE:
+        value = getattr(workload, name)
+        shown = str(value).lower() if isinstance(value, bool) else f"{value:.4g}"
+        by_source.setdefault(plan.sources[name], []).append(f"{name} {shown}")
     lines = [
         f"{setup.shape.name} ({setup.shape.parameters / 1e9:.3g}B parameters, {setup.config.model.dtype}) on "
         f"{setup.gpus} x {setup.hardware.name}, staleness {setup.staleness}",
@@ -77,7 +79,7 @@ def text_lines(plan: Plan) -> list[str]:
         f"{sampled.tool_calls:,} tool calls, {sampled.branches:,} branches; {sampled.sampled_tokens:,} tokens sampled, "
         f"{sampled.prefill_tokens:,} prefilled, {sampled.unique_tokens:,} unique of {sampled.total_tokens:,}",
         "",
-        *_assumptions(plan),
+        *(f"{source}: {', '.join(found)}" for source, found in by_source.items()),
         "",
         f"best of {len(plan.options)} splits: {describe(best.split)}; a replica has {best.open_trajectories} open "
         "trajectories",
@@ -94,8 +96,15 @@ def text_lines(plan: Plan) -> list[str]:
         for part, seconds in parts(best).items():
             if part.startswith(side) and seconds >= 0.005 * predicted:
                 lines.append(f"    {_seconds(seconds)}  {PARTS[part]}")
-    lines += [f"  {'sync':9} {_seconds(best.sync)}", "", *_memory_lines(plan), ""]
-    lines += [f"bottleneck: {bottleneck(best, setup.staleness)}", ""]
+    whose = "each" if best.split.shared else "a sampling"
+    lines += [
+        f"  {'sync':9} {_seconds(best.sync)}",
+        "",
+        f"memory of {whose} GPU: {_memory(best.sampling_memory, limit)}",
+    ]
+    if not best.split.shared:
+        lines += [f"memory of a training GPU: {_memory(best.training_memory, limit)}"]
+    lines += ["", f"bottleneck: {bottleneck(best, setup.staleness)}", ""]
     lines += ["splits, fastest first (step = sampling, training, sync):"]
     for option in sorted(plan.options, key=lambda option: option.step)[:8]:
         times = f"{_seconds(option.sampling)}, {_seconds(option.update.seconds)}, {_seconds(option.sync)}"
@@ -104,25 +113,6 @@ def text_lines(plan: Plan) -> list[str]:
     for change, seconds in what_helps(plan.planner, best):
         lines.append(f"  {_seconds(seconds)} {seconds / best.step - 1:+.0%}  {change}")
     return lines
-
-
-def _assumptions(plan: Plan) -> list[str]:
-    by_source: dict[str, list[str]] = {}
-    for name in ASSUMABLE:
-        value = getattr(plan.planner.setup.workload, name)
-        shown = str(value).lower() if isinstance(value, bool) else f"{value:.4g}"
-        by_source.setdefault(plan.sources[name], []).append(f"{name} {shown}")
-    return [f"{source}: {', '.join(found)}" for source, found in by_source.items()]
-
-
-def _memory_lines(plan: Plan) -> list[str]:
-    best, limit = plan.best, plan.planner.setup.hardware.memory
-    if best.split.shared:
-        return [f"memory of each GPU: {_memory(best.sampling_memory, limit)}"]
-    return [
-        f"memory of a sampling GPU: {_memory(best.sampling_memory, limit)}",
-        f"memory of a training GPU: {_memory(best.training_memory, limit)}",
-    ]
 
 
 def _memory(memory: Memory, limit: float) -> str:
@@ -137,6 +127,7 @@ def _seconds(seconds: float) -> str:
 def as_json(plan: Plan) -> dict[str, Any]:
     """The whole plan as JSON values, in seconds and bytes."""
     best, setup = plan.best, plan.planner.setup
+    splits = sorted(plan.options, key=lambda option: option.step)
     return {
         "model": {**asdict(setup.shape), "parameters": setup.shape.parameters},
         "hardware": asdict(setup.hardware),
@@ -145,13 +136,9 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "seed": setup.seed,
         "workload": asdict(setup.workload),
         "sources": dict(plan.sources),
-        "best": {**_option_json(best), "parts": parts(best)},
+        "best": {**asdict(best), "training": best.update.seconds, "parts": parts(best)},
         "bottleneck": bottleneck(best, setup.staleness),
-        "splits": [_option_json(option) for option in sorted(plan.options, key=lambda option: option.step)],
+        "splits": [{**asdict(option), "training": option.update.seconds} for option in splits],
         "helps": [{"change": change, "step": seconds} for change, seconds in what_helps(plan.planner, best)],
         "measured": None if plan.measured is None else dict(plan.measured),
     }
-
-
-def _option_json(option: Option) -> dict[str, Any]:
-    return {**asdict(option), "training": option.update.seconds}

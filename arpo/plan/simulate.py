@@ -158,7 +158,9 @@ class _Replica:
             trajectory = heapq.heappop(self.arriving)[2]
             must_prefill = trajectory.unread or not trajectory.tree.prefilled
             (self.held if must_prefill else joining).append(trajectory)
-        if self.held and self._prefills_now():
+        # The engine's rule: a prefill is delayed while others decode, but not for long, and not if many wait.
+        waited = self.steps_since_prefill >= self.decoder.hardware.patience
+        if self.held and (not self.rows or waited or 4 * len(self.held) >= self.rows + 4):
             joining, self.held = joining + self.held, []
         if joining:
             self._prefill_step(joining)
@@ -166,24 +168,20 @@ class _Replica:
             self._decode_steps()
         while self.events and self.events[0][0] == self.steps:
             _, _, trajectory, is_end = heapq.heappop(self.events)
-            if is_end:
-                self._end_turn(trajectory)
-            else:
-                self._decide(trajectory)
-
-    def _prefills_now(self) -> bool:
-        """The engine's rule: a prefill is delayed while others decode, but not for long, and not if many wait."""
-        patience = self.decoder.hardware.patience
-        return not self.rows or self.steps_since_prefill >= patience or 4 * len(self.held) >= self.rows + 4
+            (self._end_turn if is_end else self._decide)(trajectory)
 
     def _prefill_step(self, joining: list[_Trajectory]) -> None:
         new_tokens = 0
         for trajectory in joining:
-            new_tokens += self._prompt_to_prefill(trajectory.tree) + trajectory.unread
-            self._begin_turn(trajectory)
+            tree = trajectory.tree
+            if not tree.prefilled:
+                known = round(self.workload.shared_prompt) if self.shared_prompt_known else 0
+                new_tokens += tree.prompt - known
+                tree.prefilled = self.shared_prompt_known = True
+            new_tokens += trajectory.unread
             self.rows += 1
-            self.context += trajectory.tree.prompt + trajectory.tokens
-            self._schedule(trajectory)
+            self.context += tree.prompt + trajectory.tokens
+            self._begin_turn(trajectory)
         seconds = self.decoder.prefill(self.rows, self.context, new_tokens)
         self.result.prefill_tokens += new_tokens
         self._spend("prefill" if new_tokens else "overhead", seconds)
@@ -247,16 +245,8 @@ class _Replica:
         self.order += 1
         heapq.heappush(self.arriving, (when, self.order, trajectory))
 
-    def _prompt_to_prefill(self, tree: _Tree) -> int:
-        if tree.prefilled:
-            return 0
-        tree.prefilled = True
-        known = round(self.workload.shared_prompt) if self.shared_prompt_known else 0
-        self.shared_prompt_known = True
-        return tree.prompt - known
-
     def _begin_turn(self, trajectory: _Trajectory) -> None:
-        """Draw the length of the turn and how it ends."""
+        """Draw the length of the turn and how it ends, and schedule its events."""
         workload, trajectory.unread = self.workload, 0
         factor = trajectory.rng.lognormvariate(0.0, workload.spread) if workload.spread else 1.0
         length = max(1, round(workload.turn_tokens * factor / math.exp(workload.spread**2 / 2)))
@@ -265,14 +255,13 @@ class _Replica:
         if length >= room:
             length, trajectory.ends_in_call = max(1, room), False
         trajectory.turn = length
-
-    def _schedule(self, trajectory: _Trajectory) -> None:
-        self.order += 1
         if trajectory.may_branch:
-            probe = min(self.workload.probe_tokens, trajectory.turn)
-            heapq.heappush(self.events, (self.steps + probe, self.order, trajectory, False))
-            self.order += 1
-        heapq.heappush(self.events, (self.steps + trajectory.turn, self.order, trajectory, True))
+            self._schedule(min(workload.probe_tokens, length), trajectory, False)
+        self._schedule(length, trajectory, True)
+
+    def _schedule(self, steps: int, trajectory: _Trajectory, is_end: bool) -> None:
+        self.order += 1
+        heapq.heappush(self.events, (self.steps + steps, self.order, trajectory, is_end))
 
     def _decide(self, trajectory: _Trajectory) -> None:
         """Decide whether to branch from the result that the turn follows."""
@@ -315,15 +304,14 @@ class _Replica:
         self.result.trajectories += 1
         self.result.total_tokens += tree.prompt + trajectory.tokens
         self.result.trajectory_calls += trajectory.calls
-        if not tree.open:
-            self._fill(tree, trajectory.rng)
+        refill = (
+            not tree.open
+        )  # use up the budget, from the prompt, or from random tool results with post-hoc branching
+        while refill and tree.budget:
+            posthoc = self.workload.posthoc and tree.results
+            calls, tokens = trajectory.rng.choice(tree.results) if posthoc else (0, 0)
+            self.result.branches += calls > 0
+            self._start(tree, calls, tokens)
         while self.free and self.waiting:
             self.free -= 1
             self._arrive(self.waiting.popleft(), self.now)
-
-    def _fill(self, tree: _Tree, rng: random.Random) -> None:
-        """Use up the budget: start at the prompt, or at random tool results with post-hoc branching."""
-        while tree.budget:
-            calls, tokens = rng.choice(tree.results) if self.workload.posthoc and tree.results else (0, 0)
-            self.result.branches += calls > 0
-            self._start(tree, calls, tokens)

@@ -66,10 +66,8 @@ class Workload:
                 raise ArpoError(f"{name}: must be from 0 to 1")
         if not 0 <= self.spread <= MAX_SPREAD:
             raise ArpoError(f"spread: must be from 0 to {MAX_SPREAD:g}")
-        if self.calls > self.max_tool_calls:
-            raise ArpoError(
-                f"calls: {self.calls:g} per trajectory, but rollout.max_tool_calls is {self.max_tool_calls}"
-            )
+        if self.calls > (most := self.max_tool_calls):
+            raise ArpoError(f"calls: {self.calls:g} per trajectory, but rollout.max_tool_calls is {most}")
         if self.tool_p95 < self.tool_p50:
             raise ArpoError("tool_p95: must not be below tool_p50")
         if self.shared_prompt > self.prompt_tokens:
@@ -141,24 +139,25 @@ def _limits(config: Config) -> dict[str, Any]:
 def workload_from_metrics(
     config: Config, records: Sequence[Mapping[str, Any]], spread: float | None = None
 ) -> Workload:
-    """The mean workload of a run's steps, with the questions, trajectories and limits of `config`.
+    """The mean workload of a run's steps, with the limits of `config`; `fit_branch_rate` improves its `branch_rate`.
 
     The lengths of prompts (p) and tool results (r) are not in the metrics. They follow from
     unique_tokens = questions p + sampled_tokens + tool_calls r and
     total_tokens / trajectories = p + completion_tokens + calls_per_trajectory r.
-    `branch_rate` is a first estimate, which `fit_branch_rate` improves.
     """
-    mean = _Means(records)
-    trajectories, questions = mean["trajectories"], mean["questions"]
-    written, made, calls = mean["completion_tokens"], mean["tool_calls"], mean["calls_per_trajectory"]
-    unique = (mean["unique_tokens"] - mean["sampled_tokens"]) / questions
-    along = mean["total_tokens"] / trajectories - written
+    if not records:
+        raise ArpoError("the run has no finished step yet")
+    trajectories, questions = _mean(records, "trajectories"), _mean(records, "questions")
+    written, made = _mean(records, "completion_tokens"), _mean(records, "tool_calls")
+    calls, unique_tokens = _mean(records, "calls_per_trajectory"), _mean(records, "unique_tokens")
+    unique = (unique_tokens - _mean(records, "sampled_tokens")) / questions
+    along = _mean(records, "total_tokens") / trajectories - written
     more = made / questions - calls
     result = max(0.0, (unique - along) / more) if more > 1e-9 else 0.0
     prompt = max(1.0, along - calls * result)
     prefilled = prompt
     if any("engine_prefill_tokens" in record for record in records):
-        prefilled = (mean["engine_prefill_tokens"] - made * result) / questions
+        prefilled = (_mean(records, "engine_prefill_tokens") - made * result) / questions
     p50, p95 = _tool_seconds(records)
     calls = min(calls, config.rollout.max_tool_calls)
     branches = made and config.branching.policy != "posthoc_random"
@@ -170,39 +169,31 @@ def workload_from_metrics(
         spread=DEFAULT_SPREAD if spread is None else spread,
         result_tokens=result,
         calls=calls,
-        branch_rate=min(1.0, mean["branches"] / made) if branches else 0.0,
+        branch_rate=min(1.0, _mean(records, "branches") / made) if branches else 0.0,
         tool_p50=p50,
         tool_p95=p95,
-        trained_share=min(1.0, mean["computed_tokens"] / mean["unique_tokens"]),
+        trained_share=min(1.0, _mean(records, "computed_tokens") / unique_tokens),
     )
 
 
-class _Means:
-    """Means of metrics over the records that have them."""
-
-    def __init__(self, records: Sequence[Mapping[str, Any]]) -> None:
-        if not records:
-            raise ArpoError("the run has no finished step yet")
-        self._records = records
-
-    def __getitem__(self, name: str) -> float:
-        values = [float(each[name]) for each in self._records if isinstance(each.get(name), int | float)]
-        if not values:
-            raise ArpoError(f"the run's metrics have no {name}: it is from another version, or not a run of arpo train")
-        return sum(values) / len(values)
+def _mean(records: Sequence[Mapping[str, Any]], name: str) -> float:
+    """The mean of a metric over the records that have it."""
+    values = [float(record[name]) for record in records if isinstance(record.get(name), int | float)]
+    if not values:
+        raise ArpoError(f"the run's metrics have no {name}: it is from another version, or not a run of arpo train")
+    return sum(values) / len(values)
 
 
 def _tool_seconds(records: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
     """(p50, p95) over all tools, weighted by their calls."""
     total, p50, p95 = 0.0, 0.0, 0.0
     for record in records:
-        for name in [
-            key.removesuffix(".calls") for key in record if key.startswith("tool.") and key.endswith(".calls")
-        ]:
-            calls = float(record[f"{name}.calls"])
-            total += calls
-            p50 += calls * float(record.get(f"{name}.p50_seconds") or 0.0)
-            p95 += calls * float(record.get(f"{name}.p95_seconds") or 0.0)
+        for key in record:
+            if key.startswith("tool.") and key.endswith(".calls"):
+                name, calls = key.removesuffix(".calls"), float(record[key])
+                total += calls
+                p50 += calls * float(record.get(f"{name}.p50_seconds") or 0.0)
+                p95 += calls * float(record.get(f"{name}.p95_seconds") or 0.0)
     if not total:
         return 1e-6, 1e-6
     median = max(1e-6, p50 / total)

@@ -13,8 +13,7 @@ import arpo.builtin.demo
 from arpo.agent.agent import build_agent
 from arpo.agent.formats import build_format
 from arpo.algorithm.rollout import rollout
-from arpo.builtin.cold_start import cold_start, tool_caller, world_tools
-from arpo.builtin.imitation import batch_rows, trace_rows
+from arpo.builtin.cold_start import batch_rows, cold_start, tool_caller, trace_rows, world_tools
 from arpo.builtin.pretrain import pretrain
 from arpo.builtin.world import build_world, world_vocabulary
 from arpo.cli.display import ConsoleReporter

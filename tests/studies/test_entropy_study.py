@@ -19,8 +19,19 @@ from trees import prompt, tool, tree
 
 from arpo.config.schema import Branching
 from arpo.studies.entropy import study as module
-from arpo.studies.entropy.figure import COLORS, DASHES, MAX_SHOWN, draw_study
-from arpo.studies.entropy.report import MAX_BINS, Subject, bin_edges, findings, markdown, study_json, write_study
+from arpo.studies.entropy.report import (
+    COLORS,
+    DASHES,
+    MAX_BINS,
+    MAX_SHOWN,
+    Subject,
+    bin_edges,
+    draw_study,
+    findings,
+    markdown,
+    study_json,
+    write_study,
+)
 from arpo.studies.entropy.study import Mean, Study, TurnStart, study, threshold
 from arpo.types import Fault, Kind, Node, Reward, RolloutTree, ScoredTree
 

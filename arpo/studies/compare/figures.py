@@ -55,16 +55,8 @@ GREY = LineStyle("#999999", "-", "")
 COLD_START: Any = {"color": "#555555", "linestyle": ":", "linewidth": 1.5, "label": "cold start", "zorder": 1}
 
 
-class CostAxis(NamedTuple):
-    """A cost on the horizontal axis: its field in `Point`, its label, and the unit it is divided by."""
-
-    field: str
-    label: str
-    unit: float
-
-
-CALLS = CostAxis("tool_calls", "tool calls in training", 1.0)
-TIME = CostAxis("seconds", "minutes of training", 60.0)
+# Costs on the horizontal axis: the label, and the unit that the cost is divided by.
+AXES = {"tool_calls": ("tool calls in training", 1.0), "seconds": ("minutes of training", 60.0)}
 
 
 def draw_comparison(comparison: Comparison) -> dict[str, bytes]:
@@ -78,7 +70,8 @@ def draw_curves(comparison: Comparison) -> dict[str, Figure]:
     """Accuracy against tool calls and against time, as means over seeds: one figure, or one for each of the two."""
     if len(comparison.algorithms) <= MAX_IN_ONE_PANEL:
         return {"curves": _two_panels(comparison)}
-    return {"curves": _small_multiples(comparison, CALLS), "time": _small_multiples(comparison, TIME)}
+    names = {"curves": "tool_calls", "time": "seconds"}
+    return {name: _small_multiples(comparison, cost) for name, cost in names.items()}
 
 
 def draw_final(comparison: Comparison) -> Figure:
@@ -131,18 +124,18 @@ def _two_panels(comparison: Comparison) -> Figure:
     panels = figure.subplots(1, 2, sharey=True)
     others = iter(OTHERS)
     styles = {name: BASELINE if name == comparison.baseline else next(others) for name in comparison.algorithms}
-    for axes, cost in zip(panels, (CALLS, TIME), strict=True):
+    for axes, cost in zip(panels, AXES, strict=True):
         for name, style in styles.items():
             _draw_curve(axes, complete(comparison, name), cost, style, _label(comparison, name, 24))
         _format_axes(axes, comparison, cost)
-        axes.set_xlabel(cost.label)
+        axes.set_xlabel(AXES[cost][0])
     panels[0].set_ylabel("accuracy on held-out questions")
     figure.suptitle(_shorten(comparison.title, 80))
     _legend(figure, panels[0], _seeds_note(comparison))
     return figure
 
 
-def _small_multiples(comparison: Comparison, cost: CostAxis) -> Figure:
+def _small_multiples(comparison: Comparison, cost: str) -> Figure:
     """A panel for each algorithm but the baseline, which is drawn in all of them."""
     names = [name for name in comparison.algorithms if name != comparison.baseline]
     columns = 3 if len(names) <= 9 else 4
@@ -158,7 +151,7 @@ def _small_multiples(comparison: Comparison, cost: CostAxis) -> Figure:
         mean = f"{100 * fmean(trial.curve[-1].accuracy for trial in trials):.1f} %" if trials else "no complete run"
         axes.set_title(f"{_label(comparison, name, 22)}\n{mean}", loc="left")
         axes.tick_params(labelbottom=index + columns >= len(names))
-        axes.set_xlabel(cost.label if index >= (rows - 1) * columns else "")
+        axes.set_xlabel(AXES[cost][0] if index >= (rows - 1) * columns else "")
     for axes in panels[len(names) :]:
         axes.remove()
     figure.suptitle(_shorten(comparison.title, 80))
@@ -168,42 +161,34 @@ def _small_multiples(comparison: Comparison, cost: CostAxis) -> Figure:
     return figure
 
 
-def _draw_curve(axes: Axes, trials: Sequence[TrialResult], cost: CostAxis, style: LineStyle, label: str) -> None:
+def _draw_curve(axes: Axes, trials: Sequence[TrialResult], cost: str, style: LineStyle, label: str) -> None:
     """The mean over seeds; few seeds as thin lines, more as a band of intervals."""
     if not trials:
         return
-    grid, values = on_grid(trials, cost.field)
-    points = list(zip(grid, *values, strict=False))
-    costs = [x / cost.unit for x, *_ in points]
+    grid, values = on_grid(trials, cost)
+    points, unit = list(zip(grid, *values, strict=False)), AXES[cost][1]
+    costs = [x / unit for x, *_ in points]
     means = [fraction_interval(accuracies) for _, *accuracies in points]
     if len(trials) > MAX_THIN_LINES:
         lows, highs = [each.low or 0.0 for each in means], [each.high or 0.0 for each in means]
         axes.fill_between(costs, lows, highs, color=style.color, alpha=0.15, linewidth=0)
     elif len(trials) > 1:
         for trial in trials:
-            x = [getattr(point, cost.field) / cost.unit for point in trial.curve]
+            x = [getattr(point, cost) / unit for point in trial.curve]
             axes.plot(x, [point.accuracy for point in trial.curve], color=style.color, linewidth=0.8, alpha=0.45)
-    axes.plot(
-        costs,
-        [each.mean for each in means],
-        color=style.color,
-        linestyle=style.dashes,
-        linewidth=2,
-        marker=style.marker,
-        markersize=6,
-        markevery=0.13,
-        label=label,
-    )
+    y = [each.mean for each in means]
+    marks: Any = {"marker": style.marker, "markersize": 6, "markevery": 0.13}
+    axes.plot(costs, y, color=style.color, linestyle=style.dashes, linewidth=2, label=label, **marks)
 
 
-def _format_axes(axes: Axes, comparison: Comparison, cost: CostAxis) -> None:
+def _format_axes(axes: Axes, comparison: Comparison, cost: str) -> None:
     start = cold_start(comparison)
     if start is not None:
         axes.axhline(start, **COLD_START)
     axes.yaxis.set_major_formatter(_percent)
     axes.locator_params(axis="x", nbins=4, min_n_ticks=3)
     trials = [trial for name in comparison.algorithms for trial in complete(comparison, name)]
-    largest = max((getattr(trial.curve[-1], cost.field) / cost.unit for trial in trials), default=0.0)
+    largest = max((getattr(trial.curve[-1], cost) / AXES[cost][1] for trial in trials), default=0.0)
     axes.set_xlim(0, 1.02 * largest or 1.0)
     axes.xaxis.set_major_formatter(_count_format(largest))
 

@@ -23,8 +23,8 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,10 +83,6 @@ class ComparisonPlan:
         """The steps that the baseline trains for if no budget is given."""
         return load_config(self.config, self.overrides).train.steps
 
-    def budget_settings(self, budget: int) -> tuple[str, str]:
-        """The settings of a run that ends when it has spent this budget."""
-        return f"train.budget={budget}", f"train.steps={MAX_STEPS_FACTOR * self.steps}"
-
     def directory(self, algorithm: str, seed: int) -> Path:
         """The directory of a run and its result."""
         return self.out / short_name(algorithm) / f"seed-{seed}"
@@ -136,10 +132,8 @@ def plan_from_options(
         raise ArpoError("--algorithms: name at least one, like arpo,grpo")
     if len({short_name(name) for name in names} | {COLD_START}) <= len(names):
         raise ArpoError(f"--algorithms: two of {', '.join(names)} have the same short name; rename a file")
-    if dotted := [name for name in names if "." in short_name(name)]:
-        raise ArpoError(
-            f"--algorithms: {dotted[0]} has a dot in its name and could clash with a results file; rename it"
-        )
+    if dotted := next((name for name in names if "." in short_name(name)), ""):
+        raise ArpoError(f"--algorithms: {dotted} has a dot in its name and could clash with a results file; rename it")
     if any(text.partition("=")[0].strip() == "preset" for text in overrides):
         raise ArpoError("preset: use --algorithms to name presets")
     baseline = baseline or ("grpo" if "grpo" in names else names[0])
@@ -170,33 +164,26 @@ def plan_from_options(
 async def compare(plan: ComparisonPlan, reporter: Reporter = SILENT) -> Comparison:
     """Do the runs that are missing and read all results. Progress counts runs."""
     total = len(plan.seeds) * (len(plan.algorithms) + 1)
-    with _locked(plan), reporter.progress("runs", total) as progress:
+    plan.out.mkdir(parents=True, exist_ok=True)
+    with acquire_lock(plan.out, "comparison", "--out"), reporter.progress("runs", total) as progress:
+        _write_identity(plan)
         return await _Runner(plan, reporter, progress).run()
 
 
-@contextmanager
-def _locked(plan: ComparisonPlan) -> Iterator[None]:
-    """Lock the output directory; refuse one that holds a different comparison."""
-    plan.out.mkdir(parents=True, exist_ok=True)
-    with acquire_lock(plan.out, "comparison", "--out"):
-        path = plan.out / "compare.json"
-        identity: dict[str, Any] = {
-            "match": plan.match,
-            "budget": plan.budget,
-            "baseline": plan.baseline,
-            "samples": plan.samples,
-            "settings": load_config(plan.config, plan.overrides).resolved(),
-        }
-        if path.exists():
-            before = json.loads(path.read_bytes())
-            before["settings"] = config_from_resolved(before["settings"]).resolved()  # settings may have been added
-            if changed := [key for key in identity if before.get(key) != identity[key]]:
-                raise ArpoError(
-                    f"{plan.out} holds a comparison with other {', '.join(changed)}: use the same values, or choose "
-                    "another --out"
-                )
-        write_atomically(path, (json.dumps(identity, indent=2) + "\n").encode("ascii"))
-        yield
+def _write_identity(plan: ComparisonPlan) -> None:
+    """Write what is compared; refuse an output directory that holds a different comparison."""
+    path = plan.out / "compare.json"
+    identity: dict[str, Any] = {name: getattr(plan, name) for name in ("match", "budget", "baseline", "samples")}
+    identity["settings"] = load_config(plan.config, plan.overrides).resolved()
+    if path.exists():
+        before = json.loads(path.read_bytes())
+        before["settings"] = config_from_resolved(before["settings"]).resolved()  # settings may have been added
+        if changed := [key for key in identity if before.get(key) != identity[key]]:
+            raise ArpoError(
+                f"{plan.out} holds a comparison with other {', '.join(changed)}: use the same values, or choose "
+                "another --out"
+            )
+    write_atomically(path, (json.dumps(identity, indent=2) + "\n").encode("ascii"))
 
 
 @dataclass(slots=True)
@@ -212,7 +199,7 @@ class _Runner:
     slots: asyncio.Semaphore = field(init=False)
 
     async def run(self) -> Comparison:
-        """Do all runs that are missing."""
+        """Do all runs that are missing, and read the results."""
         plan, first = self.plan, self.plan.seeds[0]
         self.slots = asyncio.Semaphore(plan.jobs)
         watcher = asyncio.ensure_future(self._watch())
@@ -223,7 +210,14 @@ class _Runner:
             await _gather([self._one_seed(seed) for seed in plan.seeds])
         finally:
             watcher.cancel()
-        return read_comparison(plan, self.problems)
+        trials = [
+            _trial_result(plan, algorithm, seed, self.problems.get((algorithm, seed), ""))
+            for algorithm in plan.algorithms
+            for seed in plan.seeds
+        ]
+        names = tuple(map(short_name, plan.algorithms))
+        match = {"sampled_tokens": "tokens"}.get(plan.match, plan.match)
+        return Comparison(plan.config.stem, match, short_name(plan.baseline), names, plan.seeds, tuple(trials))
 
     async def _one_seed(self, seed: int) -> None:
         plan = self.plan
@@ -237,7 +231,8 @@ class _Runner:
             if not budget:
                 return self._skip(seed, f"{plan.baseline}, whose spending is the budget, spent nothing")
             others = tuple(name for name in others if name != plan.baseline)
-        await _gather([self._one(name, seed, *plan.budget_settings(budget)) for name in others])
+        limits = f"train.budget={budget}", f"train.steps={MAX_STEPS_FACTOR * plan.steps}"
+        await _gather([self._one(name, seed, *limits) for name in others])
 
     def _skip(self, seed: int, why: str) -> None:
         for name in self.plan.algorithms:
@@ -245,11 +240,18 @@ class _Runner:
 
     async def _one(self, algorithm: str, seed: int, *more: str) -> str:
         """Run until there is a result; returns why there is none, or an empty string."""
-        problem = await self._finish(algorithm, seed, more)
-        self.problems[algorithm, seed] = problem
+        problem = self.problems[algorithm, seed] = await self._finish(algorithm, seed, more)
         self.done += 1
-        self.reporter.message(self._summary(algorithm, seed, problem))
-        return problem
+        head = f"{short_name(algorithm)} seed {seed}:"
+        if problem:
+            self.reporter.message(f"{head} FAILED, {problem}")
+            return problem
+        spent = ""
+        if algorithm != COLD_START:
+            spent = f" after {self.plan.spent(algorithm, seed):,} {UNIT_NAMES[self.plan.match]}"
+        accuracy = self.plan.result(algorithm, seed)["accuracy"]
+        self.reporter.message(f"{head} held-out accuracy {accuracy:.1%}{spent}")
+        return ""
 
     async def _finish(self, algorithm: str, seed: int, more: Sequence[str]) -> str:
         plan, trained = self.plan, algorithm != COLD_START
@@ -257,12 +259,8 @@ class _Runner:
         if plan.has_result(algorithm, seed):
             before = config_from_resolved(json.loads((directory / "config.json").read_bytes())).resolved()
             if changed := differences(before, config.resolved()):
-                lines = [
-                    f"{directory} was made with other settings:",
-                    *changed,
-                    "move it away, or choose another --out",
-                ]
-                raise ArpoError("\n".join(lines))
+                head, hint = f"{directory} was made with other settings:", "move it away, or choose another --out"
+                raise ArpoError("\n".join([head, *changed, hint]))
             return ""
         directory.mkdir(parents=True, exist_ok=True)
         write_atomically(directory / "config.json", (json.dumps(config.resolved(), indent=2) + "\n").encode("ascii"))
@@ -278,15 +276,6 @@ class _Runner:
             if code in (2, 3):  # a mistake in the settings, or a collapse: it would happen again
                 break
         return f"{'collapsed' if code == 3 else f'exit code {code}'}: {_last_error(directory)}"
-
-    def _summary(self, algorithm: str, seed: int, problem: str) -> str:
-        head = f"{short_name(algorithm)} seed {seed}:"
-        if problem:
-            return f"{head} FAILED, {problem}"
-        spent = ""
-        if algorithm != COLD_START:
-            spent = f" after {self.plan.spent(algorithm, seed):,} {UNIT_NAMES[self.plan.match]}"
-        return f"{head} held-out accuracy {self.plan.result(algorithm, seed)['accuracy']:.1%}{spent}"
 
     async def _watch(self) -> None:
         """Show every second how many runs are done and what the running ones have spent."""
@@ -344,18 +333,6 @@ def _last_error(directory: Path) -> str:
     errors = [number for number, line in enumerate(lines) if line.startswith("error: ")]
     text = " ".join(lines[errors[-1] :] if errors else lines[-1:]) or "no output"
     return f"{printable(text)[:400]} (full log: {directory / 'log.txt'})"
-
-
-def read_comparison(plan: ComparisonPlan, problems: dict[tuple[str, int], str]) -> Comparison:
-    """The results in the plan's directories; `problems` says why a run has none."""
-    trials = [
-        _trial_result(plan, algorithm, seed, problems.get((algorithm, seed), ""))
-        for algorithm in plan.algorithms
-        for seed in plan.seeds
-    ]
-    names = tuple(map(short_name, plan.algorithms))
-    match = {"sampled_tokens": "tokens"}.get(plan.match, plan.match)
-    return Comparison(plan.config.stem, match, short_name(plan.baseline), names, plan.seeds, tuple(trials))
 
 
 def _trial_result(plan: ComparisonPlan, algorithm: str, seed: int, problem: str) -> TrialResult:

@@ -9,8 +9,7 @@ completed.
 The cost ratio says how much an algorithm spends until it is as good as the baseline. The target is the accuracy at
 which the baseline's mean curve has made a fraction of its gain from start to end. The cost is where a mean curve first
 reaches the target, and the ratio is the algorithm's cost divided by the baseline's. The full gain (fraction 1) is
-fragile: the end is one noisy measurement where curves are flat, and a noisy curve that is evaluated more often touches
-a level earlier. So the ratio is also reported at 0.5 and 0.75, with an interval. A running maximum would not change it.
+fragile, since its end is one noisy measurement where curves are flat; so the ratio is also reported at 0.5 and 0.75.
 
 The interval of a ratio is a bootstrap: seeds are drawn with replacement, the same seeds for both algorithms. A draw in
 which the algorithm never reaches the target counts as an infinite ratio. A draw in which the baseline gains nothing has
@@ -159,8 +158,7 @@ class MissingRun(NamedTuple):
 
 def rows(comparison: Comparison) -> tuple[Row, ...]:
     """One row per algorithm, in display order."""
-    base = complete(comparison, comparison.baseline)
-    return tuple(_row(comparison, algorithm, base) for algorithm in comparison.algorithms)
+    return tuple(_row(comparison, algorithm) for algorithm in comparison.algorithms)
 
 
 def complete(comparison: Comparison, algorithm: str) -> tuple[TrialResult, ...]:
@@ -217,10 +215,8 @@ def _probability_within(angle: float, degrees: int) -> float:
 
 
 def on_grid(trials: Sequence[TrialResult], cost: str = "tool_calls") -> tuple[list[float], list[list[float]]]:
-    """Every cost at which a trial was evaluated, and each trial's accuracy at these costs, up to its own end.
-
-    Accuracy is interpolated linearly between evaluations; of evaluations at the same cost the last counts.
-    """
+    """Every cost at which a trial was evaluated, and each trial's accuracy there (interpolated) up to its own end."""
+    # Of evaluations at the same cost the last counts.
     curves = [list({_cost(point, cost): point.accuracy for point in trial.curve}.items()) for trial in trials]
     grid = sorted({x for curve in curves for x, _ in curve})
     return grid, [[_interpolate(curve, x) for x in grid if x <= curve[-1][0]] for curve in curves]
@@ -256,11 +252,18 @@ def cost_ratios(trials: Sequence[TrialResult], base: Sequence[TrialResult]) -> d
     rng, points = Random(0), ratios(tuple(seeds))
     draws = [ratios(tuple(sorted(rng.choices(seeds, k=len(seeds))))) for _ in range(DRAWS)]
     found: dict[float, Ratio | None] = {}
-    for index, fraction in enumerate(GAIN_FRACTIONS):
-        point = points[index]
-        low, high = _percentiles([drawn[index] for drawn in draws]) if len(seeds) > 1 else (None, None)
+    for fraction, point, drawn in zip(GAIN_FRACTIONS, points, zip(*draws, strict=True), strict=True):
+        low, high = _percentiles(drawn) if len(seeds) > 1 else (None, None)
         found[fraction] = None if point is None else Ratio(None if point == inf else point, low, high, len(seeds))
     return found
+
+
+def _percentiles(draws: Sequence[float | None]) -> tuple[float, float]:
+    """The bootstrap interval; None stands for a draw without a ratio."""
+    outside = round(len(draws) * (1 - LEVEL) / 2)
+    lows = sorted(0.0 if ratio is None else ratio for ratio in draws)
+    highs = sorted(inf if ratio is None else ratio for ratio in draws)
+    return lows[outside], highs[-1 - outside]
 
 
 def _ratio(mine: Curve, base: Curve, fraction: float) -> float | None:
@@ -272,14 +275,6 @@ def _ratio(mine: Curve, base: Curve, fraction: float) -> float | None:
     base_cost, own_cost = first_cost(base, target), first_cost(mine, target)
     assert base_cost, "the baseline passes every level between its start and its end"
     return inf if own_cost is None else own_cost / base_cost
-
-
-def _percentiles(draws: Sequence[float | None]) -> tuple[float, float]:
-    """The bootstrap interval; None stands for a draw without a ratio."""
-    outside = round(len(draws) * (1 - LEVEL) / 2)
-    lows = sorted(0.0 if ratio is None else ratio for ratio in draws)
-    highs = sorted(inf if ratio is None else ratio for ratio in draws)
-    return lows[outside], highs[-1 - outside]
 
 
 def _mean_curve(grid: Sequence[float], values: Sequence[Sequence[float]]) -> Curve:
@@ -295,29 +290,29 @@ def _interpolate(curve: Sequence[tuple[float, float]], x: float) -> float:
     return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
 
 
-def _row(comparison: Comparison, algorithm: str, base: Sequence[TrialResult]) -> Row:
+def _row(comparison: Comparison, algorithm: str) -> Row:
     trials = complete(comparison, algorithm)
     ends = [trial.curve[-1] for trial in trials]
-    theirs = {trial.seed: trial for trial in base}
-    pairs = [(trial, theirs[trial.seed]) for trial in trials if trial.seed in theirs]
-    totals = {cost: fmean(_cost(end, cost) for end in ends) if ends else None for cost in COSTS}
+    base = {trial.seed: trial for trial in complete(comparison, comparison.baseline)}
+    mine = [trial for trial in trials if trial.seed in base]
+    theirs = [base[trial.seed] for trial in mine]
+    difference = None
+    if mine and algorithm != comparison.baseline:
+        gaps = [own.curve[-1].accuracy - other.curve[-1].accuracy for own, other in zip(mine, theirs, strict=True)]
+        better, worse = sum(gap > 0 for gap in gaps), sum(gap < 0 for gap in gaps)
+        difference = Difference(mean_interval(gaps), len(gaps), better, worse)
     ks = sorted(set.intersection(*(set(trial.pass_at) for trial in trials))) if trials else []
     return Row(
         algorithm=algorithm,
         seeds=len(trials),
         accuracy=fraction_interval([end.accuracy for end in ends]) if ends else None,
-        difference=_difference(pairs) if pairs and algorithm != comparison.baseline else None,
+        difference=difference,
         pass_at={k: fraction_interval([trial.pass_at[k] for trial in trials]) for k in ks},
         calls_per_question=_mean([trial.calls_per_question for trial in trials]),
         format=_mean([trial.format for trial in trials]),
-        cost_ratio=cost_ratios([mine for mine, _ in pairs], [base for _, base in pairs]),
-        **totals,
+        cost_ratio=cost_ratios(mine, theirs),
+        **{cost: _mean([_cost(end, cost) for end in ends]) for cost in COSTS},
     )
-
-
-def _difference(pairs: Sequence[tuple[TrialResult, TrialResult]]) -> Difference:
-    gaps = [mine.curve[-1].accuracy - base.curve[-1].accuracy for mine, base in pairs]
-    return Difference(mean_interval(gaps), len(gaps), sum(gap > 0 for gap in gaps), sum(gap < 0 for gap in gaps))
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -47,7 +47,8 @@ def main() -> None:
     try:
         config = load_config(arguments.config)
         if arguments.untrained:
-            _evaluate_untrained(config, arguments.result, arguments.samples)
+            with closing(open_context(config)) as context:
+                _write(arguments.result, {"step": 0, **run_async(_evaluate(context, arguments.samples))})
         else:
             _train_and_evaluate(config, arguments.result, arguments.samples, arguments.drop_models)
     except ArpoError as error:
@@ -56,11 +57,6 @@ def main() -> None:
     except asyncio.CancelledError:
         sys.stderr.write("stopped\n")
         sys.exit(130)
-
-
-def _evaluate_untrained(config: Config, path: Path, samples: int) -> None:
-    with closing(open_context(config)) as context:
-        _write(path, {"step": 0, **run_async(_evaluate(context, samples))})
 
 
 def _train_and_evaluate(config: Config, path: Path, samples: int, drop_models: bool) -> None:

@@ -1,4 +1,4 @@
 """The entropy study behind ARPO: where a model is uncertain, and what branching there gains.
 
-`study` computes it from scored trees, `report` and `figure` write it, `runner` gets the trees from a run or a model.
+`study` computes it from scored trees, `report` writes and draws it, `runner` gets the trees from a run or a model.
 """
