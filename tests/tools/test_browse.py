@@ -35,8 +35,11 @@ import arpo.tools.browse.reader as reader_module
 import arpo.tools.browse.tool as browse_module
 from arpo.errors import ArpoError
 from arpo.tools.base import ToolError, ToolUnavailable
-from arpo.tools.browse.address import (
+from arpo.tools.browse.condense import MAX_REPLY_BYTES, Condenser, build_messages, openai_condenser
+from arpo.tools.browse.fetch import (
     Address,
+    Fetcher,
+    Page,
     find_addresses,
     host_of,
     is_own_address,
@@ -45,8 +48,6 @@ from arpo.tools.browse.address import (
     parse_url,
     system_resolver,
 )
-from arpo.tools.browse.condense import MAX_REPLY_BYTES, Condenser, build_messages, openai_condenser
-from arpo.tools.browse.fetch import Fetcher, Page
 from arpo.tools.browse.reader import CUT, decode, fit, normalize_spaces, read_page, select_text, shorten
 from arpo.tools.browse.tool import build_browse, parse_page
 from arpo.tools.executor import call_tool
@@ -423,7 +424,7 @@ def test_the_edges_of_the_special_blocks() -> None:
 def test_addresses_of_this_machine_are_recognized(monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_own_address(IPv4Address("127.0.0.1")) and is_own_address(IPv6Address("::ffff:127.0.0.1"))
     assert not is_own_address(IPv4Address(PUBLIC)) and not is_own_address(IPv6Address("2606:4700::1111"))
-    monkeypatch.setattr("arpo.tools.browse.address.is_own_address", lambda address: str(address) == OTHER_PUBLIC)
+    monkeypatch.setattr("arpo.tools.browse.fetch.is_own_address", lambda address: str(address) == OTHER_PUBLIC)
     names = Names(public_example=[[PUBLIC, OTHER_PUBLIC]])
     with pytest.raises(ToolError, match="the machine itself"):
         asyncio.run(fetcher(names, private=False).fetch("http://public.example/"))

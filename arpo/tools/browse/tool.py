@@ -1,6 +1,6 @@
 """The tool `browse`: fetches a URL and returns its readable text.
 
-Guarantees: opens only public web sites, at the very addresses that were checked (`address`, `fetch`). Parses each
+Guarantees: opens only public web sites, at the very addresses that were checked (`fetch`). Parses each
 page in its own process, which is killed if it takes too long (`reader`). The result is always text of bounded length.
 A mistake of the model, or a page that does not exist or cannot be read, is a `ToolError`; trouble of a server or the
 network is `ToolUnavailable`.
@@ -19,9 +19,8 @@ from pathlib import Path
 
 from arpo.errors import ArpoError
 from arpo.tools.base import CHARS_PER_TOKEN, Tool, ToolError, ToolUnavailable, tool
-from arpo.tools.browse.address import Resolver, system_resolver
 from arpo.tools.browse.condense import CONDENSE_SECONDS, Condenser
-from arpo.tools.browse.fetch import Fetcher, Page
+from arpo.tools.browse.fetch import Fetcher, Page, Resolver, system_resolver
 from arpo.tools.browse.reader import fit, replace_surrogates, shorten
 
 VERSION = "1"  # of the reader; with another one, cached results are not used
