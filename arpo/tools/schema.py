@@ -128,11 +128,7 @@ def _references(value: Any) -> Iterator[str]:
         yield from _references(inner)
 
 
-class _Budget(threading.local):
-    references = 0  # that the running check may still follow
-
-
-_budget = _Budget()
+_budget = threading.local()  # `references`: how many the running check may still follow
 
 
 @cache
@@ -140,19 +136,13 @@ def _strict(base: Any) -> Any:
     """A subclass of the validator class `base`: strict integers, no regular expressions, bounded time."""
     keywords = base.VALIDATORS
 
-    def skip(*_: Any) -> Iterator[ValidationError]:
-        return iter(())
-
     def additional(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
         if "patternProperties" not in schema:
             yield from keywords["additionalProperties"](validator, value, instance, schema)
 
     def unique(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
-        if (
-            value
-            and isinstance(instance, list)
-            and len({json.dumps(item, sort_keys=True) for item in instance}) < len(instance)
-        ):
+        items = [json.dumps(item, sort_keys=True) for item in instance] if isinstance(instance, list) else []
+        if value and len(set(items)) < len(items):
             yield ValidationError("repeated")
 
     def counted(keyword: str) -> Callable[..., Iterator[ValidationError]]:
@@ -168,9 +158,7 @@ def _strict(base: Any) -> Any:
         return isinstance(value, int) and not isinstance(value, bool)
 
     overrides = {
-        "pattern": skip,
-        "patternProperties": skip,
-        "unevaluatedProperties": skip,
+        **dict.fromkeys(("pattern", "patternProperties", "unevaluatedProperties"), lambda *_: ()),
         "additionalProperties": additional,
         "uniqueItems": unique,
         **{keyword: counted(keyword) for keyword in ("$ref", "$dynamicRef") if keyword in keywords},

@@ -27,7 +27,7 @@ from arpo.tools.search.bm25 import top_indices
 if TYPE_CHECKING:
     from torch import Tensor
 
-EMBEDDINGS = "embeddings.npy"
+EMBEDDINGS = "embeddings"
 BATCH = 64  # passages in one forward pass
 WINDOW = 64 * BATCH  # passages sorted by length together, to reduce padding
 ROWS = 8192  # vectors compared at a time
@@ -144,7 +144,7 @@ def embed_passages(
         embedder = replace(embedder, model=str(path.resolve()))
     encoder = Encoder(embedder.model)
     digest, done, stream = hashlib.sha256(str(asdict(embedder)).encode()), 0, iter(texts)
-    with (folder / EMBEDDINGS).open("wb") as file:
+    with (folder / f"{EMBEDDINGS}.npy").open("wb") as file:
         header = {"descr": "<f2", "fortran_order": False, "shape": (size, encoder.width)}
         np.lib.format.write_array_header_1_0(file, header)
         while window := [embedder.passage_prefix + text for text in islice(stream, WINDOW)]:

@@ -96,7 +96,10 @@ def open_index(directory: str | Path, device: str = "auto") -> Index:
     arrays = (_array(folder, name) for name in ("word_starts", "lists", "starts", "peaks", "passages", "impacts"))
     bm25 = Bm25(manifest["passages"], _bytes(folder, "words"), *arrays)
     texts, text_starts = _bytes(folder, "texts"), _array(folder, "text_starts")
-    dense = _open_dense(folder, manifest["dense"], device)
+    dense, about = None, manifest["dense"]
+    if about is not None:
+        embedder = Embedder(about["model"], about["query_prefix"], about["passage_prefix"])
+        dense = Dense(_array(folder, EMBEDDINGS), embedder, about["digest"], device)
     return Index(texts, text_starts, bm25, manifest["fingerprint"], manifest["split_underscores"], dense)
 
 
@@ -110,15 +113,6 @@ def _manifest(folder: Path) -> dict[str, Any]:
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or "files" not in manifest:
         raise ArpoError(f"{folder} was not built by this version of arpo; rebuild the index")
     return manifest
-
-
-def _open_dense(folder: Path, about: dict[str, Any] | None, device: str) -> Dense | None:
-    if about is None:
-        return None
-    vectors = np.asarray(np.load(folder / EMBEDDINGS, mmap_mode="r"))
-    return Dense(
-        vectors, Embedder(about["model"], about["query_prefix"], about["passage_prefix"]), about["digest"], device
-    )
 
 
 def _array(folder: Path, name: str) -> NDArray[Any]:
