@@ -57,16 +57,12 @@ def _run(code: bytes, show_last: bool) -> int:
     except MemoryError:
         return MEMORY
     except SystemExit as exiting:
-        return _exit_code(exiting.code)
+        if exiting.code is None or isinstance(exiting.code, int):
+            return (exiting.code or 0) & 0xFF
+        print(exiting.code, file=sys.stderr)
+        return ERROR
     except BaseException as error:
         return _report(error)
-
-
-def _exit_code(code: object) -> int:
-    if code is None or isinstance(code, int):
-        return (code or 0) & 0xFF
-    print(code, file=sys.stderr)
-    return ERROR
 
 
 def _report(error: BaseException) -> int:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import resource
 import sys
-from dataclasses import dataclass
 
 from arpo.tools.sandbox import linux, seccomp
 
@@ -23,14 +22,6 @@ SCRATCH, SCRATCH_ELSEWHERE = "/tmp", "/scratch"  # as the code sees it; the seco
 MAX_FILES, MAX_OPEN, MAX_THREADS = 8192, 128, 64
 NOBODY, INSIDE = 65534, 1000  # the uid that root changes to, and what it is mapped to inside
 LANDLOCK_NEEDED = 3  # the first version that also covers truncation
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Limits of one call in bytes: memory above what Python itself uses, and scratch."""
-
-    memory: int
-    scratch: int
 
 
 def missing_support(tier: str) -> str | None:
@@ -106,18 +97,21 @@ def build_root(at: str, readable: list[str]) -> None:
     linux.mount("none", at, None, linux.MS_REMOUNT | linux.MS_BIND | linux.MS_READONLY | linux.MS_NOSUID)
 
 
-def mount_scratch(at: str, limits: Limits) -> None:
-    """Mount a tmpfs of limited size at `at`, for one worker."""
+def mount_scratch(at: str, size: int) -> None:
+    """Mount a tmpfs of `size` bytes at `at`, for one worker."""
     linux.unshare(linux.NEW_MOUNT)
     flags = linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC
-    linux.mount("scratch", at, "tmpfs", flags, f"size={limits.scratch},nr_inodes={MAX_FILES},mode=777")
+    linux.mount("scratch", at, "tmpfs", flags, f"size={size},nr_inodes={MAX_FILES},mode=777")
 
 
 class Confinement:
-    """Confines a process with few system calls; everything that can be is prepared in advance."""
+    """Confines a process with few system calls; everything that can be is prepared in advance.
 
-    def __init__(self, tier: str, limits: Limits, base_memory: int, readable: list[str], scratch: str) -> None:
-        self.tier, self.limits, self.base_memory = tier, limits, base_memory
+    `max_memory` is the whole address space and `max_scratch` the size of scratch, in bytes.
+    """
+
+    def __init__(self, tier: str, max_memory: int, max_scratch: int, readable: list[str], scratch: str) -> None:
+        self.tier, self.max_memory, self.max_scratch = tier, max_memory, max_scratch
         self.ruleset = -1
         if tier != "none":
             namespaces = tier == "namespaces"
@@ -134,8 +128,8 @@ class Confinement:
             os.setresgid(INSIDE, INSIDE, INSIDE)
             os.setresuid(INSIDE, INSIDE, INSIDE)
         for kind, value in (
-            (resource.RLIMIT_AS, self.base_memory + self.limits.memory),
-            (resource.RLIMIT_FSIZE, self.limits.scratch),
+            (resource.RLIMIT_AS, self.max_memory),
+            (resource.RLIMIT_FSIZE, self.max_scratch),
             (resource.RLIMIT_NOFILE, MAX_OPEN),
             (resource.RLIMIT_CORE, 1),  # with 0, a handler of core dumps would still be started
             (resource.RLIMIT_MEMLOCK, 0),

@@ -71,16 +71,12 @@ def main() -> None:
     while True:
         message, fds, _, _ = socket.recv_fds(control, 1, 1)
         if not message:
-            _exit(settings)
+            break
         if os.fork() == 0:
             control.close()
             _worker(settings, socket.socket(fileno=fds[0]), pid_namespace, base_memory)
         os.close(fds[0])
-
-
-def _exit(settings: dict[str, Any]) -> NoReturn:
-    """End the zygote. Namespaces end with it; without them, wait for the workers, whose sockets are closed too."""
-    if settings["tier"] != "namespaces":
+    if settings["tier"] != "namespaces":  # which end with the zygote; else wait for the workers, which end as well
         with contextlib.suppress(ChildProcessError):
             os.waitpid(-1, 0)
         scratch.remove(settings["root"])
@@ -133,17 +129,17 @@ def _worker(settings: dict[str, Any], supervisor: socket.socket, pid_namespace: 
     try:
         linux.die_with_parent()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        limits = isolation.Limits(settings["memory"], settings["scratch"])
         namespaces = settings["tier"] == "namespaces"
         if namespaces:
             folder = isolation.scratch_dir(settings["readable"])
-            isolation.mount_scratch(folder, limits)
+            isolation.mount_scratch(folder, settings["scratch"])
         else:
             folder = os.path.join(settings["root"], os.urandom(8).hex())
             os.mkdir(folder, 0o700)
         os.environ.update(HOME=folder, TMPDIR=folder)
         os.chdir(folder)
-        confinement = isolation.Confinement(settings["tier"], limits, base_memory, settings["readable"], folder)
+        memory, limit = base_memory + settings["memory"], settings["scratch"]
+        confinement = isolation.Confinement(settings["tier"], memory, limit, settings["readable"], folder)
         buffers = _Buffers(settings["output"])
         try:
             while True:
@@ -198,7 +194,7 @@ class _ConfinedProcess:
     """A process that is confined and waits for its code."""
 
     def __init__(self, confinement: isolation.Confinement, pid_namespace: int) -> None:
-        self.limits = confinement.limits
+        self.max_scratch = confinement.max_scratch
         theirs_in, self.stdin = os.pipe()
         self.out, theirs_out = os.pipe()
         self.err, theirs_err = os.pipe()
@@ -220,7 +216,7 @@ class _ConfinedProcess:
             raise RuntimeError(f"a process could not be confined: {os.read(self.err, 1000).decode(errors='replace')}")
         if select.select([self.pidfd], [], [], 0)[0]:
             raise RuntimeError("a process was killed while it waited for its code")
-        disk = None if folder is None else scratch.DiskMonitor(folder, self.limits.scratch, self.pid)
+        disk = None if folder is None else scratch.DiskMonitor(folder, self.max_scratch, self.pid)
         seconds = REQUEST.unpack_from(request)[2]
         started = time.monotonic()
         outputs = {self.out: _Output(buffers.out, buffers.chunk), self.err: _Output(buffers.err, buffers.chunk)}
@@ -239,7 +235,12 @@ class _ConfinedProcess:
                     output.read(fd)
         for fd in {self.stdin, self.out, self.err, self.pidfd} - {-1}:
             os.close(fd)
-        status = _status(wait_status) if forced is None else forced
+        if forced is not None:
+            status = forced
+        elif os.WIFSIGNALED(wait_status):
+            status = KILLED
+        else:
+            status = {interpreter.OK: OK, interpreter.MEMORY: MEMORY}.get(os.WEXITSTATUS(wait_status), ERROR)
         cut = any(output.total > len(output.data) for output in outputs.values())
         out, err = (output.data[: output.total] for output in outputs.values())
         return RESPONSE.pack(status, took, cut, len(out), len(err)), out, err
@@ -271,7 +272,10 @@ class _ConfinedProcess:
             if supervisor.fileno() in ready:  # nothing is sent during a call: the connection was closed
                 return KILLED
             if self.stdin in ready:
-                unsent = self._feed(unsent)
+                try:
+                    unsent = unsent[os.write(self.stdin, unsent) :]
+                except BrokenPipeError:  # it has closed its stdin
+                    unsent = unsent[:0]
                 if not unsent:
                     poller.unregister(self.stdin)
                     os.close(self.stdin)
@@ -284,12 +288,6 @@ class _ConfinedProcess:
                 return KILLED
             if self.pidfd in ready:
                 return None
-
-    def _feed(self, unsent: memoryview) -> memoryview:
-        try:
-            return unsent[os.write(self.stdin, unsent) :]
-        except BrokenPipeError:  # it has closed its stdin
-            return unsent[:0]
 
 
 class _Output:
@@ -306,12 +304,6 @@ class _Output:
         room[:] = self.chunk[: len(room)]
         self.total += count
         self.ended = not count
-
-
-def _status(wait_status: int) -> int:
-    if os.WIFSIGNALED(wait_status):
-        return KILLED
-    return {interpreter.OK: OK, interpreter.MEMORY: MEMORY}.get(os.WEXITSTATUS(wait_status), ERROR)
 
 
 def _run_confined(confinement: isolation.Confinement, fds: tuple[int, int, int]) -> NoReturn:
