@@ -105,7 +105,7 @@ class RayBackend:
     def __init__(self, reporter: Reporter = SILENT) -> None:
         self._reporter = reporter
         self._num_trainers: Counter[str] = Counter()  # by machine
-        self._actors: list[RayWorkerHandle] = []  # trainers and the GPU reservation
+        self._actors: list[RayWorkerHandle] = []  # trainers; that of rank 0 only holds its GPU
         self._watchers: list[threading.Thread] = []
 
     def machines(self) -> list[Machine]:
@@ -184,7 +184,7 @@ class RayBackend:
         """Have Ray reserve a GPU of this machine for this process; returns its number."""
         import ray
 
-        actor = _start_actor(_GpuReservation, Placement(machine, 0, 1))
+        actor = _start_actor(_Trainer, Placement(machine, 0, 1))
         self._actors.append(RayWorkerHandle(actor))
         try:
             gpu = ray.get(actor.gpu.remote(), timeout=RESERVE_SECONDS)
@@ -250,18 +250,14 @@ def failure_reason(error: Exception) -> str:
     return (informative or lines or [type(error).__name__])[-1].partition(". ")[0][:200]
 
 
-class _GpuReservation:
-    """Holds a GPU for the process that leads, which Ray does not know."""
+class _Trainer:
+    """Holds the GPU of a rank. It also trains, except for rank 0, which is a process that Ray does not know."""
 
     def gpu(self) -> str:
         """The number of the GPU on its machine."""
         import ray
 
         return str(ray.get_gpu_ids()[0])
-
-
-class _Trainer:
-    """A rank other than the first."""
 
     def worker_loop(self, environment: dict[str, str], device: str) -> Reply:
         """Train as rank 0 says, until it ends."""

@@ -22,7 +22,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Any
 
 from arpo.net.chat import ChatClient
@@ -45,31 +44,20 @@ _INSTRUCTIONS = (
 )
 
 
-@dataclass(slots=True, eq=False)
 class LlmJudge:
     """Scores answers by asking `model` at `url`, at most `concurrency` at a time. Thread-safe."""
 
-    url: str
-    model: str
-    key_env: str | None = None
-    concurrency: int = 8
-    timeout: float = 60.0
-    _chat: ChatClient = field(init=False, repr=False)
-    _slots: threading.Semaphore = field(init=False, repr=False)
-    _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
-    _cache: OrderedDict[bytes, Future[float]] = field(default_factory=OrderedDict, init=False, repr=False)
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self, url: str, model: str, key_env: str | None = None, concurrency: int = 8, timeout: float = 60.0
+    ) -> None:
         self._chat = ChatClient(
-            self.url,
-            self.model,
-            self.key_env,
-            self.timeout,
-            max_bytes=MAX_REPLY_BYTES,
-            name="the judge",
-            setting="reward.judge_url",
+            url, model, key_env, timeout, max_bytes=MAX_REPLY_BYTES, name="the judge", setting="reward.judge_url"
         )
-        self._slots = threading.Semaphore(self.concurrency)
+        self._slots, self._lock = threading.Semaphore(concurrency), threading.Lock()
+        self._cache: OrderedDict[bytes, Future[float]] = OrderedDict()
+
+    def __repr__(self) -> str:
+        return f"LlmJudge({self._chat!r})"
 
     def __call__(self, prediction: str, golds: Sequence[str], task: Task) -> float:
         """1.0 if the answer is right, else 0.0; an exact match of a gold answer is right without asking."""

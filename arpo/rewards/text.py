@@ -54,16 +54,15 @@ def numbers_equal(prediction: str, golds: Sequence[str], tolerance: float = 1e-6
 
     Two integers must be the same; otherwise they may differ by `tolerance` times the larger one. "50%" is 0.5.
     """
-    value = plain_number(prediction)
-    slack = Fraction(str(tolerance))
-    for gold in golds:
+    value, slack = plain_number(prediction), Fraction(str(tolerance))
+
+    def equal(gold: str) -> bool:
         target = plain_number(gold)
         if target is None:
-            if exact_match(prediction, (gold,)):
-                return 1.0
-        elif value is not None and numbers_close(value, target, slack):
-            return 1.0
-    return 0.0
+            return exact_match(prediction, (gold,)) == 1.0
+        return value is not None and numbers_close(value, target, slack)
+
+    return float(any(map(equal, golds)))
 
 
 def plain_number(text: str) -> Fraction | None:
@@ -92,11 +91,8 @@ def choice_match(prediction: str, golds: Sequence[str]) -> float:
     "A or B" has no letter. A gold answer without a letter needs an exact match.
     """
     answer = _letter(prediction)
-    for gold in golds:
-        letter = _letter(gold)
-        if (answer == letter) if letter else exact_match(prediction, (gold,)):
-            return 1.0
-    return 0.0
+    letters = ((gold, _letter(gold)) for gold in golds)
+    return float(any(answer == letter if letter else exact_match(prediction, (gold,)) for gold, letter in letters))
 
 
 def _letter(text: str) -> str | None:
