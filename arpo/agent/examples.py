@@ -8,7 +8,7 @@ from typing import Any
 from arpo.agent.formats import CallFormat, encode_example_turn, encode_next_question, encode_prompt, encode_result
 from arpo.agent.traces import read_traces
 from arpo.data.rows import list_problems
-from arpo.data.traces import Trace
+from arpo.data.tasks import Trace
 from arpo.errors import ArpoError
 from arpo.types import Kind
 

@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 
 from arpo.agent.formats import ANSWER_STOP, CallFormat
 from arpo.data.rows import read_rows, source_name
-from arpo.data.tasks import Row, question_of
-from arpo.data.traces import Segment, Trace
+from arpo.data.tasks import Row, Segment, Trace, question_of
 from arpo.types import Kind, Task, ToolCall
 
 LAYOUTS = ("messages", "text", "segments")

@@ -25,8 +25,8 @@ from arpo.agent.formats import CallFormat, build_format
 from arpo.builtin.traces import TRACES_PER_WORLD, CallTool, write_traces
 from arpo.builtin.world import World, build_world
 from arpo.config.schema import Config, Model
-from arpo.data.plugin import Progress
-from arpo.data.traces import Trace
+from arpo.data.task_set import Progress
+from arpo.data.tasks import Trace
 from arpo.errors import ArpoError
 from arpo.models.load import load_model
 from arpo.models.save import save_pretrained

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from arpo.builtin.world import build_world
 from arpo.config.schema import Config
-from arpo.data.plugin import Progress
+from arpo.data.task_set import Progress
 from arpo.errors import ArpoError
 from arpo.types import Document, Task
 

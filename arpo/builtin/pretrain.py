@@ -23,8 +23,8 @@ from arpo.builtin.traces import write_traces
 from arpo.builtin.world import World, build_world, world_vocabulary
 from arpo.config.loading import load_config
 from arpo.config.schema import Config
-from arpo.data.plugin import Progress
-from arpo.data.traces import Trace
+from arpo.data.task_set import Progress
+from arpo.data.tasks import Trace
 from arpo.models.load import pick_device
 from arpo.models.save import save_pretrained
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from arpo.builtin.world import ENTITY_RELATIONS, NUMBER_RELATIONS, World, other_world, sample_task
-from arpo.data.traces import Segment, Trace
+from arpo.data.tasks import Segment, Trace
 from arpo.types import Kind, Task, derive_seed
 
 TRACES_PER_WORLD = 100

@@ -72,7 +72,7 @@ def check_data(
     overrides: Overrides = None,
 ) -> None:
     """Show what would be read: columns, first questions, rows that do not fit (exit code 1 if they are refused)."""
-    from arpo.data.plugin import TASK_PLUGINS
+    from arpo.data.task_set import TASK_PLUGINS
     from arpo.data.tasks import Columns, read_tasks
 
     own = source.endswith(".toml")

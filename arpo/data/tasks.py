@@ -4,6 +4,8 @@ Two layouts need no settings: `question` (or `problem`) with `answer`, and verl'
 `reward_model.ground_truth`. If the question is a list of messages, it is the one user message; system messages are
 left out, since they explain other tools than ours.
 
+A trace is a task with a worked solution; `arpo.agent.traces` reads traces, since that needs the call format.
+
 Guarantees: every row becomes a task or a problem that names the row and says why. Answers are taken as written:
 "[1, 3)" is a string, not a list.
 Not covered: images and files that a question needs; conversations with more than one question.
@@ -11,6 +13,7 @@ Not covered: images and files that a question needs; conversations with more tha
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -19,9 +22,11 @@ from typing import Any
 
 from arpo.config.schema import Data, Mix
 from arpo.data.rows import read_rows, refuse_bad_rows, source_name
-from arpo.types import Task
+from arpo.types import Kind, Task
 
 Row = Mapping[str, Any]
+Segment = tuple[Kind, str]
+"""Who wrote a piece of a trace (model or tool), and its text."""
 FIELDS = ("question", "answer", "id", "kind")
 
 
@@ -61,6 +66,20 @@ class Reading:
     def rows(self) -> int:
         """The number of rows of the source."""
         return len(self.tasks) + len(self.problems) + self.left_out
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A task and what follows its question: turns of the model and results of tools, alternating."""
+
+    task: Task
+    segments: tuple[Segment, ...]
+
+    def to_json(self) -> str:
+        """One line of JSON with the segments as they are: read again, it gives the same tokens."""
+        segments = [{"by": kind.value, "text": text} for kind, text in self.segments]
+        row = {"id": self.task.id, "question": self.task.question, "answer": list(self.task.answers)}
+        return json.dumps({**row, "segments": segments}, ensure_ascii=False)
 
 
 def read_tasks(source: str, columns: Columns, prepare: Callable[[Row], Row | None] | None = None) -> Reading:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from arpo.agent.formats import CallFormat, wrap_result
 from arpo.agent.turn_loop import EncodedResult, Turn, run_turns, sampling_params
 from arpo.config.schema import Rollout
-from arpo.data.traces import Trace
+from arpo.data.tasks import Trace
 from arpo.net.chat import ChatClient, Reply
 from arpo.tools.base import Tool
 from arpo.tools.executor import call_tool

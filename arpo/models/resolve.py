@@ -10,7 +10,7 @@ from typing import Any
 
 from arpo.config.loading import config_from_resolved
 from arpo.config.schema import Config, Model
-from arpo.data.plugin import Progress, model_plugin
+from arpo.data.task_set import Progress, model_plugin
 from arpo.errors import ArpoError
 from arpo.runs.reporter import SILENT, Reporter
 from arpo.runs.run_dir import is_run_dir, open_run_dir

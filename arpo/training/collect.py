@@ -22,8 +22,7 @@ from arpo.agent.traces import check_segments
 from arpo.algorithm.rollout import sample_trees
 from arpo.data.gsm8k import Program, build_program
 from arpo.data.rows import read_rows, source_name
-from arpo.data.tasks import Row
-from arpo.data.traces import Trace
+from arpo.data.tasks import Row, Trace
 from arpo.errors import ArpoError
 from arpo.rewards import Scorer, numbers_equal
 from arpo.runs.reporter import SILENT, Reporter

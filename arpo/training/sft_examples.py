@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from arpo.agent.formats import CallFormat, encode_prompt, encode_result
-from arpo.data.traces import Trace
+from arpo.data.tasks import Trace
 from arpo.types import Credit, Kind, Leaf, Node, RolloutTree, ScoredTree, StopReason, Task, ToolResult
 
 

@@ -22,7 +22,7 @@ from arpo.builtin.model import build_model
 from arpo.config.loading import load_config
 from arpo.config.schema import Branching, Rollout
 from arpo.data.task_set import load_task_set
-from arpo.data.traces import Trace
+from arpo.data.tasks import Trace
 from arpo.engine.scripted import ScriptedEngine
 from arpo.errors import ArpoError
 from arpo.evaluation.benchmarks import answer_settings

@@ -11,8 +11,7 @@ import pytest
 from traces import sum_row, write_model, write_rows
 
 from arpo.config.loading import load_config
-from arpo.data.plugin import model_plugin, task_plugin
-from arpo.data.task_set import TaskSet, load_task_set
+from arpo.data.task_set import TaskSet, load_task_set, model_plugin, task_plugin
 
 WORK = """
 import asyncio, sys

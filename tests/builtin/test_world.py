@@ -13,7 +13,7 @@ import pytest
 from arpo.builtin.traces import TRACES_PER_WORLD, CallTool, Mistakes, write_trace, write_traces
 from arpo.builtin.world import KINDS, World, build_world, other_world, sample_task, world_vocabulary
 from arpo.config.schema import World as Settings
-from arpo.data.traces import Trace
+from arpo.data.tasks import Trace
 from arpo.rewards import format_ok
 from arpo.tools.build import open_sandbox
 from arpo.tools.executor import call_tool

@@ -15,7 +15,7 @@ from trees import model, prompt, tool, tree
 
 from arpo.agent.agent import Agent
 from arpo.agent.traces import read_traces
-from arpo.data.traces import Trace
+from arpo.data.tasks import Trace
 from arpo.engine.scripted import ScriptedEngine
 from arpo.errors import ArpoError
 from arpo.training.collect import correct_traces, sample_traces
