@@ -48,6 +48,8 @@ ENDPOINT_CONCURRENCY = 8  # unless rollout.concurrency is set
 SUFFIXES = (".jsonl", ".json", ".parquet")
 AnswerFn = Callable[[Task, int], Awaitable[tuple[RolloutTree, int | None]]]
 """From a question and a seed to a tree with one trajectory, and the number of tokens that the model generated."""
+Job = tuple[str, Task, int]
+"""An answer to sample: the benchmark, the question, and the number of the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,20 +66,6 @@ class BenchmarkPlan:
     def __post_init__(self) -> None:
         if max(self.ks) > self.samples:
             raise ArpoError(f"--k {max(self.ks)} needs at least as many --samples; there are {self.samples}")
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerJob:
-    """One answer to sample."""
-
-    benchmark: str
-    task: Task
-    number: int
-
-    @property
-    def key(self) -> Key:
-        """Identifies the answer within its benchmark."""
-        return self.task.id, self.number
 
 
 @contextmanager
@@ -125,14 +113,15 @@ class BenchmarkRun:
         total = existing + len(missing)
         if existing:
             self.reporter.message(f"{existing:,} of {total:,} answers already exist")
+        unset = self.config.eval.endpoint is not None and "concurrency" not in self.config.rollout.model_fields_set
+        concurrency = ENDPOINT_CONCURRENCY if unset else self.config.rollout.concurrency
         jobs, scoring = iter(missing), asyncio.Semaphore(self.config.reward.workers)
         with self.reporter.progress("answering", total) as progress:
             progress.update(existing)
-            counter = _Counter(self.reporter, progress, total, existing)
             try:
                 async with asyncio.TaskGroup() as group:
-                    for _ in range(min(_concurrency(self.config), len(missing))):
-                        group.create_task(self._work(jobs, scoring, counter))
+                    for _ in range(min(concurrency, len(missing))):
+                        group.create_task(self._work(jobs, total, scoring, progress))
             except ExceptionGroup as several:
                 raise several.exceptions[0] from several
 
@@ -142,50 +131,40 @@ class BenchmarkRun:
         every = [sample for samples in self.samples.values() for _, sample in sorted(samples.items())]
         return Results(agent_name(self.config), summaries, [sample for sample in every if sample.failed is not None])
 
-    def _missing(self, name: str, tasks: tuple[Task, ...]) -> list[AnswerJob]:
+    def _missing(self, name: str, tasks: tuple[Task, ...]) -> list[Job]:
         """The answers of a benchmark that the plan has and the store lacks; the others become `samples`."""
         stored = {key: sample for key, sample in self.store.read(name, tasks).items() if sample.failed is None}
-        jobs = [AnswerJob(name, task, number) for task in tasks for number in range(self.plan.samples)]
-        self.samples[name] = {job.key: stored[job.key] for job in jobs if job.key in stored}
-        return [job for job in jobs if job.key not in stored]
+        jobs = {(task.id, number): (name, task, number) for task in tasks for number in range(self.plan.samples)}
+        self.samples[name] = {key: stored[key] for key in jobs if key in stored}
+        return [job for key, job in jobs.items() if key not in stored]
 
-    async def _work(self, jobs: Iterator[AnswerJob], scoring: asyncio.Semaphore, counter: _Counter) -> None:
-        for job in jobs:
-            sample = await self._sample(job, scoring)
-            self.samples[job.benchmark][sample.key] = sample
+    async def _work(self, jobs: Iterator[Job], total: int, scoring: asyncio.Semaphore, progress: Progress) -> None:
+        for benchmark, task, number in jobs:
+            sample = await self._sample(benchmark, task, number, scoring)
+            self.samples[benchmark][sample.key] = sample
             self.consecutive_failures = 0 if sample.failed is None else self.consecutive_failures + 1
             if self.consecutive_failures >= MAX_CONSECUTIVE_FAILURES:
                 raise ArpoError(
                     f"{MAX_CONSECUTIVE_FAILURES} answers in a row failed, the last because {sample.failed}\n"
                     f"All earlier answers are saved in {self.plan.out}; the same command continues from there"
                 )
-            counter.advance()
+            progress.advance()
+            done = sum(map(len, self.samples.values()))
+            if 10 * done // total > 10 * (done - 1) // total and not self.reporter.has_bars:  # a tenth more
+                self.reporter.message(f"{done:,} of {total:,} answers")
 
-    async def _sample(self, job: AnswerJob, scoring: asyncio.Semaphore) -> Sample:
-        seed = derive_seed(self.config.seed, "benchmark", job.benchmark, job.task.id, job.number)
+    async def _sample(self, benchmark: str, task: Task, number: int, scoring: asyncio.Semaphore) -> Sample:
+        seed = derive_seed(self.config.seed, "benchmark", benchmark, task.id, number)
         try:
-            tree, tokens = await self.answer(job.task, seed)
+            tree, tokens = await self.answer(task, seed)
         except HttpError as failure:
-            return Sample(job.benchmark, job.task.id, job.number, job.task.kind, failed=str(failure))
+            return Sample(benchmark, task.id, number, task.kind, failed=str(failure))
         async with scoring:
-            with Scorer(self.rewards[job.benchmark], 1) as scorer:
+            with Scorer(self.rewards[benchmark], 1) as scorer:
                 scored = await scorer.score(tree)
-        sample = build_sample(job.benchmark, job.number, scored, tokens)
+        sample = build_sample(benchmark, number, scored, tokens)
         self.store.append(sample, scored)
         return sample
-
-
-class _Counter:
-    """Counts answers; without a progress bar it sends a message for every tenth of them."""
-
-    def __init__(self, reporter: Reporter, progress: Progress, total: int, done: int) -> None:
-        self._reporter, self._progress, self._total, self._done = reporter, progress, total, done
-
-    def advance(self) -> None:
-        before, self._done = self._done, self._done + 1
-        self._progress.advance()
-        if 10 * self._done // self._total > 10 * before // self._total and not self._reporter.has_bars:
-            self._reporter.message(f"{self._done:,} of {self._total:,} answers")
 
 
 def load_questions(plan: BenchmarkPlan, bad_rows: str, reporter: Reporter = SILENT) -> dict[str, tuple[Task, ...]]:
@@ -198,7 +177,12 @@ def load_questions(plan: BenchmarkPlan, bad_rows: str, reporter: Reporter = SILE
             path = next((str(file) for file in files if file.is_file()), None)
             if path is None:
                 reporter.message(f"{name}: {plan.data_dir} has no {name}.jsonl or .parquet; loading it from the hub")
-        questions[name] = _with_unique_ids(load_benchmark(name, path, bad_rows)[: plan.questions])
+        count: Counter[str] = Counter()
+        unique = []
+        for task in load_benchmark(name, path, bad_rows)[: plan.questions]:
+            count[task.id] += 1
+            unique.append(task if count[task.id] == 1 else replace(task, id=f"{task.id}#{count[task.id]}"))
+        questions[name] = tuple(unique)
     return questions
 
 
@@ -257,17 +241,3 @@ def _model_answers(
 
 def _scored_by(settings: Rewards, metric: str) -> Rewards:
     return settings.model_copy(update={"accuracy": metric, "function": None, "bonus": 0.0})
-
-
-def _with_unique_ids(tasks: tuple[Task, ...]) -> tuple[Task, ...]:
-    count: Counter[str] = Counter()
-    unique = []
-    for task in tasks:
-        count[task.id] += 1
-        unique.append(task if count[task.id] == 1 else replace(task, id=f"{task.id}#{count[task.id]}"))
-    return tuple(unique)
-
-
-def _concurrency(config: Config) -> int:
-    unset = config.eval.endpoint is not None and "concurrency" not in config.rollout.model_fields_set
-    return ENDPOINT_CONCURRENCY if unset else config.rollout.concurrency

@@ -49,10 +49,8 @@ class EndpointAgent:
         for trace in self.examples:
             messages.append(_message("user", trace.task.question.strip()))
             for kind, text in trace.segments:
-                model = kind is Kind.MODEL
-                messages.append(
-                    _message("assistant", text) if model else _message("user", self.result_text(text).strip())
-                )
+                by, content = ("assistant", text) if kind is Kind.MODEL else ("user", self.result_text(text).strip())
+                messages.append(_message(by, content))
         return [*messages, _message("user", question)]
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from arpo.data.benchmarks import BENCHMARKS, published_for
 from arpo.evaluation.samples import Sample
-from arpo.evaluation.statistics import LEVEL, Estimate, Summary
+from arpo.evaluation.statistics import LEVEL, Summary
 from arpo.figures.style import INSTALL, figure_style, has_matplotlib, new_figure, render
 from arpo.figures.text import markdown_cell, markdown_table, one_line, printable
 from arpo.runs.run_dir import write_atomically
@@ -169,13 +169,10 @@ def draw_results(results: Results) -> Figure:
 
 
 def _estimates(summary: Summary, ks: Sequence[int]) -> list[str]:
-    return [_estimate(found) for found in (summary.score, *(summary.pass_at.get(k) for k in ks))]
-
-
-def _estimate(found: Estimate | None) -> str:
-    if found is None:
-        return "none"
-    return f"{100 * found.value:.1f} ({100 * found.low:.1f} to {100 * found.high:.1f})"
+    return [
+        "none" if found is None else f"{100 * found.value:.1f} ({100 * found.low:.1f} to {100 * found.high:.1f})"
+        for found in (summary.score, *(summary.pass_at.get(k) for k in ks))
+    ]
 
 
 def _means(summary: Summary) -> list[str]:

@@ -127,17 +127,15 @@ class SampleStore:
         """Save an answer and its tree."""
         line = json.dumps({**asdict(sample), "tree": tree_to_json(scored)}, allow_nan=False) + "\n"
         if sample.benchmark not in self._files:
-            self._create(self.path(sample.benchmark))
-            self._files[sample.benchmark] = self.path(sample.benchmark).open("ab")
+            if not (self.directory / SETTINGS).exists():
+                content = json.dumps(self._settings, indent=2, allow_nan=False) + "\n"
+                write_atomically(self.directory / SETTINGS, content.encode("ascii"))
+            path = self.path(sample.benchmark)
+            path.parent.mkdir(exist_ok=True)
+            self._files[sample.benchmark] = path.open("ab")
         file = self._files[sample.benchmark]
         file.write(line.encode("ascii"))
         file.flush()
-
-    def _create(self, path: Path) -> None:
-        if not (self.directory / SETTINGS).exists():
-            content = json.dumps(self._settings, indent=2, allow_nan=False) + "\n"
-            write_atomically(self.directory / SETTINGS, content.encode("ascii"))
-        path.parent.mkdir(exist_ok=True)
 
 
 def open_samples(directory: Path, settings: Mapping[str, Any]) -> SampleStore:

@@ -68,7 +68,8 @@ def _summary(samples: Sequence[Sample], ks: Sequence[int], levels: Mapping[str, 
     by_task: dict[str, list[Sample]] = {}
     for sample in good:
         by_task.setdefault(sample.task, []).append(sample)
-    pass_at = {k: estimate(_pass_at_k(by_task.values(), k)) for k in ks}
+    right = [(len(group), sum(sample.correct == 1.0 for sample in group)) for group in by_task.values()]
+    pass_at = {k: estimate([pass_at_k(n, c, k) for n, c in right if n >= k]) for k in ks}
     return Summary(
         questions=len(by_task),
         answers=len(good),
@@ -82,13 +83,6 @@ def _summary(samples: Sequence[Sample], ks: Sequence[int], levels: Mapping[str, 
         faults=dict(sorted(Counter(fault for sample in good for fault in sample.faults).items())),
         levels=levels,
     )
-
-
-def _pass_at_k(groups: Iterable[Sequence[Sample]], k: int) -> list[float]:
-    """pass@k of every question that has at least k answers."""
-    return [
-        pass_at_k(len(group), sum(sample.correct == 1.0 for sample in group), k) for group in groups if len(group) >= k
-    ]
 
 
 def estimate(values: Sequence[float]) -> Estimate | None:
