@@ -18,17 +18,7 @@ from typing import Any
 
 from arpo.config.schema import Config
 from arpo.errors import ArpoError
-from arpo.plan.cost import (
-    SHARING_PAYS,
-    USABLE_MEMORY,
-    Decoder,
-    Memory,
-    UpdateTime,
-    number_size,
-    sync_time,
-    training_memory,
-    update_time,
-)
+from arpo.plan import cost
 from arpo.plan.hardware import Hardware, find_hardware
 from arpo.plan.shape import Shape, find_shape
 from arpo.plan.simulate import Sampled, fit_branch_rate, simulate
@@ -93,11 +83,11 @@ class Option:
     open_trajectories: int  # per replica
     sampling: float
     sampled: Sampled
-    update: UpdateTime
+    update: cost.UpdateTime
     sync: float
     step: float
-    sampling_memory: Memory  # of a sampling GPU; with a shared split, of every GPU
-    training_memory: Memory
+    sampling_memory: cost.Memory  # of a sampling GPU; with a shared split, of every GPU
+    training_memory: cost.Memory
 
 
 @dataclass(slots=True)
@@ -133,8 +123,8 @@ class Planner:
         """The prediction for this split; None if it does not fit into memory."""
         setup, workload = self.setup, self.setup.workload
         trajectories = self._open_trajectories(split)
-        training = training_memory(setup.config, setup.shape, split.training)
-        if not trajectories or training.total > USABLE_MEMORY * setup.hardware.memory:
+        training = cost.training_memory(setup.config, setup.shape, split.training)
+        if not trajectories or training.total > cost.USABLE_MEMORY * setup.hardware.memory:
             return None
         sampled = self._simulate(split, trajectories, 1)
         overlap = setup.staleness > 0 and not split.shared
@@ -142,10 +132,10 @@ class Planner:
         sampling = sampled.seconds if batches == 1 else self._simulate(split, trajectories, batches).seconds / batches
         tokens = sampled.unique_tokens * workload.trained_share
         context = sampled.total_tokens / max(1, sampled.trajectories) / 2
-        as_trees = sampled.unique_tokens <= SHARING_PAYS * sampled.total_tokens
+        as_trees = sampled.unique_tokens <= cost.SHARING_PAYS * sampled.total_tokens
         trees = (workload.questions if as_trees else sampled.trajectories) * workload.trained_share
-        update = update_time(setup.config, setup.shape, setup.hardware, split.training, tokens, context, trees)
-        sync = sync_time(setup.config, setup.shape, setup.hardware, setup.gpus)
+        update = cost.update_time(setup.config, setup.shape, setup.hardware, split.training, tokens, context, trees)
+        sync = cost.sync_time(setup.config, setup.shape, setup.hardware, setup.gpus)
         step = sync + (max(sampling, update.seconds) if overlap else sampling + update.seconds)
         memory = self._sampling_memory(split, trajectories)
         return Option(split, trajectories, sampling, sampled, update, sync, step, memory, training)
@@ -156,23 +146,23 @@ class Planner:
         if key not in self.simulations:
             questions = setup.workload.questions * batches
             workload = replace(setup.workload, questions=questions, concurrency=trajectories)
-            decoder = Decoder(setup.shape, setup.hardware, number_size(setup.config), split.tensor_parallel)
+            decoder = cost.Decoder(setup.shape, setup.hardware, cost.number_size(setup.config), split.tensor_parallel)
             self.simulations[key] = simulate(workload, decoder, split.replicas, setup.seed)
         return self.simulations[key]
 
     def _open_trajectories(self, split: Split) -> int:
         """Trajectories whose KV cache fits on a replica, at most as many as the settings allow or as there are."""
         workload, config = self.setup.workload, self.setup.config
-        room = USABLE_MEMORY * self.setup.hardware.memory - self._sampling_memory(split, 0).total
-        tokens = room / (self.setup.shape.kv_size_per_gpu(split.tensor_parallel) * number_size(config))
+        room = cost.USABLE_MEMORY * self.setup.hardware.memory - self._sampling_memory(split, 0).total
+        tokens = room / (self.setup.shape.kv_size_per_gpu(split.tensor_parallel) * cost.number_size(config))
         tokens = min(tokens, config.rollout.kv_cache_tokens or tokens)
         questions = -(-workload.questions // max(1, split.replicas))
         existing = questions * workload.num_trajectories * max(1, self.setup.staleness)
         return max(0, min(int(tokens / workload.trajectory_tokens), workload.concurrency, existing))
 
-    def _sampling_memory(self, split: Split, trajectories: int) -> Memory:
-        setup, shape, size = self.setup, self.setup.shape, number_size(self.setup.config)
-        memory = training_memory(setup.config, shape, split.sampling) if split.shared else Memory()
+    def _sampling_memory(self, split: Split, trajectories: int) -> cost.Memory:
+        setup, shape, size = self.setup, self.setup.shape, cost.number_size(self.setup.config)
+        memory = cost.training_memory(setup.config, shape, split.sampling) if split.shared else cost.Memory()
         copy = 0.0 if split.shared and setup.gpus == 1 else shape.parameters * size / split.tensor_parallel
         tokens = trajectories * setup.workload.trajectory_tokens
         kv_cache = tokens * shape.kv_size_per_gpu(split.tensor_parallel) * size
@@ -181,7 +171,7 @@ class Planner:
     def _does_not_fit(self) -> str:
         """Why nothing fits, and the first changes that would make it fit."""
         setup = self.setup
-        memory = training_memory(setup.config, setup.shape, setup.gpus)
+        memory = cost.training_memory(setup.config, setup.shape, setup.gpus)
         problem = (
             f"{setup.shape.name} does not fit on {setup.gpus} x {setup.hardware.name} "
             f"({setup.hardware.memory / 1e9:.0f} GB each): training alone takes {memory.total / 1e9:.0f} GB on each "
@@ -192,8 +182,8 @@ class Planner:
 
     def fits(self) -> bool:
         """Whether any option fits into memory; nothing is simulated."""
-        setup, limit = self.setup, USABLE_MEMORY * self.setup.hardware.memory
-        needed = (training_memory(setup.config, setup.shape, split.training).total for split in self.splits())
+        setup, limit = self.setup, cost.USABLE_MEMORY * self.setup.hardware.memory
+        needed = (cost.training_memory(setup.config, setup.shape, split.training).total for split in self.splits())
         return any(memory <= limit for memory in needed)
 
 

@@ -17,19 +17,9 @@ from typing import Any
 
 from arpo.figures.text import markdown_cell, markdown_table, one_line
 from arpo.runs.run_dir import write_atomically
+from arpo.studies.compare import stats
 from arpo.studies.compare.figures import draw_comparison
-from arpo.studies.compare.stats import (
-    DRAWS,
-    GAIN_FRACTIONS,
-    Comparison,
-    Difference,
-    Mean,
-    Ratio,
-    Row,
-    cold_start,
-    missing_runs,
-    rows,
-)
+from arpo.studies.compare.stats import Comparison
 
 NONE = "-"
 BUDGETS = {"tool_calls": "tool calls", "trajectories": "trajectories", "tokens": "tokens"}
@@ -44,7 +34,8 @@ RATIO = (
 )
 INTERVALS = (
     "In brackets: 95 % intervals, Student's t over seeds. Differences are paired by seed, over the seeds that both "
-    f"completed. The interval of a cost ratio is a bootstrap over seeds ({DRAWS:,} draws); it is rough with few seeds."
+    f"completed. The interval of a cost ratio is a bootstrap over seeds ({stats.DRAWS:,} draws); it is rough with few "
+    "seeds."
 )
 ONE_SEED = "There is only one seed, so there are no intervals, and another seed may reverse the order."
 COSTS = (
@@ -66,7 +57,7 @@ def write_comparison(directory: Path, comparison: Comparison) -> None:
 
 def comparison_json(comparison: Comparison) -> dict[str, Any]:
     """Everything as JSON values; fractions are from 0 to 1, and missing or infinite numbers are null."""
-    missing = missing_runs(comparison)
+    missing = stats.missing_runs(comparison)
     return {
         "title": comparison.title,
         "match": comparison.match,
@@ -76,14 +67,14 @@ def comparison_json(comparison: Comparison) -> dict[str, Any]:
         "complete": not missing,
         "missing": [run._asdict() for run in missing],
         "intervals": INTERVALS,
-        "results": [_row_json(row) for row in rows(comparison)],
+        "results": [_row_json(row) for row in stats.rows(comparison)],
         "trials": [asdict(trial) for trial in comparison.trials],
     }
 
 
 def markdown(comparison: Comparison) -> str:
     """Missing runs, a table of accuracies, how to read it, and a table of costs."""
-    found, missing = rows(comparison), missing_note(comparison, markdown_cell)
+    found, missing = stats.rows(comparison), missing_note(comparison, markdown_cell)
     parts = [f"# {markdown_cell(comparison.title)}", "", *([missing, ""] if missing else [])]
     parts += [*markdown_table(*_accuracy_table(comparison, found, markdown_cell)), "", reading_note(comparison), ""]
     parts += [*markdown_table(*_cost_table(found, markdown_cell)), "", COSTS]
@@ -92,13 +83,13 @@ def markdown(comparison: Comparison) -> str:
 
 def terminal_tables(comparison: Comparison) -> list[Table]:
     """The tables of accuracies and of costs, shorter than in Markdown."""
-    found = rows(comparison)
+    found = stats.rows(comparison)
     return [_accuracy_table(comparison, found, one_line, short=True), _cost_table(found, one_line)]
 
 
 def missing_note(comparison: Comparison, escape: Callable[[str], str] = one_line) -> str:
     """One line that names every missing run and why; empty if none is missing."""
-    missing = missing_runs(comparison)
+    missing = stats.missing_runs(comparison)
     if not missing:
         return ""
     each = "; ".join(f"{escape(run.algorithm)} seed {run.seed} ({escape(run.why)})" for run in missing)
@@ -107,14 +98,14 @@ def missing_note(comparison: Comparison, escape: Callable[[str], str] = one_line
 
 def reading_note(comparison: Comparison) -> str:
     """How to read the tables."""
-    start = cold_start(comparison)
+    start = stats.cold_start(comparison)
     before = "" if start is None else f"Accuracy before training: {100 * start:.1f} %. "
     matched = f"All runs have the same budget of {BUDGETS[comparison.match]}."
     return f"{before}{matched} {RATIO} {INTERVALS if len(comparison.seeds) > 1 else ONE_SEED}"
 
 
 def _accuracy_table(
-    comparison: Comparison, found: Sequence[Row], escape: Callable[[str], str], short: bool = False
+    comparison: Comparison, found: Sequence[stats.Row], escape: Callable[[str], str], short: bool = False
 ) -> Table:
     """Accuracies and cost ratios; a short table has no pass@k and no intervals of ratios."""
     base, seeds = escape(comparison.baseline), len(comparison.seeds)
@@ -124,19 +115,21 @@ def _accuracy_table(
     head += [*(f"pass@{k}, %" for k in ks), "tool calls"]
     head += [
         f"ratio at {100 * fraction:.0f} %" if short else f"cost ratio at {100 * fraction:.0f} % of {base}'s gain"
-        for fraction in GAIN_FRACTIONS
+        for fraction in stats.GAIN_FRACTIONS
     ]
     body = []
     for row in found:
         bare = short or row.algorithm == comparison.baseline
         cells = [escape(row.algorithm), str(row.seeds) if row.seeds == seeds else f"{row.seeds} of {seeds}"]
-        cells += [_mean(row.accuracy), *_difference(row.difference), *(_mean(row.pass_at.get(k)) for k in ks)]
+        gap = row.difference
+        paired = [NONE, NONE] if gap is None else [_mean(gap.mean, "+"), f"{gap.better}, {gap.worse}"]
+        cells += [_mean(row.accuracy), *paired, *(_mean(row.pass_at.get(k)) for k in ks)]
         cells += [_number(row.tool_calls, 0), *(_ratio(ratio, bare) for ratio in row.cost_ratio.values())]
         body.append(cells)
     return head, body
 
 
-def _cost_table(found: Sequence[Row], escape: Callable[[str], str]) -> Table:
+def _cost_table(found: Sequence[stats.Row], escape: Callable[[str], str]) -> Table:
     head = ["algorithm", "tool calls", "trajectories", "tokens", "minutes", "calls per question", "correct format, %"]
     body = []
     for row in found:
@@ -148,19 +141,14 @@ def _cost_table(found: Sequence[Row], escape: Callable[[str], str]) -> Table:
     return head, body
 
 
-def _mean(found: Mean | None, sign: str = "") -> str:
+def _mean(found: stats.Mean | None, sign: str = "") -> str:
     if found is None:
         return NONE
     mean, low, high = (None if part is None else f"{100 * part:{sign}.1f}" for part in found)
     return f"{mean} ({low} to {high})" if low is not None else f"{mean} ({NONE})"
 
 
-def _difference(found: Difference | None) -> list[str]:
-    """The difference, and the numbers of better and worse seeds."""
-    return [NONE, NONE] if found is None else [_mean(found.mean, "+"), f"{found.better}, {found.worse}"]
-
-
-def _ratio(found: Ratio | None, bare: bool) -> str:
+def _ratio(found: stats.Ratio | None, bare: bool) -> str:
     """The ratio and, unless `bare`, its interval; an infinite upper end is shown as "none"."""
     if found is None:
         return NONE
@@ -174,7 +162,7 @@ def _number(value: float | None, digits: int) -> str:
     return NONE if value is None else f"{value:,.{digits}f}"
 
 
-def _row_json(row: Row) -> dict[str, Any]:
+def _row_json(row: stats.Row) -> dict[str, Any]:
     return asdict(row) | {
         "accuracy": row.accuracy and row.accuracy._asdict(),
         "difference": row.difference and {**asdict(row.difference), "mean": row.difference.mean._asdict()},

@@ -28,6 +28,7 @@ from arpo.types import Decision, Kind, Node, RolloutTree, ScoredTree
 
 Floats = npt.NDArray[np.float64]
 ROUNDING = 1e-9  # rewards that differ by less count as equal
+_Sums = dict[Hashable, Floats]  # by question: the sum and the count of each column
 _Seen = tuple[Hashable, Decision, bool | None]  # question, decision, whether the branch point is informative
 
 
@@ -121,7 +122,7 @@ def study(trees: Iterable[ScoredTree], settings: Branching, tokens: int) -> Stud
             start = _turn_start(tree.nodes[index])
             turn_counts[start] += len(turns)
             entropies = _entropies(turns, settings.probe_tokens, tokens)
-            curves.setdefault(start, _Sums(tokens + 1)).add(question, entropies)
+            _add(curves.setdefault(start, {}), question, entropies)
         informative = _informative(scored)
         for index, node in enumerate(tree.nodes):
             if node.decision is not None:
@@ -148,50 +149,42 @@ def threshold(settings: Branching) -> float | None:
     return (settings.tau - settings.alpha) / settings.beta
 
 
-class _Sums:
-    """Sums of rows of numbers, by question; NaN stands for a missing number."""
+def _add(sums: _Sums, question: Hashable, row: Sequence[float] | Floats) -> None:
+    """Add a row of numbers; NaN stands for a missing number."""
+    values = np.asarray(row, dtype=np.float64)
+    present = ~np.isnan(values)
+    found = sums.setdefault(question, np.zeros((2, len(values))))
+    found += np.stack([np.where(present, values, 0.0), present])
 
-    def __init__(self, columns: int) -> None:
-        self._columns = columns
-        self._by_question: dict[Hashable, Floats] = {}
 
-    def add(self, question: Hashable, row: Sequence[float] | Floats) -> None:
-        """Add one row."""
-        values = np.asarray(row, dtype=np.float64)
-        present = ~np.isnan(values)
-        sums = self._by_question.setdefault(question, np.zeros((2, self._columns)))
-        sums += np.stack([np.where(present, values, 0.0), present])
-
-    def means(self) -> list[Mean | None]:
-        """The mean of each column and its standard error, clustered by question."""
-        if not self._by_question:
-            return [None] * self._columns
-        totals_QC, counts_QC = np.stack(list(self._by_question.values()), axis=1)  # questions x columns
-        means: list[Mean | None] = []
-        for total, count in zip(totals_QC.T, counts_QC.T, strict=True):
-            clusters, n = int((count > 0).sum()), int(count.sum())
-            if n == 0:
-                means.append(None)
-                continue
-            mean = float(total.sum() / n)
-            spread = float(((total - mean * count) ** 2).sum())
-            error = math.sqrt(spread * clusters / (clusters - 1)) / n if clusters > 1 else None
-            means.append(Mean(mean, error, n, clusters))
-        return means
+def _means(sums: _Sums) -> list[Mean | None]:
+    """The mean of each column and its standard error, clustered by question."""
+    totals_QC, counts_QC = np.stack(list(sums.values()), axis=1)  # questions x columns
+    means: list[Mean | None] = []
+    for total, count in zip(totals_QC.T, counts_QC.T, strict=True):
+        clusters, n = int((count > 0).sum()), int(count.sum())
+        if n == 0:
+            means.append(None)
+            continue
+        mean = float(total.sum() / n)
+        spread = float(((total - mean * count) ** 2).sum())
+        error = math.sqrt(spread * clusters / (clusters - 1)) / n if clusters > 1 else None
+        means.append(Mean(mean, error, n, clusters))
+    return means
 
 
 def _curve(sums: _Sums, turns: int) -> Curve:
-    *positions, first = sums.means()
+    *positions, first = _means(sums)
     assert first is not None
     return Curve(turns, first, tuple(mean for mean in positions if mean is not None))
 
 
 def _branch_stats(seen: Sequence[_Seen]) -> BranchStats:
-    sums = _Sums(2)
+    sums: _Sums = {}
     probed = [(question, decision) for question, decision, _ in seen if decision.probed_tokens]
     for question, decision in probed:
-        sums.add(question, [decision.entropy - decision.initial_entropy, decision.delta > 0])
-    rise, risen = sums.means()
+        _add(sums, question, [decision.entropy - decision.initial_entropy, decision.delta > 0])
+    rise, risen = _means(sums) if sums else (None, None)
     positives = [decision.delta for _, decision, informative in seen if informative]
     negatives = [decision.delta for _, decision, informative in seen if informative is False]
     reasons = Counter(decision.reason for _, decision, _ in seen if not decision.branches)
