@@ -267,26 +267,15 @@ class Inverter:
         lengths = np.array(self._lengths, dtype=np.int32)
         first = sum(map(len, self._all_lengths))
         passages = np.repeat(np.arange(first, first + len(lengths)), lengths)
-        run = _run((np.concatenate(self._numbers).astype(np.int64) << 32) | passages)
+        pairs = (np.concatenate(self._numbers).astype(np.int64) << 32) | passages  # of word and passage
+        pairs, counts = np.unique(pairs, return_counts=True)
+        words = (pairs >> 32).astype(np.int32)
+        starts = np.flatnonzero(np.diff(words, prepend=-1))
+        passages, counts = (pairs & 0xFFFFFFFF).astype(np.int32), counts.astype(np.int32)
+        run = Run(words[starts], np.append(starts, len(pairs)), passages, counts)
         self._runs.append(run if self._directory is None else _spill(run, self._directory, len(self._runs)))
         self._all_lengths.append(lengths)
         self._numbers, self._lengths = [], []
-
-
-def _run(keys: Longs) -> Run:
-    """Count the distinct `keys` (word and passage, packed); sorts them in place."""
-    keys.sort()
-    firsts = _firsts(keys)
-    counts = np.diff(firsts, append=len(keys)).astype(np.int32)
-    keys = keys[firsts]
-    numbers = (keys >> 32).astype(np.int32)
-    starts = _firsts(numbers)
-    return Run(numbers[starts], np.append(starts, len(keys)), (keys & 0xFFFFFFFF).astype(np.int32), counts)
-
-
-def _firsts(values: NDArray[np.integer]) -> Longs:
-    """Return the indices where a value differs from the one before."""
-    return np.flatnonzero(np.diff(values, prepend=-1))
 
 
 def _spill(run: Run, directory: Path, number: int) -> Run:
