@@ -105,7 +105,7 @@ def _browse(config: Config) -> Tool:
 
 
 def _connect_mcp(server: Mcp, timeout: float) -> McpServer:
-    from arpo.tools.mcp.server import connect_mcp
+    from arpo.tools.mcp import connect_mcp
 
     headers = None
     if server.token_env is not None:

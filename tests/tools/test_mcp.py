@@ -34,7 +34,8 @@ import arpo.tools.mcp.server as module
 from arpo.errors import ArpoError
 from arpo.tools.base import ToolError, ToolUnavailable
 from arpo.tools.executor import Toolset, call_tool
-from arpo.tools.mcp.server import McpServer, connect_mcp
+from arpo.tools.mcp import connect_mcp
+from arpo.tools.mcp.server import McpServer
 from arpo.types import Fault, ToolCall, ToolResult
 
 SCRIPT = str(Path(__file__).parents[1] / "support" / "mcp_server.py")
@@ -279,8 +280,8 @@ def test_mistakes_in_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
         connect_mcp(name="x", command="a")
 
 
-def test_importing_the_module_does_not_import_the_sdk() -> None:
-    code = "import sys, arpo.tools.mcp.server; print({'mcp', 'anyio', 'httpx2', 'torch'} & sys.modules.keys())"
+def test_importing_the_package_does_not_import_the_sdk() -> None:
+    code = "import sys, arpo.tools.mcp; print({'mcp', 'anyio', 'httpx2', 'torch'} & sys.modules.keys())"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
 
 
@@ -519,7 +520,7 @@ ENDS: dict[int, list[str]] = {0: [], -signal.SIGKILL: ["killed"]}
 def test_a_process_that_ends_without_closing_takes_the_server_along() -> None:
     script = f"""
 import asyncio, os, sys
-from arpo.tools.mcp.server import connect_mcp
+from arpo.tools.mcp import connect_mcp
 server = connect_mcp(name="x", command=sys.executable, args=[{SCRIPT!r}, "raw"])
 child = os.fork()
 if not child:

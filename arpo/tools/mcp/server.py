@@ -1,8 +1,5 @@
 """Tools of an MCP server, started as a program (stdio) or reached at a URL (streamable HTTP), through the official SDK.
 
-    with connect_mcp(name="files", command="npx", args=["-y", "@modelcontextprotocol/server-filesystem", "."]) as files:
-        tools = files.tools
-
 Guarantees: the connection lives in its own thread, so calls may come from any event loop. The tools stay as they were
 first listed. A server that dies or hangs is restarted at the next call, once for all callers. A program gets a
 minimal environment and `env`, not that of this process; its stderr is kept for error messages and never printed.
@@ -19,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import json
-import logging
 import math
 import os
 import re
@@ -30,22 +26,23 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cache
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
+import anyio
+import httpx2
+import mcp_types
+from anyio.streams.memory import MemoryObjectSendStream
+from mcp import Client, MCPError
+from mcp.client import ClientSession
+from mcp.client._transport import ReadStream, TransportStreams, WriteStream
+from mcp.client.stdio import get_default_environment
+from mcp.client.streamable_http import streamable_http_client
+from mcp.shared.message import SessionMessage
 from pydantic import TypeAdapter, ValidationError
 
 from arpo.errors import ArpoError
 from arpo.tools.base import Tool, ToolError, ToolUnavailable
 from arpo.types import ToolSpec
-
-if TYPE_CHECKING:
-    import httpx2
-    import mcp_types
-    from anyio.streams.memory import MemoryObjectSendStream
-    from mcp.client import ClientSession
-    from mcp.client._transport import ReadStream, TransportStreams, WriteStream
-    from mcp.shared.message import SessionMessage
 
 MAX_TOOLS = 1000
 JOIN_SECONDS = 15.0  # longer than all time limits of closing together
@@ -60,6 +57,8 @@ GRACE_SECONDS = 1.0  # for a program to exit by itself, and again after SIGTERM
 STDERR_SECONDS = 0.1  # to read what a program wrote before it ended
 SILENCE_SECONDS = 300.0  # between two chunks of an HTTP reply
 _ENDS = 200  # bytes kept of each end of a line that is too long
+_Result = mcp_types.CallToolResult | mcp_types.InputRequiredResult
+_RESULT: TypeAdapter[_Result] = TypeAdapter(_Result)
 
 # The id of a response, where the beginning or the end of its line leaves no doubt about it.
 _ID = re.compile(rb'^\s*\{\s*(?:"jsonrpc"\s*:\s*"2\.0"\s*,\s*)?"id"\s*:\s*(\d+)\s*,|"id"\s*:\s*(\d+)\s*\}\s*$')
@@ -77,37 +76,6 @@ class ServerParams:
     headers: Mapping[str, str] = field(repr=False)
     timeout: float
     start_timeout: float
-
-
-def connect_mcp(
-    *,
-    name: str,
-    command: str | None = None,
-    args: Sequence[str] = (),
-    env: Mapping[str, str] | None = None,
-    url: str | None = None,
-    headers: Mapping[str, str] | None = None,
-    only: Sequence[str] = (),
-    timeout: float = 30.0,
-    start_timeout: float = 60.0,
-) -> McpServer:
-    """Start the program `command` or connect to `url`; use all tools of the server or `only` some."""
-    if (command is None) == (url is None):
-        raise ArpoError(f"MCP server {name}: give either `command` or `url`")
-    if headers if url is None else (args or env):
-        raise ArpoError(f"MCP server {name}: `args` and `env` go with `command`, `headers` with `url`")
-    if url is not None and not url.startswith(("http://", "https://")):
-        raise ArpoError(f"MCP server {name}: `url` must begin with http:// or https://")
-    try:
-        from mcp import Client  # noqa: F401
-    except ImportError as error:
-        raise ArpoError("MCP servers need another package: pip install mcp") from error
-    for logger in ("mcp", "client"):  # of the SDK; without a handler Python prints its records
-        logging.getLogger(logger).addHandler(logging.NullHandler())
-    return McpServer(
-        ServerParams(name, command, tuple(args), dict(env or {}), url, dict(headers or {}), timeout, start_timeout),
-        tuple(only),
-    )
 
 
 class McpServer:
@@ -193,26 +161,22 @@ class _ConnectionManager:
 
     async def call(self, name: str, args: Mapping[str, Any]) -> str:
         """Call a tool and return its result as text."""
-        from mcp import MCPError
-        from mcp_types import CallToolRequest, CallToolRequestParams, InputRequiredResult
-        from mcp_types.jsonrpc import CONNECTION_CLOSED, INVALID_PARAMS
-
         try:
             json.dumps(args, ensure_ascii=False, allow_nan=False).encode()
         except (ValueError, TypeError, RecursionError):
             raise ToolError("the arguments hold something that cannot be sent (half a character, NaN)") from None
         connection = await self._connected()
         assert connection.session is not None
-        request = CallToolRequest(params=CallToolRequestParams(name=name, arguments=dict(args)))
+        request = mcp_types.CallToolRequest(params=mcp_types.CallToolRequestParams(name=name, arguments=dict(args)))
         try:
             async with asyncio.timeout(self.params.timeout + SLACK_SECONDS):
-                result = await connection.session.send_request(request, _result_type())
+                result = await connection.session.send_request(request, _RESULT)
         except MCPError as error:
-            if error.code == INVALID_PARAMS:
+            if error.code == mcp_types.INVALID_PARAMS:
                 raise ToolError(error.message) from None
             if TOO_LARGE in error.message or f"exceeded the {MAX_MESSAGE_BYTES} byte limit" in error.message:
                 raise ToolError(TOO_LARGE) from None
-            if error.code != CONNECTION_CLOSED:
+            if error.code != mcp_types.CONNECTION_CLOSED:
                 raise ToolUnavailable(f"{self.title}: {error.message}") from None
             self._check_soon(connection)
             raise ToolUnavailable(f"{self.title}: {error.message}{connection.notes()}") from None
@@ -224,7 +188,7 @@ class _ConnectionManager:
             raise
         except Exception as error:
             raise ToolUnavailable(f"{self.title}: {reason(error)}") from error
-        if isinstance(result, InputRequiredResult):
+        if isinstance(result, mcp_types.InputRequiredResult):
             raise ToolError("the tool asks for input that nobody can give here")
         if result.is_error:
             raise ToolError(_text(result) or "the tool failed and did not say why")
@@ -275,8 +239,6 @@ class _ConnectionManager:
 
     async def _serve(self, connection: Connection, ready: asyncio.Future[_Listing]) -> None:
         """Run one connection from start to end, in one task, as the SDK requires."""
-        from mcp import Client
-
         why = f"it was not ready within {self.params.start_timeout:g} seconds"
         try:
             with connection.scope:
@@ -303,16 +265,13 @@ class _ConnectionManager:
             self._checking = asyncio.create_task(self._check(connection))
 
     async def _check(self, connection: Connection) -> None:
-        from mcp import MCPError
-        from mcp_types import CONNECTION_CLOSED
-
         assert connection.session is not None
         responses = connection.responses
         try:
             async with asyncio.timeout(self.params.timeout):  # another call may keep it busy for that long
                 await connection.session.send_ping()
         except MCPError as error:  # also an answer, unless the SDK made it
-            if error.code == CONNECTION_CLOSED:
+            if error.code == mcp_types.CONNECTION_CLOSED:
                 connection.close()
         except TimeoutError:
             if connection.responses == responses:
@@ -325,12 +284,10 @@ def _without_password(url: str) -> str:
 
 
 async def _list(session: ClientSession) -> list[mcp_types.Tool]:
-    from mcp_types import PaginatedRequestParams
-
     tools: list[mcp_types.Tool] = []
     cursor: str | None = None
     while len(tools) <= MAX_TOOLS:
-        page = await session.list_tools(params=PaginatedRequestParams(cursor=cursor))
+        page = await session.list_tools(params=mcp_types.PaginatedRequestParams(cursor=cursor))
         tools += page.tools
         cursor = page.next_cursor
         if not cursor:
@@ -356,31 +313,20 @@ def _specs(tools: Sequence[mcp_types.Tool], only: Sequence[str]) -> tuple[ToolSp
     )
 
 
-@cache
-def _result_type() -> TypeAdapter[mcp_types.CallToolResult | mcp_types.InputRequiredResult]:
-    from mcp_types import CallToolResult, InputRequiredResult
-
-    return TypeAdapter(CallToolResult | InputRequiredResult)
-
-
 def _text(result: mcp_types.CallToolResult) -> str:
     """Return the text of a result, with notes in place of other content; without text, its structured content."""
-    from mcp_types import TextContent
-
     blocks = result.content
-    if result.structured_content is not None and not any(isinstance(block, TextContent) for block in blocks):
+    if result.structured_content is not None and not any(isinstance(block, mcp_types.TextContent) for block in blocks):
         return json.dumps(result.structured_content, ensure_ascii=False)
-    return "\n".join(block.text if isinstance(block, TextContent) else _note(block) for block in blocks)
+    return "\n".join(block.text if isinstance(block, mcp_types.TextContent) else _note(block) for block in blocks)
 
 
 def _note(block: mcp_types.ContentBlock) -> str:
-    from mcp_types import AudioContent, BlobResourceContents, EmbeddedResource, ImageContent
-
-    if isinstance(block, ImageContent | AudioContent):
+    if isinstance(block, mcp_types.ImageContent | mcp_types.AudioContent):
         return f"[{block.type}, {_kilobytes(len(block.data) * 3 // 4)}, not shown]"
-    if isinstance(block, EmbeddedResource):
+    if isinstance(block, mcp_types.EmbeddedResource):
         content = block.resource
-        size = len(content.blob) * 3 // 4 if isinstance(content, BlobResourceContents) else len(content.text)
+        size = len(content.blob) * 3 // 4 if isinstance(content, mcp_types.BlobResourceContents) else len(content.text)
         return f"[resource {str(content.uri)[:200]}, {_kilobytes(size)}, not shown]"
     return f"[link to {str(getattr(block, 'uri', 'nowhere'))[:200]}, not shown]"
 
@@ -399,8 +345,6 @@ class Connection:
     """
 
     def __init__(self, start_timeout: float) -> None:
-        import anyio
-
         self.closed = asyncio.Event()
         self.scope = anyio.CancelScope(deadline=anyio.current_time() + start_timeout)
         self.session: ClientSession | None = None
@@ -420,9 +364,6 @@ class Connection:
     @asynccontextmanager
     async def open(self, params: ServerParams) -> AsyncIterator[TransportStreams]:
         """Yield the SDK's pair of streams; leaving the block ends the connection and the program."""
-        import anyio
-        from mcp.shared.message import SessionMessage
-
         streams = _stdio(params, self) if params.url is None else _http(params, params.url, self)
         incoming, responses = anyio.create_memory_object_stream[SessionMessage | Exception](0)
         async with streams as (read, write), responses, anyio.create_task_group() as group:
@@ -439,18 +380,14 @@ class Connection:
         incoming: MemoryObjectSendStream[SessionMessage | Exception],
     ) -> None:
         """Pass on the responses of the server, refuse its requests, and drop everything else."""
-        import anyio
-        from mcp.shared.message import SessionMessage
-        from mcp_types import JSONRPCNotification, JSONRPCRequest
-
         with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):  # the session has ended
             async with incoming:
                 async for item in read:
                     if isinstance(item, Exception):
                         self.note(str(item)[:_ENDS])
-                    elif isinstance(item.message, JSONRPCRequest):
+                    elif isinstance(item.message, mcp_types.JSONRPCRequest):
                         await write.send(SessionMessage(_refusal(item.message)))
-                    elif not isinstance(item.message, JSONRPCNotification):
+                    elif not isinstance(item.message, mcp_types.JSONRPCNotification):
                         self.responses += 1
                         await incoming.send(item)
         self.closed.set()
@@ -488,12 +425,10 @@ def _flatten(error: BaseException) -> list[BaseException]:
 
 
 def _refusal(request: mcp_types.JSONRPCRequest) -> mcp_types.JSONRPCResponse | mcp_types.JSONRPCError:
-    from mcp_types import METHOD_NOT_FOUND, ErrorData, JSONRPCError, JSONRPCResponse
-
     if request.method == "ping":
-        return JSONRPCResponse(jsonrpc="2.0", id=request.id, result={})
-    refused = ErrorData(code=METHOD_NOT_FOUND, message=f"{request.method[:100]} is not offered")
-    return JSONRPCError(jsonrpc="2.0", id=request.id, error=refused)
+        return mcp_types.JSONRPCResponse(jsonrpc="2.0", id=request.id, result={})
+    refused = mcp_types.ErrorData(code=mcp_types.METHOD_NOT_FOUND, message=f"{request.method[:100]} is not offered")
+    return mcp_types.JSONRPCError(jsonrpc="2.0", id=request.id, error=refused)
 
 
 # A program: one message per line.
@@ -513,10 +448,6 @@ class _Program(asyncio.subprocess.SubprocessStreamProtocol):
 
 @asynccontextmanager
 async def _stdio(params: ServerParams, connection: Connection) -> AsyncIterator[TransportStreams]:
-    import anyio
-    from mcp.client.stdio import get_default_environment
-    from mcp.shared.message import SessionMessage
-
     transport, program = await asyncio.get_running_loop().subprocess_exec(
         _Program,
         str(params.command),
@@ -531,9 +462,10 @@ async def _stdio(params: ServerParams, connection: Connection) -> AsyncIterator[
 
     async def send() -> None:
         with suppress(OSError):
-            async for item in outgoing:
-                stdin.write(item.message.model_dump_json(by_alias=True, exclude_unset=True).encode() + b"\n")
-                await stdin.drain()
+            async with outgoing:
+                async for item in outgoing:
+                    stdin.write(item.message.model_dump_json(by_alias=True, exclude_unset=True).encode() + b"\n")
+                    await stdin.drain()
         await incoming.aclose()
 
     async def receive() -> None:
@@ -593,23 +525,19 @@ async def _lines(stdout: asyncio.StreamReader) -> AsyncIterator[tuple[bytes, boo
 
 
 def _message(line: bytes) -> mcp_types.JSONRPCMessage | None:
-    from mcp_types import jsonrpc_message_adapter
-
     try:
-        return jsonrpc_message_adapter.validate_json(line, by_name=False)
+        return mcp_types.jsonrpc_message_adapter.validate_json(line, by_name=False)
     except ValueError:
         return None
 
 
 def _too_long(line: bytes) -> mcp_types.JSONRPCError | None:
     """Return an error in place of a response that is too long, if its request can be identified."""
-    from mcp_types import INVALID_PARAMS, ErrorData, JSONRPCError
-
     found = _ID.search(line)
     if found is None:
         return None
-    error = ErrorData(code=INVALID_PARAMS, message=TOO_LARGE)
-    return JSONRPCError(jsonrpc="2.0", id=int(found[1] or found[2]), error=error)
+    error = mcp_types.ErrorData(code=mcp_types.INVALID_PARAMS, message=TOO_LARGE)
+    return mcp_types.JSONRPCError(jsonrpc="2.0", id=int(found[1] or found[2]), error=error)
 
 
 async def _stop(transport: asyncio.SubprocessTransport, program: _Program, connection: Connection) -> None:
@@ -642,9 +570,6 @@ def _signal(transport: asyncio.SubprocessTransport, number: int) -> None:
 
 @asynccontextmanager
 async def _http(params: ServerParams, url: str, connection: Connection) -> AsyncIterator[TransportStreams]:
-    import httpx2
-    from mcp.client.streamable_http import streamable_http_client
-
     async def check(response: httpx2.Response) -> None:
         if response.request.method == "POST" and response.is_error and response.status_code != 404:
             connection.note(f"[HTTP {response.status_code} {response.reason_phrase}]")
@@ -653,7 +578,7 @@ async def _http(params: ServerParams, url: str, connection: Connection) -> Async
         if response.headers.get("content-encoding", "identity") != "identity":
             raise httpx2.DecodingError("the server compresses its replies although it was asked not to")
         if not response.headers.get("content-type", "").lower().startswith("text/event-stream"):
-            response.stream = _bounded(response.stream)
+            response.stream = _Bounded(response.stream)
 
     async with (
         httpx2.AsyncClient(
@@ -667,19 +592,17 @@ async def _http(params: ServerParams, url: str, connection: Connection) -> Async
         yield streams
 
 
-def _bounded(stream: Any) -> httpx2.AsyncByteStream:
-    import httpx2
+class _Bounded(httpx2.AsyncByteStream):
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
 
-    class Bounded(httpx2.AsyncByteStream):
-        async def __aiter__(self) -> AsyncIterator[bytes]:
-            size = 0
-            async for part in stream:
-                size += len(part)
-                if size > MAX_MESSAGE_BYTES:
-                    raise httpx2.StreamError(TOO_LARGE)
-                yield part
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        size = 0
+        async for part in self._stream:
+            size += len(part)
+            if size > MAX_MESSAGE_BYTES:
+                raise httpx2.StreamError(TOO_LARGE)
+            yield part
 
-        async def aclose(self) -> None:
-            await stream.aclose()
-
-    return Bounded()
+    async def aclose(self) -> None:
+        await self._stream.aclose()

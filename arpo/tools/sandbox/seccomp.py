@@ -142,12 +142,8 @@ def _null(argument: int) -> list[Instruction]:
 
 def _segments(allowed: Sequence[int]) -> list[tuple[int, int]]:
     """Return (first number, action) of every range of numbers with the same action, from 0 on."""
-    segments = [(0, ALLOW if 0 in allowed else DENY)]
-    for number in range(1, allowed[-1] + 2):
-        action = ALLOW if number in allowed else DENY
-        if action != segments[-1][1]:
-            segments.append((number, action))
-    return segments
+    actions = [ALLOW if number in allowed else DENY for number in range(allowed[-1] + 2)]
+    return [(n, action) for n, action in enumerate(actions) if n == 0 or action != actions[n - 1]]
 
 
 def _search(segments: Sequence[tuple[int, int]]) -> list[Instruction]:
