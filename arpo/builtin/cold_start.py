@@ -13,7 +13,8 @@ import math
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -90,14 +91,12 @@ def tool_caller(config: Config) -> Callable[[World], CallTool]:
     """For a world, a function that calls its real tools and remembers their results, since traces repeat calls."""
 
     def for_world(world: World) -> CallTool:
-        tools: Mapping[str, Tool] = world_tools(config, world)
-        results: dict[tuple[str, str], str] = {}
+        tools = world_tools(config, world)
 
+        @cache
         def call(name: str, argument: str) -> str:
-            if (name, argument) not in results:
-                made = ToolCall(name, {tools[name].spec.main_argument: argument})
-                results[name, argument] = asyncio.run(call_tool(tools, made)).text
-            return results[name, argument]
+            made = ToolCall(name, {tools[name].spec.main_argument: argument})
+            return asyncio.run(call_tool(tools, made)).text
 
         return call
 

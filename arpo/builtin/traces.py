@@ -61,17 +61,12 @@ class _Writer:
         first_line = self.call_tool(f"Find the {relation}.", "search", f"{relation} of {entity}").partition("\n")[0]
         return first_line.rpartition(" is ")[2].rstrip(".")
 
-    def answer(self, text: str, mistakes: Mistakes) -> None:
-        boxed = f" {text}" if self.rng.random() < mistakes.no_box else f"\\boxed{{ {text}}}"
-        self.segments.append((Kind.MODEL, f"<think> Done.</think><answer>{boxed}</answer>"))
-
 
 def write_trace(task: Task, call: CallTool, rng: random.Random, mistakes: Mistakes) -> Trace:
     """Solve the task by its plan, with mistakes at the given rates."""
     writer = _Writer(call, rng)
-    plan = task.meta["plan"]
+    plan, stopped = task.meta["plan"], False
     values: list[str] = []
-    stopped = False
     for i, (relation, entity) in enumerate(plan["lookups"]):
         if i > 0 and rng.random() < mistakes.stop_early:
             stopped = True
@@ -91,8 +86,8 @@ def write_trace(task: Task, call: CallTool, rng: random.Random, mistakes: Mistak
         result = rng.choice(plan["choices"])
     if rng.random() < mistakes.confuse:
         result = rng.choice([*values, *(entity for _, entity in plan["lookups"] if entity)])
-    writer.answer(result, mistakes)
-    return Trace(task, tuple(writer.segments))
+    boxed = f" {result}" if rng.random() < mistakes.no_box else f"\\boxed{{ {result}}}"
+    return Trace(task, (*writer.segments, (Kind.MODEL, f"<think> Done.</think><answer>{boxed}</answer>")))
 
 
 def _compute(writer: _Writer, values: list[str], plan: dict[str, list[str]], mistakes: Mistakes) -> str:

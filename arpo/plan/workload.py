@@ -91,21 +91,31 @@ FROM_SETTINGS = ("concurrency", "tool_limit", "tool_blocks")  # of these
 
 def guess_workload(config: Config) -> Workload:
     """A guess from the settings alone: half of their limits."""
-    rollout, calls = config.rollout, config.rollout.max_tool_calls / 2
+    rollout, branching, calls = config.rollout, config.branching, config.rollout.max_tool_calls / 2
     p50, p95 = _guess_tool_seconds(config)
     result = min(config.tools.max_result_tokens / 2, rollout.max_tokens / 4 / calls) if calls else 0.0
     rates = {"always": 1.0, "never": 0.0, "posthoc_random": 0.0}
     return Workload(
-        **_limits(config),
+        questions=config.train.batch_size,
+        num_trajectories=rollout.num_trajectories,
+        num_initial=rollout.num_initial,
+        max_tool_calls=rollout.max_tool_calls,
+        max_tokens=rollout.max_tokens,
+        probe_tokens=branching.probe_tokens,
+        branch_width=branching.branch_width,
+        posthoc=branching.policy == "posthoc_random",
+        concurrency=rollout.concurrency,
         prompt_tokens=(config.data.max_prompt_tokens or 512) / 2,
         shared_prompt=0.0,
         turn_tokens=max(1.0, (rollout.max_tokens / 2 - calls * result) / (calls + 1)),
         spread=DEFAULT_SPREAD,
         result_tokens=result,
         calls=calls,
-        branch_rate=rates.get(config.branching.policy, config.branching.alpha),
+        branch_rate=rates.get(branching.policy, branching.alpha),
         tool_p50=min(p50, config.tools.timeout),
         tool_p95=min(p95, config.tools.timeout),
+        tool_limit=config.tools.timeout,
+        tool_blocks=config.tools.python_blocks,
         trained_share=1.0,
     )
 
@@ -117,23 +127,6 @@ def _guess_tool_seconds(config: Config) -> tuple[float, float]:
     if tools.mcp or any(":" in name for name in tools.enabled) or ("search" in tools.enabled and web):
         return 1.0, 3.0
     return (0.003, 0.02) if "python" in tools.enabled else (0.0013, 0.0033)
-
-
-def _limits(config: Config) -> dict[str, Any]:
-    rollout, branching = config.rollout, config.branching
-    return {
-        "questions": config.train.batch_size,
-        "num_trajectories": rollout.num_trajectories,
-        "num_initial": rollout.num_initial,
-        "max_tool_calls": rollout.max_tool_calls,
-        "max_tokens": rollout.max_tokens,
-        "probe_tokens": branching.probe_tokens,
-        "branch_width": branching.branch_width,
-        "posthoc": branching.policy == "posthoc_random",
-        "concurrency": rollout.concurrency,
-        "tool_limit": config.tools.timeout,
-        "tool_blocks": config.tools.python_blocks,
-    }
 
 
 def workload_from_metrics(
@@ -161,8 +154,8 @@ def workload_from_metrics(
     p50, p95 = _tool_seconds(records)
     calls = min(calls, config.rollout.max_tool_calls)
     branches = made and config.branching.policy != "posthoc_random"
-    return Workload(
-        **_limits(config),
+    return replace(
+        guess_workload(config),
         prompt_tokens=prompt,
         shared_prompt=min(max(0.0, prompt - prefilled), prompt),
         turn_tokens=max(1.0, written / (calls + 1)),

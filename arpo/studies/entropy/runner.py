@@ -40,13 +40,7 @@ async def study_model(
     scorer = Scorer(context.reward, config.reward.workers)
     with reporter.progress("sampling trees", len(tasks)) as progress, scorer:
         trees = await sample_trees(
-            context.agent,
-            tasks,
-            config.rollout,
-            branching,
-            seeds,
-            scorer.score,
-            on_tree=lambda _: progress.advance(),
+            context.agent, tasks, config.rollout, branching, seeds, scorer.score, on_tree=lambda _: progress.advance()
         )
     which = f"{len(tasks):,} {'held-out' if test else 'training'} questions, seed {config.seed}"
     return Subject(name, which, config.rollout.temperature), study(trees, config.branching, tokens)
