@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -81,20 +82,11 @@ def build_sample(benchmark: str, number: int, scored: ScoredTree, tokens: int | 
 
 
 class SampleStore:
-    """The samples in a locked directory; opened by `open_samples`."""
+    """The samples in a locked directory; opened by `open_samples`, which closes the files."""
 
-    def __init__(self, directory: Path, settings: Mapping[str, Any], lock: IO[str]) -> None:
-        self.directory = directory
-        self._settings, self._lock = settings, lock
+    def __init__(self, directory: Path, settings: Mapping[str, Any], stack: ExitStack) -> None:
+        self.directory, self._settings, self._stack = directory, settings, stack
         self._files: dict[str, IO[bytes]] = {}
-
-    def __enter__(self) -> SampleStore:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for file in self._files.values():
-            file.close()
-        self._lock.close()
 
     def path(self, benchmark: str) -> Path:
         """The file with a benchmark's samples."""
@@ -132,26 +124,23 @@ class SampleStore:
                 write_atomically(self.directory / SETTINGS, content.encode("ascii"))
             path = self.path(sample.benchmark)
             path.parent.mkdir(exist_ok=True)
-            self._files[sample.benchmark] = path.open("ab")
+            self._files[sample.benchmark] = self._stack.enter_context(path.open("ab"))
         file = self._files[sample.benchmark]
         file.write(line.encode("ascii"))
         file.flush()
 
 
-def open_samples(directory: Path, settings: Mapping[str, Any]) -> SampleStore:
-    """Create or continue an evaluation with these settings; locks the directory."""
+@contextmanager
+def open_samples(directory: Path, settings: Mapping[str, Any]) -> Iterator[SampleStore]:
+    """Create or continue an evaluation with these settings; locks the directory until left."""
     require_same_settings(directory, settings)
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ArpoError(f"{directory}: cannot be created: {error.strerror}") from error
-    lock = acquire_lock(directory, "evaluation", "--out")
-    try:
+    with acquire_lock(directory, "evaluation", "--out"), ExitStack() as stack:
         require_same_settings(directory, settings)  # another process may have been faster
-    except BaseException:
-        lock.close()
-        raise
-    return SampleStore(directory, settings, lock)
+        yield SampleStore(directory, settings, stack)
 
 
 def require_same_settings(directory: Path, settings: Mapping[str, Any]) -> None:

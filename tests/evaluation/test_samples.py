@@ -33,6 +33,11 @@ def answered(task: Task, text: str = "Upper Kelso") -> RolloutTree:
     return replace(searched(last=f"<think>so</think><answer>\\boxed{{{text}}}</answer>"), task=task)
 
 
+def open_and_close(directory: Path, settings: dict[str, Any]) -> None:
+    with open_samples(directory, settings):
+        pass
+
+
 def fill(store: SampleStore, count: int) -> None:
     for number in range(count):
         tree = answered(TASKS[number % 3], "Lower Kelso" if number % 2 else "Upper Kelso")
@@ -129,18 +134,18 @@ def test_other_settings_are_refused_with_what_differs(tmp_path: Path) -> None:
     with open_samples(tmp_path, SETTINGS) as store:
         fill(store, 1)
     other: dict[str, Any] = {"seed": 1, "rollout": {"format": "tags", "max_tool_calls": 3, "max_tokens": 5}}
-    for attempt in (open_samples, require_same_settings):
+    for attempt in (open_and_close, require_same_settings):
         with pytest.raises(ArpoError) as caught:
             attempt(tmp_path, other)
         assert str(caught.value) == (
             f"{tmp_path}: holds answers of other settings:\n  seed: 0 -> 1\n"
             "  rollout.max_tokens: unset -> 5\nUse the same settings to continue, or choose another --out"
         )
-    open_samples(tmp_path, SETTINGS).__exit__()
+    open_and_close(tmp_path, SETTINGS)
 
 
 def test_settings_may_change_as_long_as_nothing_was_answered(tmp_path: Path) -> None:
-    open_samples(tmp_path, {"seed": 1}).__exit__()
+    open_and_close(tmp_path, {"seed": 1})
     with open_samples(tmp_path, SETTINGS) as store:
         fill(store, 1)
     assert json.loads((tmp_path / "settings.json").read_text()) == SETTINGS
@@ -149,17 +154,17 @@ def test_settings_may_change_as_long_as_nothing_was_answered(tmp_path: Path) -> 
 def test_directories_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ArpoError, match="is a file"):
-        open_samples(tmp_path / "file", SETTINGS)
+        open_and_close(tmp_path / "file", SETTINGS)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").touch()
     with pytest.raises(ArpoError, match="is not empty and holds no evaluation; choose another --out"):
-        open_samples(tmp_path / "other", SETTINGS)
+        open_and_close(tmp_path / "other", SETTINGS)
     with (
         open_samples(tmp_path / "mine", SETTINGS),
         pytest.raises(ArpoError, match=r"is writing this evaluation; stop it or choose another --out"),
     ):
-        open_samples(tmp_path / "mine", SETTINGS)
-    open_samples(tmp_path / "mine", SETTINGS).__exit__()
+        open_and_close(tmp_path / "mine", SETTINGS)
+    open_and_close(tmp_path / "mine", SETTINGS)
     (tmp_path / "mine" / "settings.json").write_text("[")
     with pytest.raises(ArpoError, match="is damaged"):
-        open_samples(tmp_path / "mine", SETTINGS)
+        open_and_close(tmp_path / "mine", SETTINGS)
