@@ -261,17 +261,13 @@ def _similar(split: Split, gpus: int) -> list[Split]:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All options of a setup, where each workload number comes from, and the measured seconds of the run, if any."""
+    """All options, the fastest, where each workload number comes from, and the measured seconds of the run, if any."""
 
     planner: Planner
     options: Sequence[Option]
+    best: Option
     sources: Mapping[str, str]
     measured: Mapping[str, float] | None
-
-    @property
-    def best(self) -> Option:
-        """The fastest option."""
-        return min(self.options, key=lambda option: option.step)
 
 
 def make_plan(
@@ -302,13 +298,13 @@ def make_plan(
     if shared_by > 1:
         hardware = hardware.shared_by(shared_by)
     planner, measured = Planner(Setup(config, workload, shape, hardware, gpus, staleness, seed)), None
-    planner.best()  # raises an error that says what to do if nothing fits
+    best = planner.best()
     if compare_with_run:
         sampling = [float(each["rollout_seconds"]) - float(each.get("engine_graph_seconds", 0.0)) for each in records]
         training = [float(each["train_seconds"]) for each in records]
         seconds = {"rollout_seconds": sampling, "train_seconds": training}
         measured = {name: sum(each) / len(each) for name, each in seconds.items()}
-    return Plan(planner, planner.options(), sources, measured)
+    return Plan(planner, planner.options(), best, sources, measured)
 
 
 def _workload(
