@@ -12,14 +12,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from comparisons import comparison, noisy, trial
+from comparisons import comparison, mean_of, noisy, trial
 
 from arpo.errors import ArpoError
 from arpo.figures.style import figure_style, require_matplotlib
 from arpo.studies.compare import figures
 from arpo.studies.compare.figures import draw_comparison, draw_curves, draw_final
 from arpo.studies.compare.report import write_comparison
-from arpo.studies.compare.stats import mean_curve
 
 matplotlib = pytest.importorskip("matplotlib", reason="pictures need matplotlib")
 from matplotlib.axes import Axes  # noqa: E402
@@ -57,8 +56,8 @@ def test_a_few_are_drawn_together() -> None:
     assert list(lines(calls)) == list(lines(time)) == ["grpo", "arpo", "other", "cold start"]
     for name in whole.algorithms:
         own = [each for each in whole.trials if each.algorithm == name]
-        assert lines(calls)[name] == pytest.approx(scaled(mean_curve(own), 1))
-        assert lines(time)[name] == pytest.approx(scaled(mean_curve(own, "seconds"), 60))
+        assert lines(calls)[name] == pytest.approx(scaled(mean_of(own), 1))
+        assert lines(time)[name] == pytest.approx(scaled(mean_of(own, "seconds"), 60))
     assert lines(calls)["cold start"][:, 1] == pytest.approx(0.4)
     looks = [
         (line.get_color(), line.get_linestyle(), line.get_marker()) for line in calls.get_legend_handles_labels()[0]
@@ -88,8 +87,8 @@ def test_many_are_small_panels_over_the_baseline() -> None:
     for figure, cost, unit in zip(drawn.values(), ("tool_calls", "seconds"), (1, 60), strict=True):
         assert len(figure.axes) == 6
         for panel, name in zip(figure.axes, MANY[1:], strict=True):
-            own = mean_curve([each for each in whole.trials if each.algorithm == name], cost)
-            base = mean_curve([each for each in whole.trials if each.algorithm == MANY[0]], cost)
+            own = mean_of([each for each in whole.trials if each.algorithm == name], cost)
+            base = mean_of([each for each in whole.trials if each.algorithm == MANY[0]], cost)
             found = lines(panel)
             assert found["the panel's algorithm"] == pytest.approx(scaled(own, unit))
             assert found["algorithm 0, the baseline"] == pytest.approx(scaled(base, unit))

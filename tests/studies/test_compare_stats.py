@@ -12,7 +12,7 @@ from statistics import fmean
 
 import numpy as np
 import pytest
-from comparisons import comparison, noisy, trial
+from comparisons import comparison, mean_of, noisy, trial
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,7 +27,6 @@ from arpo.studies.compare.stats import (
     cost_ratios,
     first_cost,
     fraction_interval,
-    mean_curve,
     mean_interval,
     missing_runs,
     rows,
@@ -71,19 +70,19 @@ def test_intervals_hold_the_truth_as_often_as_they_say(seeds: int) -> None:
 def test_a_mean_curve_by_hand() -> None:
     first = trial("a", 1, [(0, 0.2), (10, 0.4), (30, 0.8)])
     second = trial("a", 2, [(0, 0.4), (20, 0.6)])
-    assert mean_curve([first, second]) == [
+    assert mean_of([first, second]) == [
         (0, pytest.approx(0.3)),
         (10, pytest.approx((0.4 + 0.5) / 2)),
         (20, pytest.approx((0.6 + 0.6) / 2)),
     ]
-    assert mean_curve([first]) == [(0, 0.2), (10, 0.4), (30, 0.8)]
-    assert [x for x, _ in mean_curve([first, second], "seconds")] == [0, 5, 10]
-    assert [x for x, _ in mean_curve([first, second], "tokens")] == [0, 100, 200]
+    assert mean_of([first]) == [(0, 0.2), (10, 0.4), (30, 0.8)]
+    assert [x for x, _ in mean_of([first, second], "seconds")] == [0, 5, 10]
+    assert [x for x, _ in mean_of([first, second], "tokens")] == [0, 100, 200]
 
 
 def test_of_tests_at_the_same_cost_the_last_counts() -> None:
-    assert mean_curve([trial("a", 1, [(0, 0.2), (5, 0.3), (5, 0.6), (5, 0.4)])]) == [(0, 0.2), (5, 0.4)]
-    assert mean_curve([trial("a", 1, [(0, 0.2), (0, 0.3)])]) == [(0, 0.3)]
+    assert mean_of([trial("a", 1, [(0, 0.2), (5, 0.3), (5, 0.6), (5, 0.4)])]) == [(0, 0.2), (5, 0.4)]
+    assert mean_of([trial("a", 1, [(0, 0.2), (0, 0.3)])]) == [(0, 0.3)]
 
 
 curves = st.lists(st.tuples(st.integers(1, 50), st.floats(0, 1)), max_size=8).map(
@@ -94,7 +93,7 @@ curves = st.lists(st.tuples(st.integers(1, 50), st.floats(0, 1)), max_size=8).ma
 @pytest.mark.slow
 @given(st.lists(curves, min_size=1, max_size=4))
 def test_a_mean_curve_is_the_mean_of_curves_everywhere(given_curves: list[list[tuple[int, float]]]) -> None:
-    mean = mean_curve([trial("a", seed, curve) for seed, curve in enumerate(given_curves)])
+    mean = mean_of([trial("a", seed, curve) for seed, curve in enumerate(given_curves)])
     end = min(curve[-1][0] for curve in given_curves)
     assert mean[0][0] == 0 and mean[-1][0] == end
     fine = np.linspace(0, end, 97)
@@ -160,7 +159,7 @@ def test_the_bootstrap_equals_that_over_all_draws_of_seeds() -> None:
     own, base = complete(whole, "arpo"), complete(whole, "grpo")
     slow: list[float] = []
     for drawn in product(range(3), repeat=3):
-        mine, theirs = (mean_curve([group[seed] for seed in drawn]) for group in (own, base))
+        mine, theirs = (mean_of([group[seed] for seed in drawn]) for group in (own, base))
         level = theirs[0][1] + 0.75 * (theirs[-1][1] - theirs[0][1])
         mine_cost, base_cost = first_cost(mine, level), first_cost(theirs, level)
         assert mine_cost is not None and base_cost is not None
@@ -236,7 +235,7 @@ def test_rows_by_hand() -> None:
     assert own.difference == Difference(expected, 2, better=1, worse=1)
     level = 0.55  # where the baseline ends, over the seeds that both completed
     assert own.cost_ratio[1.0] is not None and own.cost_ratio[1.0].seeds == 2
-    shared = mean_curve([given_trials[4], given_trials[3]])  # ends at 100 calls with (0.4 + 0.45) / 2
+    shared = mean_of([given_trials[4], given_trials[3]])  # ends at 100 calls with (0.4 + 0.45) / 2
     assert shared[-1] == (100, pytest.approx(0.425)) and shared[-1][1] < level
     assert own.cost_ratio[1.0].ratio is None
     assert own.cost_ratio[0.5] is not None

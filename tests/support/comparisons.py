@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from arpo.studies.compare.stats import Comparison, Point, TrialResult
+from arpo.studies.compare.stats import Comparison, Curve, Point, TrialResult, mean_curve, on_grid
 
 
 def trial(
@@ -17,6 +17,11 @@ def trial(
     )
     given = {"pass_at": {}, "format": None, "calls_per_question": None, **more}
     return TrialResult(algorithm, seed, points, problem=problem, **given)  # type: ignore[arg-type]
+
+
+def mean_of(trials: Sequence[TrialResult], cost: str = "tool_calls") -> Curve:
+    """The mean curve of these runs."""
+    return mean_curve(*on_grid(trials, cost))
 
 
 def comparison(*trials: TrialResult, baseline: str = "grpo", title: str = "a title") -> Comparison:

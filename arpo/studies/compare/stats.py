@@ -222,9 +222,9 @@ def on_grid(trials: Sequence[TrialResult], cost: str = "tool_calls") -> tuple[li
     return grid, [[_interpolate(curve, x) for x in grid if x <= curve[-1][0]] for curve in curves]
 
 
-def mean_curve(trials: Sequence[TrialResult], cost: str = "tool_calls") -> Curve:
-    """Accuracy against cost, averaged over trials, up to the end of the shortest; exact between its points too."""
-    return _mean_curve(*on_grid(trials, cost))
+def mean_curve(grid: Sequence[float], values: Sequence[Sequence[float]]) -> Curve:
+    """The mean over trials of what `on_grid` returns, up to the end of the shortest; exact between its points too."""
+    return [(x, sum(ys) / len(ys)) for x, *ys in zip(grid, *values, strict=False)]  # zip stops at the shortest
 
 
 def first_cost(curve: Curve, level: float) -> float | None:
@@ -246,7 +246,7 @@ def cost_ratios(trials: Sequence[TrialResult], base: Sequence[TrialResult]) -> d
 
     @cache
     def ratios(drawn: tuple[int, ...]) -> list[float | None]:
-        own, other = (_mean_curve(grid, [values[seed] for seed in drawn]) for grid, values in (mine, theirs))
+        own, other = (mean_curve(grid, [values[seed] for seed in drawn]) for grid, values in (mine, theirs))
         return [_ratio(own, other, fraction) for fraction in GAIN_FRACTIONS]
 
     rng, points = Random(0), ratios(tuple(seeds))
@@ -275,10 +275,6 @@ def _ratio(mine: Curve, base: Curve, fraction: float) -> float | None:
     base_cost, own_cost = first_cost(base, target), first_cost(mine, target)
     assert base_cost, "the baseline passes every level between its start and its end"
     return inf if own_cost is None else own_cost / base_cost
-
-
-def _mean_curve(grid: Sequence[float], values: Sequence[Sequence[float]]) -> Curve:
-    return [(x, sum(ys) / len(ys)) for x, *ys in zip(grid, *values, strict=False)]  # zip stops at the shortest
 
 
 def _interpolate(curve: Sequence[tuple[float, float]], x: float) -> float:
