@@ -37,8 +37,9 @@ async def search(query: str) -> str:
     return "Nothing was found about " + query[:40]
 '''
 SETTINGS = [
-    "model.device=cpu", "world.train_questions=40", "reward.bonus=0", "rollout.num_trajectories=4", "rollout.concurrency=4",
-    "rollout.max_tokens=80", "rollout.max_tool_calls=2", "train.batch_size=8", "train.lr=1e-6", "branching.rule=stochastic",
+    "model.device=cpu", "world.train_questions=40", "reward.bonus=0", "rollout.num_trajectories=4",
+    "rollout.concurrency=4", "rollout.max_tokens=80", "rollout.max_tool_calls=2", "train.batch_size=8", "train.lr=1e-6",
+    "branching.rule=stochastic",
 ]  # fmt: skip
 
 

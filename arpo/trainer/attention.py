@@ -1,9 +1,9 @@
 """Attention over a tree in training: every token attends to its ancestors and itself, and to nothing else.
 
-A `TreePlan` is built once per forward pass and passed to the model as `attention_plan=` (see `arpo.models.network`). It
-splits the tokens into runs: contiguous tokens in which each one is the child of the one before it. The keys of a run are
-its own tokens (causally) and a few segments of ancestors, each contiguous in memory. A token's position is its depth, so
-sliding windows are counted in depth.
+A `TreePlan` is built once per forward pass and passed to the model as `attention_plan=` (see `arpo.models.network`).
+It splits the tokens into runs: contiguous tokens in which each one is the child of the one before it. The keys of a run
+are its own tokens (causally) and a few segments of ancestors, each contiguous in memory. A token's position is its
+depth, so sliding windows are counted in depth.
 
 On a CPU each (run, segment) is one call of PyTorch's attention kernel without a mask (with a sliding window, runs are
 split to about one window, and masks are no larger than two of them). Partial results are combined by their
@@ -53,7 +53,7 @@ class Run(NamedTuple):
 
 
 def find_runs(parent_T: Ints, depth_T: Ints, context: int) -> tuple[Run, ...]:
-    """The runs of a pass. `parent_T` is the parent's index in the pass, -1 if the parent is in the context or absent."""
+    """The runs of a pass. `parent_T` is the parent's index in the pass, -1 if it is in the context or absent."""
     size = len(parent_T)
     starts = np.flatnonzero(parent_T != np.arange(size) - 1) if size else np.empty(0, dtype=np.int64)
     if size and (not len(starts) or starts[0] != 0):

@@ -1,14 +1,13 @@
-"""A checkpoint is a directory: `model/`, `optimizer.safetensors`, `state.json`. Nothing is pickled.
+"""Checkpoints: a directory with `model/`, `optimizer.safetensors` and `state.json`. Nothing is pickled.
 
-Where several ranks train, each writes its shards of the optimizer's state (`arpo.trainer.dist.shards`) into `optimizer/` in
-place of the one file; any number of ranks can read either.
+Where several ranks train, each writes its shards of the optimizer's state into `optimizer/` (`arpo.trainer.dist.shards`)
+instead of the one file; any number of ranks can read either.
 
-`model/` is in Hugging Face layout, or, where an adapter was trained, that adapter in PEFT's: its base is the one that
-the run's settings name. A bfloat16 model lies there as the engine samples from it; the float32 weights that it was
-rounded from are among the optimizer's.
+`model/` is in Hugging Face layout or, where an adapter was trained, that adapter in PEFT's; the run's settings name its
+base. A bfloat16 model is stored as the engine samples from it; its float32 master weights are in the optimizer's state.
 
-All randomness of a run is derived from its seed and the step's number, so weights, optimizer and step are all there is
-to save: a resumed run goes on as if it had not stopped, to the last bit on a CPU.
+All randomness of a run is derived from its seed and the step's number, so weights, optimizer and step are enough to
+continue as if the run had not stopped, to the last bit on a CPU.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
             ...
 
 Guarantees: a mistake in settings, data or model leaves no run behind; a resumed run has the settings it began with,
-except for those that may change, and was begun by the same command; whatever ends the work, Ctrl-C or an error, the last
-complete step is saved first.
+except for those that may change, and was begun by the same command; whatever ends the work, Ctrl-C or an error, the
+last complete step is saved first.
 """
 
 from __future__ import annotations

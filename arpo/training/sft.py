@@ -1,7 +1,7 @@
 """Supervised fine-tuning on traces: the cold start of a model that has not used tools before.
 
-A trace is trained on like the only trajectory of a rollout, by the same code: packed rows of tokens, of which only those
-that the model is to write count. With every advantage 1 and no ratio to clip, the policy loss is the mean negative
+A trace is trained on like the only trajectory of a rollout, by the same code: packed rows of tokens, of which only
+those that the model is to write count. With every advantage 1 and no ratio to clip, the policy loss is the mean negative
 log-likelihood of these tokens.
 
 Guarantees: each epoch goes through all traces once, in an order that follows from the seed, so a run that was stopped
@@ -70,7 +70,8 @@ def _fitting(
 ) -> list[SFTExample]:
     """The examples that fit into the model's context; what is left out, here and when reading, is reported."""
     too_long = [
-        f"{config.sft.data}, {example.task.id}: has {example.num_tokens} tokens, but the model's context holds {max_context}"
+        f"{config.sft.data}, {example.task.id}: has {example.num_tokens} tokens, but the model's context holds "
+        f"{max_context}"
         for example in examples
         if example.num_tokens > max_context
     ]

@@ -372,7 +372,7 @@ def test_an_adapter_may_be_trained_further_in_another_run(model_path: Path, tmp_
     run_to_the_end(config_for(model_path, tmp_path / "halves", *more), resume=True)
     assert_same(tmp_path / "straight", tmp_path / "halves")
     with (
-        pytest.raises(ArpoError, match=r"loss\.kl: "),
+        pytest.raises(ArpoError, match=r"loss\.kl_coef: "),
         open_training(config_for(model_path, tmp_path / "other", *more, "loss.kl_coef=0.1")),
     ):
         raise AssertionError("a run was opened")

@@ -58,7 +58,7 @@ def test_it_equals_a_dense_mask(
     window: int | None, context: int, longest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where runs are cut into short ones, which real trees only are from 128 or 1,024 tokens on."""
-    monkeypatch.setattr(attention, "ENDLESS", longest)
+    monkeypatch.setattr(attention, "UNLIMITED", longest)
     monkeypatch.setattr(attention, "MIN_QUERIES", 2)
     rng = random.Random(f"{window} {context} {longest}")
     for heads, group, width in ((2, 3, 6), (1, 1, 8)):
@@ -81,14 +81,14 @@ def test_it_equals_a_dense_mask(
 
 def test_with_a_window_no_mask_is_larger_than_two_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[tuple[int, ...]] = []
-    sight = attention._sight
+    sight = attention._mask
 
     def record(*given: Any) -> Any:
         mask, causal = sight(*given)
         sizes.append((0, 0) if mask is None else tuple(mask.shape))
         return mask, causal
 
-    monkeypatch.setattr(attention, "_sight", record)
+    monkeypatch.setattr(attention, "_mask", record)
     tokens, window = 1500, 200
     plan = TreePlan(np.arange(tokens) - 1, np.arange(tokens))
     q, k = torch.randn(tokens, 1, 1, 8), torch.randn(tokens, 1, 8)
