@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from textwrap import shorten
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
@@ -21,8 +21,10 @@ from arpo.data.rows import list_problems
 from arpo.data.tasks import Reading
 from arpo.figures.text import printable
 from arpo.runs import reporter as reporting
-from arpo.tools.stats import ToolStats
 from arpo.types import Fault, Kind, Node, ScoredTree, ToolCall, ToolResult
+
+if TYPE_CHECKING:
+    from arpo.tools.executor import ToolStats
 
 console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
 HEADER = (

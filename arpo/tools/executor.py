@@ -7,7 +7,9 @@ Guarantees: `call_tool` always returns text that the model can read (valid Unico
 whose fault a failure was. Only infrastructure failures are retried, after growing random pauses. At its timeout, or
 when the caller is cancelled, a tool is cancelled and given a few seconds to clean up. Waiting for a free slot does
 not count against the timeout. With a cache, identical concurrent calls of a cacheable tool are made once. A quick
-tool runs without yielding to the event loop, so the order of events is the same in every run.
+tool runs without yielding to the event loop, so the order of events is the same in every run. Every call is counted
+when it starts and again when it ends, so `calls` is always the sum of calls in flight, cancelled, failed (by kind) and
+successful.
 Not covered: limits across processes or event loops, each of which has its own slots; the thread of a plain function
 that continues after its timeout, and a clean-up that takes too long: neither holds a slot any more.
 """
@@ -19,7 +21,7 @@ import difflib
 import random
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -28,14 +30,65 @@ from typing import Any, Self
 from arpo.errors import ArpoError
 from arpo.tools.base import BAD_INPUT, Tool, ToolError, ToolTimeout, ToolUnavailable
 from arpo.tools.cache import CacheKey, ToolCache, build_key
-from arpo.tools.stats import ToolCounters, ToolStats
-from arpo.types import Fault, ToolCall, ToolResult
+from arpo.types import Fault, ToolCall, ToolResult, percentile
 
 FIRST_PAUSE_SECONDS = 0.1
 MAX_PAUSE_SECONDS = 5.0
 CLEANUP_SECONDS = 5.0
 MAX_ERROR_CHARS = 500
+MAX_DURATIONS = 1024  # percentiles are over the last runs
 _jitter = random.Random()
+
+
+@dataclass(frozen=True, slots=True)
+class ToolStats:
+    """Calls of one tool so far. `cached` calls were answered without a run; `model`, `timeout`, `infra` failed.
+
+    `wait_seconds` is the total time spent waiting for a free slot or for an identical call in flight. `p50_seconds` and
+    `p95_seconds` are of whole runs, with retries and without that waiting.
+    """
+
+    calls: int = 0
+    cached: int = 0
+    model: int = 0
+    timeout: int = 0
+    infra: int = 0
+    cancelled: int = 0
+    in_flight: int = 0
+    retries: int = 0
+    wait_seconds: float = 0.0
+    p50_seconds: float = 0.0
+    p95_seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class ToolCounters:
+    """The mutable counters behind `ToolStats`."""
+
+    calls: int = 0
+    cached: int = 0
+    cancelled: int = 0
+    retries: int = 0
+    wait_seconds: float = 0.0
+    faults: Counter[Fault | None] = field(default_factory=Counter)  # of calls that ended; None: success
+    durations: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_DURATIONS))
+
+    def snapshot(self) -> ToolStats:
+        """Return the current values."""
+        ordered = sorted(self.durations)
+        return ToolStats(
+            calls=self.calls,
+            cached=self.cached,
+            model=self.faults[Fault.MODEL],
+            timeout=self.faults[Fault.TIMEOUT],
+            infra=self.faults[Fault.INFRA],
+            cancelled=self.cancelled,
+            in_flight=self.calls - self.cancelled - self.faults.total(),
+            retries=self.retries,
+            wait_seconds=self.wait_seconds,
+            p50_seconds=percentile(ordered, 0.50),
+            p95_seconds=percentile(ordered, 0.95),
+        )
 
 
 @dataclass(frozen=True, slots=True)

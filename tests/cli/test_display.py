@@ -12,7 +12,7 @@ from trees import TASK, model, prompt, tool, tree
 
 import arpo.cli.display as display
 from arpo.cli.display import HEADER, print_tree, printable, step_line, tool_lines
-from arpo.tools.stats import ToolStats
+from arpo.tools.executor import ToolStats
 from arpo.types import Decision, Leaf, Reward, RolloutTree, ScoredTree, StopReason, Task
 
 

@@ -26,8 +26,7 @@ import arpo.tools.executor as calling
 from arpo.errors import ArpoError
 from arpo.tools.base import Tool, ToolError, ToolTimeout, ToolUnavailable, tool
 from arpo.tools.cache import ToolCache
-from arpo.tools.executor import Toolset, call_tool, pause_before_retry
-from arpo.tools.stats import MAX_DURATIONS, ToolCounters, ToolStats
+from arpo.tools.executor import MAX_DURATIONS, ToolCounters, Toolset, ToolStats, call_tool, pause_before_retry
 from arpo.types import Fault, ToolCall, ToolResult
 
 
