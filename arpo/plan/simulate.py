@@ -14,6 +14,7 @@ from __future__ import annotations
 import heapq
 import math
 import random
+from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass, field, fields, replace
 
@@ -194,16 +195,9 @@ class _Replica:
         count = self.events[0][0] - self.steps
         if self.held:
             count = min(count, decoder.hardware.patience - self.steps_since_prefill)
-        if self.arriving:
+        if self.arriving:  # the fewest steps after which the next trajectory has arrived
             left = self.arriving[0][0] - self.now
-            low, high = 1, count  # the fewest steps after which the next trajectory has arrived
-            while low < high:
-                middle = (low + high) // 2
-                if decoder.decode(rows, context, middle) >= left:
-                    high = middle
-                else:
-                    low = middle + 1
-            count = low
+            count = 1 + bisect_left(range(1, count), left, key=lambda steps: decoder.decode(rows, context, steps))
         seconds, overhead = decoder.decode(rows, context, count), count * decoder.overhead(rows)
         weights = count * decoder.weights
         kv_cache = count * (context + rows * (count - 1) / 2) * decoder.kv_per_token

@@ -22,7 +22,6 @@ from arpo.studies.compare.figures import draw_comparison
 from arpo.studies.compare.stats import Comparison
 
 NONE = "-"
-BUDGETS = {"tool_calls": "tool calls", "trajectories": "trajectories", "tokens": "tokens"}
 CAPTIONS = {
     "final.png": "final accuracy",
     "curves.png": "accuracy against tool calls",
@@ -100,7 +99,7 @@ def reading_note(comparison: Comparison) -> str:
     """How to read the tables."""
     start = stats.cold_start(comparison)
     before = "" if start is None else f"Accuracy before training: {100 * start:.1f} %. "
-    matched = f"All runs have the same budget of {BUDGETS[comparison.match]}."
+    matched = f"All runs have the same budget of {comparison.match.replace('_', ' ')}."
     return f"{before}{matched} {RATIO} {INTERVALS if len(comparison.seeds) > 1 else ONE_SEED}"
 
 
