@@ -83,7 +83,8 @@ class ToolCache:
         except (OSError, sqlite3.OperationalError) as error:
             raise ArpoError(f"{self.path}: cannot store results of tools there: {error}") from error
         except sqlite3.DatabaseError as error:
-            raise ArpoError(f"{self.path} {_bad_file(str(error))}") from error
+            reason = f"is not a tool cache that can be read ({error})"
+            raise ArpoError(f"{self.path} {reason}; name another file, or delete this one") from error
         self._process = os.getpid()
         self._lock = threading.Lock()  # guards the reader and `_pending`
         self._pending: dict[bytes, tuple[CacheKey, ToolResult]] = {}
@@ -162,7 +163,7 @@ def _open_writer(path: Path) -> sqlite3.Connection:
                 if not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
                     for statement in _CREATE:
                         connection.execute(statement)
-            _check_format(connection, path)
+            _check_format(connection)
             connection.execute("PRAGMA journal_mode = WAL")  # readers and the writer do not wait for each other
             connection.execute("PRAGMA synchronous = NORMAL")
             return connection
@@ -176,7 +177,7 @@ def _open_reader(path: Path) -> sqlite3.Connection:
     """Open a read-only connection, which also works in a directory without write permission."""
     immutable = "" if os.access(path.parent, os.W_OK) else "&immutable=1"
     connection = _connect(f"file:{quote(str(path.absolute()))}?mode=ro{immutable}", READ_TIMEOUT_SECONDS)
-    _check_format(connection, path)
+    _check_format(connection)
     return connection
 
 
@@ -186,12 +187,8 @@ def _connect(address: str, timeout: float) -> sqlite3.Connection:
     )
 
 
-def _check_format(connection: sqlite3.Connection, path: Path) -> None:
+def _check_format(connection: sqlite3.Connection) -> None:
     found = [connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")]
     if found != [APPLICATION_ID, SCHEMA_VERSION]:
-        raise ArpoError(f"{path} {_bad_file('another program or version made it')}")
+        raise sqlite3.DatabaseError("another program or version made it")
     connection.execute("SELECT key, tool, version, args, text, fault, seconds FROM answers LIMIT 1").fetchone()
-
-
-def _bad_file(reason: str) -> str:
-    return f"is not a tool cache that can be read ({reason}); name another file, or delete this one"
