@@ -208,7 +208,8 @@ class _ConnectionManager:
         return self._connection
 
     def _usable(self) -> bool:
-        return self._connection is not None and self._connection.usable
+        connection = self._connection
+        return connection is not None and connection.session is not None and not connection.closed.is_set()
 
     async def _first(self, opened: Future[_Listing]) -> None:
         try:
@@ -350,11 +351,6 @@ class Connection:
         self.session: ClientSession | None = None
         self.responses = 0
         self._notes = b""
-
-    @property
-    def usable(self) -> bool:
-        """Whether calls can be sent."""
-        return self.session is not None and not self.closed.is_set()
 
     def close(self) -> None:
         """Let it end: at once if it is still starting, else in good order."""
