@@ -44,20 +44,23 @@ class StopReason(StrEnum):
     MAX_TOOL_CALLS = "max_tool_calls"  # it asked for one more tool call than the limit allows
     LENGTH = "length"  # the token limit of the trajectory
     MAX_SECONDS = "max_seconds"  # the wall-clock limit of the trajectory
-    WORKER_LOST = "worker_lost"  # the wall-clock limit, while no engine could sample
+    WORKER_LOST = "worker_lost"  # the wall-clock limit, while the engine was unreachable
 
 
 class Fault(StrEnum):
     """Whose fault a failed tool call is. Only the model's own mistakes are something to learn from."""
 
     MODEL = "model"  # malformed, unknown tool, wrong arguments, an error in what it asked for
-    TIMEOUT = "timeout"  # the call took longer than it may; treated as the model's (it may ask for less)
+    TIMEOUT = "timeout"  # the call exceeded its time limit; counts as the model's, which can ask for less
     INFRA = "infra"  # the tool itself is broken or unreachable
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One question. `Task("q1", "Where was Mira Tolven born?", ("Upper Kelso",), kind="hop1")`."""
+    """One question. `Task("q1", "Where was Mira Tolven born?", ("Upper Kelso",), kind="hop1")`.
+
+    `answers` are all accepted answers, `kind` groups tasks in reports, `meta` holds further columns of the data.
+    """
 
     id: str
     question: str
@@ -100,8 +103,8 @@ class SamplingParams:
 class Completion:
     """One sampled turn: ids as sampled, with log-prob and entropy of the distribution each was drawn from.
 
-    `finish` is "stop" (a stop string, named in `stop`; its last token is kept), "eos" or "length". Numbers are those
-    before any top-k or top-p cut; where there was one, `cut_logprobs` and `cut_entropies` are those after it.
+    `finish` is "stop" (`stop` is the stop string; the token that completes it is kept), "eos" or "length". `logprobs`
+    and `entropies` are those before top-k and top-p; if either was used, `cut_logprobs` and `cut_entropies` are after.
     """
 
     tokens: tuple[int, ...]
@@ -127,7 +130,7 @@ class ToolSpec:
 
     @property
     def main_argument(self) -> str:
-        """The argument that the text between tags stands for: the first one of the schema."""
+        """The argument that the text of `<search>text</search>` is passed as: the first one of the schema."""
         return str(next(iter(self.schema["properties"])))
 
 
@@ -144,9 +147,9 @@ class ToolCall:
 class ToolResult:
     """What came back: always text that the model can read, whatever happened. `fault` is None on success.
 
-    `seconds` is without waiting for a free slot of the tool. `attempts` is 0 when nothing was run: the call was
-    malformed, unknown or had the wrong arguments. It is 1 for a `cached` result, one that an earlier or simultaneous
-    identical call had got already: for the path that is a call like any other.
+    `seconds` does not include waiting for a free slot of the tool. `attempts` is 0 when nothing was run: the call was
+    malformed, unknown or had the wrong arguments. It is 1 for a `cached` result, which was taken from an earlier or
+    simultaneous identical call and counts as a call like any other.
     """
 
     text: str
@@ -158,23 +161,23 @@ class ToolResult:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One look at the entropy after a tool result: H, dH and P, what was done, and why."""
+    """The branching decision after a tool result; `arpo.algorithm.branching` has the formulas."""
 
-    initial_entropy: float
-    entropy: float
-    delta: float
-    probability: float
-    branches: int
+    initial_entropy: float  # H_initial
+    entropy: float  # H
+    delta: float  # dH
+    probability: float  # P, not clipped to [0, 1]
+    branches: int  # opened here
     reason: str
-    probed_tokens: int
+    probed_tokens: int  # tokens that H is the mean of
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
     """What the prompt, one model turn or one tool result adds. Only model nodes have log-probs and entropies.
 
-    `seconds` is the time it took to produce. A tool node has its call and result; its `decision` says whether to
-    branch there. `char_offsets`, where known, holds the end of each token in `text`.
+    `seconds` is the time it took to produce. A tool node has its call and result, and the branching `decision` made
+    after it. `char_offsets`, where known, holds the end of each token in `text`.
     """
 
     parent: int | None
@@ -280,7 +283,7 @@ class Trajectory:
 
     @property
     def task(self) -> Task:
-        """The task with all its columns."""
+        """The task that the tree was sampled for."""
         return self.tree.task
 
     @property
@@ -374,7 +377,7 @@ class ScoredTree:
     """A tree with what is known of each leaf, in the order of the leaves; this travels from sampler to trainer.
 
     `rewards` and `credits` are empty until they have been computed. `mask` is False for leaves that are left out of
-    training and of every mean; by default all leaves count.
+    the baselines and of the loss (logged metrics still count them); by default all leaves are used.
 
         scored = ScoredTree(tree, rewards, mask=(True, False))
         scored = replace(scored, credits=credits)
@@ -413,13 +416,13 @@ class TreeBatch:
     depth_N: Tensor  # long: its position, the number of tokens before it
     parent_N: Tensor  # long: the token before it; -1 for a root
     end_N: Tensor  # long
-    first_S: npt.NDArray[np.int64]
-    parent_S: npt.NDArray[np.int64]  # the nearest node above that has tokens; -1 for a root
+    first_S: npt.NDArray[np.int64]  # its first token
+    parent_S: npt.NDArray[np.int64]  # the span above it; -1 for a root
     size_S: npt.NDArray[np.int64]  # tokens in it and below it
-    targets_K: Tensor  # long: places among the N
+    targets_K: Tensor  # long: indices into the N tokens
     engine_logprobs_K: Tensor  # float32: as sampled
-    entropy_weight_K: Tensor  # float32: how many times its policy term counts
-    node_K: Tensor  # long: which of the M it belongs to
+    entropy_weight_K: Tensor  # float32: factor of its policy term
+    node_K: Tensor  # long: its model node, one of the M
     pair_node_X: Tensor  # long
     pair_trajectory_X: Tensor  # long
     pair_weight_X: Tensor  # float64
@@ -440,12 +443,12 @@ class TreeBatch:
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A seed made of a run's seed and what it is for: `derive_seed(0, "rollout", step, task.id)`. No state to save."""
+    """A seed made of a run's seed and its use: `derive_seed(0, "rollout", step, 3)`. No generator state to save."""
     return random.Random(" ".join(map(str, parts))).getrandbits(63)
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
-    """The smallest of the ordered values that at least this share of them do not exceed; 0 of none."""
+    """The nearest-rank percentile of ascending values, for a share in (0, 1]; 0 if there are none."""
     return ordered[math.ceil(share * len(ordered)) - 1] if ordered else 0.0
 
 

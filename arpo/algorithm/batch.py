@@ -43,10 +43,10 @@ class _Trained:
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """A node's place in the forest."""
+    """A node that has tokens, in the forest."""
 
     node: Node
-    parent: int  # span, -1 for a root
+    parent: int  # index of the span above it; -1 for a root
     pairs: Sequence[tuple[int, float, float]]  # of a trained model node: (trajectory, weight, advantage)
 
 
@@ -55,9 +55,9 @@ def build_batch(
 ) -> TreeBatch:
     """The forest of all trajectories with a gradient; the trees must have credits.
 
-    "constant" aggregation divides by `max_tokens`. Without `shared`, every trajectory is a tree of its own (packed
-    rows). A target counts max(0, 1 + `entropy_weight` z) times; z is the number of standard deviations that its entropy
-    at sampling time lies above the mean over all sampled tokens of unmasked leaves, shared ones counted once.
+    "constant" aggregation divides by `max_tokens`. Without `shared`, prefixes are not shared: every trajectory is a
+    tree of its own. The policy term of a target is multiplied by max(0, 1 + `entropy_weight` z), where z is its entropy
+    at sampling time, normalized over all sampled tokens of unmasked leaves, shared ones counted once.
     """
     used = [
         (number, trajectory, credit)
@@ -66,10 +66,10 @@ def build_batch(
         if use
     ]
     counts = [trajectory.completion_tokens for _, trajectory, _ in used]
-    always = loss.kl_coef > 0 or loss.entropy_coef > 0
+    regularized = loss.kl_coef > 0 or loss.entropy_coef > 0  # then advantage 0 has a gradient, too
     trained: list[list[_Trained]] = [[] for _ in trees]
     for (number, trajectory, credit), count in zip(used, counts, strict=True):
-        if count and (always or any(credit.by_node.values())):
+        if count and (regularized or any(credit.by_node.values())):
             weight = {
                 "token-mean": 1 / sum(counts),
                 "sequence-mean": 1 / (len(used) * count),
@@ -101,7 +101,7 @@ def _entropy_weights(nodes: Sequence[Node], weight: float) -> Callable[[Node], F
 def _add_tree(spans: list[_Span], tree: RolloutTree, trained: Sequence[_Trained], first: int) -> int:
     """Append the nodes of these trajectories to `spans`, depth first, the longest subtree first.
 
-    `first` is the number of the first trajectory. Returns the number of tokens, shared ones once per trajectory.
+    `first` is the index of the first trajectory in the batch. Returns the token count, shared ones once per trajectory.
     """
     total = 0
     pairs: dict[int, list[tuple[int, float, float]]] = defaultdict(list)
@@ -137,6 +137,7 @@ def _add_tree(spans: list[_Span], tree: RolloutTree, trained: Sequence[_Trained]
 def _flatten(
     spans: Sequence[_Span], trajectory_tokens: Sequence[int], total: int, entropy_weights: Callable[[Node], Floats]
 ) -> TreeBatch:
+    """The tensors of the spans, which are in depth-first order."""
     count_S = np.array([len(span.node.tokens) for span in spans], dtype=np.int64)
     first_S = np.cumsum(count_S) - count_S
     parent_S = np.array([span.parent for span in spans], dtype=np.int64)
@@ -149,7 +150,7 @@ def _flatten(
             size_S[parent_S[s]] += size_S[s]
     span_N = np.repeat(np.arange(len(spans)), count_S)
     inside_N = np.arange(len(span_N)) - first_S[span_N]
-    above_S = np.where(parent_S >= 0, first_S[parent_S] + count_S[parent_S] - 1, -1) if len(spans) else first_S
+    last_above_S = np.where(parent_S >= 0, first_S[parent_S] + count_S[parent_S] - 1, -1) if len(spans) else first_S
     trained = [(s, span) for s, span in enumerate(spans) if span.pairs]
     count_M = count_S[[s for s, _ in trained]]
     targets = [np.arange(first_S[s], first_S[s] + count_S[s]) for s, _ in trained]
@@ -160,7 +161,7 @@ def _flatten(
     return TreeBatch(
         tokens_N=_joined([span.node.tokens for span in spans], torch.long),
         depth_N=torch.from_numpy(depth_S[span_N] + inside_N),
-        parent_N=torch.from_numpy(np.where(inside_N == 0, above_S[span_N], np.arange(len(span_N)) - 1)),
+        parent_N=torch.from_numpy(np.where(inside_N == 0, last_above_S[span_N], np.arange(len(span_N)) - 1)),
         end_N=torch.from_numpy((first_S + size_S)[span_N]),
         first_S=first_S,
         parent_S=parent_S,
@@ -187,12 +188,12 @@ def _joined(values: Sequence[npt.ArrayLike], dtype: torch.dtype) -> torch.Tensor
 class MicroBatch:
     """The tokens of one forward pass, and the micro-batches that continue from them.
 
-    The context of a micro-batch are the tokens before it whose keys and values it attends to: its parent's context and
-    the first `prefix_length` of its parent's own tokens. A micro-batch with children is a single chain of tokens, and
+    The context of a micro-batch is the earlier tokens whose keys and values it attends to: its parent's context and the
+    first `prefix_length` of its parent's own tokens. A micro-batch with children is a single chain of tokens, and
     its keys and values stay in memory while the children are computed.
     """
 
-    tokens: Ints  # ascending
+    tokens: Ints  # ascending indices into the batch
     prefix_length: int
     children: tuple[MicroBatch, ...]
 

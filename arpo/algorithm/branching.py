@@ -3,7 +3,7 @@
     H_initial = mean entropy of the first k tokens of a trajectory
     H         = mean entropy of the first k tokens after a tool result
     dH        = (H - H_initial) / ln V                       in [-1, 1]; V is the vocabulary size
-    P         = (alpha + beta * dH) * (1 - penalty * l)      l: results just above that were all branched from
+    P         = (alpha + beta * dH) * (1 - penalty * l)      l: branch points in a row just above
 
 The threshold rule branches if P > tau; the stochastic rule branches with probability P, clipped to [0, 1].
 
@@ -35,7 +35,7 @@ def decide(
     """How many branches to open after one tool result, and why.
 
     `budget` is how many trajectories may still be started, `uniform` a random number in [0, 1), and
-    `consecutive_branches` the number of results just above on the trajectory that were all branched from.
+    `consecutive_branches` the number l of branch points in a row, up to the trajectory's previous tool result.
     """
     probe = entropies[: settings.probe_tokens]
     initial = _mean(initial_entropies[: settings.probe_tokens])

@@ -8,9 +8,9 @@ For one trajectory i, with token weight w and advantage A (which differs from no
     cispo   term = clip(r, 1 - low, 1 + high) A logprob, with no gradient through the clipped ratio
     loss  = - sum over trajectories and their model tokens of w (f term + entropy_coef H - kl_coef k3)
 
-where r = exp(logprob - old logprob), f is the token's entropy weight (see `arpo.algorithm.batch`), times the truncated
-importance weight min(exp(old - engine logprob), importance_cap) where a cap is set (no gradient through either), and
-k3 = exp(d) - d - 1 with d = reference - logprob.
+where r = exp(logprob - old logprob), H is the token's entropy, and k3 = exp(d) - d - 1 with d = reference - logprob.
+f is the token's entropy weight (see `arpo.algorithm.batch`), multiplied by the truncated importance weight
+min(exp(old - engine logprob), importance_cap) if a cap is set; no gradient goes through f.
 
 All trajectories through a shared token have the same r. So two sums per token are enough, P over the positive and Q
 over the negative w A:  P min(r, 1 + high) + Q min(max(r, 1 - low), c).  This is exact also where clipping is active; a
@@ -30,7 +30,7 @@ from arpo.config.schema import Loss
 from arpo.types import TreeBatch
 
 _MAX_LOG_RATIO = 20.0
-ADDITIVE = ("ppo", "cispo")  # losses that are sums over tokens
+ADDITIVE = ("ppo", "cispo")  # kinds that are sums over tokens, so that trajectories may be split
 
 
 def policy_loss(
@@ -42,7 +42,10 @@ def policy_loss(
     rows_K: Tensor,
     settings: Loss,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss over the targets `rows_K` of the batch, and metrics as sums (divide them by "tokens")."""
+    """The loss over the targets `rows_K` of the batch, and metrics as sums (divide them by "tokens").
+
+    All arguments with suffix K hold these targets only; `old_K` are log-probs under the weights before the update.
+    """
     node_K = batch.node_K[rows_K]
     log_ratio_K = _clamp(logprobs_K - old_K)
     ratio_K = log_ratio_K.exp()

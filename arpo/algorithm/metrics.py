@@ -9,9 +9,10 @@ from arpo.types import Fault, Kind, RolloutTree, ScoredTree, ToolResult, Traject
 
 
 def rollout_metrics(scored: Sequence[ScoredTree], probe_tokens: int) -> dict[str, float]:
-    """What happened in a step's rollouts; calls and tokens on shared prefixes count once, except in `total_tokens`.
+    """The metrics of a step's rollouts, masked trajectories included.
 
-    Entropies are means over the first `probe_tokens` of first turns, and of turns after tool results.
+    Sums over a step count shared prefixes once, except `total_tokens`; `calls_per_trajectory` and `completion_tokens`
+    are means over trajectories. Entropies are means over the first `probe_tokens` of first turns, and after results.
     """
     trees = [one.tree for one in scored]
     nodes = [node for tree in trees for node in tree.nodes]

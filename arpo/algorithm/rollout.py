@@ -9,7 +9,8 @@
        done if the trajectories so far earned unequal rewards.
 
 Guarantees: trajectories do not wait for each other; each one waits only for its own turns and tools. Sampled tokens are
-never tokenized again. No model output raises. The seed decides everything that engine and tools leave open.
+never tokenized again. No model output raises. All random numbers are derived from the seed: two rollouts differ only
+where the output or the timing of engine and tools does.
 Not covered: what a turn is and when a trajectory ends (see `arpo.agent.turn_loop`).
 """
 
@@ -32,7 +33,7 @@ from arpo.tools.executor import call_tool
 from arpo.types import Completion, Kind, Leaf, Node, RolloutTree, ScoredTree, Task, ToolCall, ToolResult, derive_seed
 
 ScoreFn = Callable[[RolloutTree], Awaitable[ScoredTree]]
-"""Adds the rewards of a tree's leaves: `Scorer.score`."""
+"""Returns a tree with the rewards of its leaves: `Scorer.score`."""
 
 
 async def sample_trees(
@@ -75,7 +76,7 @@ async def sample_tree(
     score: ScoreFn,
     slots: asyncio.Semaphore | None = None,
 ) -> ScoredTree:
-    """Sample the tree of `task` and score it.
+    """The tree of `task`, sampled and scored.
 
     With `branching.fill = "informative"`, a tree whose first trajectories all earned the same is not filled.
     """
@@ -97,7 +98,7 @@ async def rollout(
     seed: int,
     slots: asyncio.Semaphore | None = None,
 ) -> RolloutTree:
-    """Sample the whole tree of `task`.
+    """The tree of `task`, filled to `num_trajectories` and not scored.
 
     A trajectory starts, and its time limit begins, when it gets one of the `slots`.
     """
@@ -209,7 +210,7 @@ class _TreeBuilder:
             self._start(replace(trajectory, node=source, number=number, seconds=left, already_probed=True))
 
     async def _sample_balanced(self, weight: float) -> None:
-        """AEPO: a first trajectory's entropies decide how many start at the prompt; then it is branched from too."""
+        """AEPO: sample one trajectory; its entropies decide how many more start at the prompt and where it branches."""
         self.defer_decisions = True
         await self._run_from([0])
         self.defer_decisions = False
@@ -228,7 +229,7 @@ class _TreeBuilder:
                 consecutive_branches = trajectory.consecutive_branches
 
     async def _branch_posthoc(self) -> None:
-        """One more trajectory per first turn, from one of the tool results below it, as far as the budget goes."""
+        """Run one more trajectory per first turn, from a tool result below it, as long as the budget lasts."""
         rng = random.Random(derive_seed(self.seed, "later", self.budget))
         results: dict[int, list[int]] = {}  # first turn -> probed tool results below it
         for index, node in enumerate(self.nodes):
@@ -293,7 +294,7 @@ class _ActiveTrajectory:
     tool_calls: int = 0
     tokens: int = 0  # after the prompt
     initial_entropies: tuple[float, ...] = ()  # of its first tokens
-    consecutive_branches: int = 0  # tool results just above that were all branched from
+    consecutive_branches: int = 0  # branch points in a row just above
     already_probed: bool = False  # it starts at a tool result where the decision has been made
 
     @property

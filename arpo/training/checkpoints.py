@@ -1,4 +1,4 @@
-"""Starting, resuming and saving a run, for every kind of training.
+"""Starting, resuming and saving a training run, RL or SFT.
 
     with find_start(config, resume, RESUMABLE_KEYS, RUN_KIND_METRIC) as start:
         trainer = Trainer(*load_policy(start.config), config)
@@ -6,8 +6,8 @@
             ...
 
 Guarantees: a mistake in settings, data or model leaves no run behind; a resumed run has the settings it began with,
-except for those that may change, and was begun by the same command; whatever ends the work, Ctrl-C or an error, the
-last complete step is saved first.
+except for the resumable keys, and was begun by the same command; inside `save_on_error`, Ctrl-C or an error saves the
+last complete step first.
 """
 
 from __future__ import annotations
@@ -41,27 +41,27 @@ ALWAYS_RESUMABLE_KEYS = (
 
 @dataclass(slots=True)
 class CheckpointManager:
-    """Writes a run's metrics and checkpoints; `saved` is the step of the last checkpoint."""
+    """Writes a run's metrics and checkpoints."""
 
     trainer: Trainer
     run: RunDir
     trackers: Trackers
     start_step: int  # steps done when the run was opened
-    every: int
-    keep: int
-    saved: int = field(init=False)
+    every: int  # steps between checkpoints
+    keep: int  # newest checkpoints that are kept
+    saved: int = field(init=False)  # step of the last checkpoint
     protected: tuple[int, ...] = ()  # checkpoints that are not deleted, however old
 
     def __post_init__(self) -> None:
         self.saved = self.start_step
 
     def record(self, step: int, metrics: Mapping[str, float | int | str]) -> None:
-        """Write the metrics of a step, here and to the trackers."""
+        """Write the metrics of a step to the run directory and the trackers."""
         self.run.append_metrics(step, metrics)
         self.trackers.record(step, metrics)
 
     def amend(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add metrics to the last record, which is that of `step`, here and in the trackers."""
+        """Add metrics to the last record, which must be that of `step`, in the run directory and the trackers."""
         self.run.update_metrics(step, metrics)
         self.trackers.amend(step, metrics)
 
@@ -79,7 +79,7 @@ class CheckpointManager:
 
     @contextmanager
     def save_on_error(self, step: int) -> Iterator[None]:
-        """Whatever ends the work inside, Ctrl-C or an error: a checkpoint of `step` is written first."""
+        """Write a checkpoint of `step` if the block raises, KeyboardInterrupt included."""
         try:
             yield
         except BaseException:
@@ -93,14 +93,14 @@ class RunStart:
     """Where a run starts: from scratch, or from the last checkpoint of an existing run directory."""
 
     config: Config  # with the model of the checkpoint, if there is one
-    original: Config
-    run: RunDir | None
+    requested: Config  # as given by the user
+    run: RunDir | None  # None for a new run
     checkpoint: Path | None
 
     @contextmanager
     def open(self, trainer: Trainer, reporter: Reporter = SILENT) -> Iterator[CheckpointManager]:
-        """Restore the trainer, create or rewind the run directory, and manage its checkpoints until left."""
-        config = self.original
+        """Restore the trainer, create the run directory or roll it back, and yield its checkpoint manager."""
+        config = self.requested
         with ExitStack() as stack:
             step = load_checkpoint(trainer, self.checkpoint) if self.checkpoint else 0
             run = self.run
@@ -118,7 +118,7 @@ class RunStart:
 
 @contextmanager
 def find_start(config: Config, resume: bool, resumable_keys: tuple[str, ...], kind_metric: str) -> Iterator[RunStart]:
-    """Find where the run in `run.dir` starts; an existing run directory is locked until left.
+    """Find where the run in `run.dir` starts; an existing run directory is locked inside the block.
 
     `resumable_keys` are the settings that may differ from those the run began with; `kind_metric` is a metric that all
     records of this kind of run have.
@@ -145,9 +145,9 @@ def _open_to_resume(config: Config, resumable_keys: tuple[str, ...], kind_metric
         raise ArpoError(f"{directory}: there is no run yet; leave out --resume to begin one")
     run = run_dir.open_run_dir(directory, write=True)
     try:
-        original = config_from_resolved(run.config()).resolved()  # with the defaults of settings added since
+        recorded = config_from_resolved(run.config()).resolved()  # with the defaults of settings added since
         resumable = ALWAYS_RESUMABLE_KEYS + resumable_keys
-        changed = [line for line in differences(original, config.resolved()) if not line.startswith(resumable)]
+        changed = [line for line in differences(recorded, config.resolved()) if not line.startswith(resumable)]
         if changed:
             raise ArpoError(
                 "\n".join(

@@ -6,12 +6,12 @@
 The detector compares the mean over the last `WINDOW` steps with the first steps of the run or, for metrics that should
 only rise, with its best window. A warning needs a change that matters (a ratio) and that the noise between steps does
 not explain (a multiple of its standard error). It stays until the change is gone. A change that comes with better
-answers, like longer ones, is no warning. Means of entropy, length and gradient norm are geometric.
+accuracy, such as longer completions, is no warning. Means of entropy, length and gradient norm are geometric.
 
 Guarantees: the warnings of a step depend on the records up to that step only, so a resumed run has the same; a warning
 begins at most `WINDOW` - 1 steps before the step that shows it first; a value that is missing, null, NaN or infinite is
-left out, except for loss and gradient norm, where it is a warning itself. Steps that are taken back are set aside, not
-lost.
+left out, except for loss and gradient norm, where it is a warning itself. Steps that a run is rolled back over are
+archived, not deleted.
 Not covered: a reward that never rises; a decay slower than the thresholds; whether the reward pays for the right thing;
 tasks that become harder on purpose (a curriculum) look like a falling reward.
 """
@@ -36,13 +36,13 @@ Record = Mapping[str, Any]
 WINDOW = 5  # steps: one odd batch of tasks is no warning, and few steps are lost before there is one
 MIN_VALUES = 3  # values that a window needs: steps without an update have no gradient
 MIN_ERRORS = 6.0  # standard errors: the best and the worst of thousands of windows are that far apart by chance
-LOST_SHARE = 0.5  # of the best reward or format: no choice of tasks explains that
-ENTROPY_FALL = 0.1  # times the entropy at the start: nearly always the same is sampled
-ENTROPY_RISE = 3.0  # times the entropy at the start: training makes a model surer
+LOST_SHARE = 0.5  # of the best reward or format: more than the choice of tasks explains
+ENTROPY_FALL = 0.1  # times the entropy at the start: samples are nearly all the same
+ENTROPY_RISE = 3.0  # times the entropy at the start: training normally lowers it
 LENGTH_CHANGE = 2.0  # times longer or shorter, without better answers
 GRADIENT_RISE = 10.0  # times the gradient norm at the start: clipping leaves mostly noise
 MIN_VALUE = 1e-3  # smallest entropy or length: ratios are compared by logarithms
-SOLVED = 0.9  # share of right answers: a model that knows the answers may be sure
+SOLVED = 0.9  # accuracy from which low entropy is no warning
 
 ENTROPY_FELL = (
     "entropy fell from {then} to {now}: the model always samples the same and has little left to learn from; "
@@ -82,7 +82,7 @@ class CollapseWarning:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The values of a metric from step number `first` to `last`, counted from 0."""
+    """The values of a metric in records `first` to `last`, counted from 0; records without a value are left out."""
 
     first: int
     last: int
@@ -121,7 +121,7 @@ class _Series:
         return Window(first, last, tuple(value for value in self._values[first : last + 1] if value is not None))
 
     def margin(self, then: Window, now: Window) -> float:
-        """How far the newest window may be from an earlier one by chance.
+        """How far the means of the newest and an earlier window may differ by chance.
 
         Two jumps do not count as noise, since they may be the collapse: the one into the window, and the largest other.
         """
@@ -143,10 +143,10 @@ class _Rule:
     matters: Callable[[Window, Window], bool]
     text: str  # with {then} and {now}
     from_best: bool = False  # compare with the best window, too
-    shown: Callable[[float], float] = float
+    shown: Callable[[float], float] = float  # from the series to the metric: exp for logarithms
     best: Window | None = None  # among the windows before the newest
     then: Window | None = None  # the window that the current warning compares with
-    since: int = 0
+    since: int = 0  # the step where the current warning begins
 
     def check(self, steps: Sequence[int]) -> CollapseWarning | None:
         """The warning of the newest step, if any. A warning stays until its change is gone."""
@@ -171,9 +171,8 @@ class _Rule:
 
     def _compare(self, now: Window) -> Window | None:
         """The earlier window from which the newest one differs significantly and in a way that matters."""
-        sizes = (
-            range(min(WINDOW, now.first), 0, -1) if now.first <= WINDOW else [WINDOW]
-        )  # a collapse right at the start
+        # A collapse right at the start leaves only a short healthy window.
+        sizes = range(min(WINDOW, now.first), 0, -1) if now.first <= WINDOW else [WINDOW]
         starts = [self.series.window(0, size - 1) for size in sizes]
         for then in [self.best, *starts] if self.best else starts:
             if then.values and self.matters(then, now) and self._is_significant(then, now):
@@ -183,10 +182,10 @@ class _Rule:
     def _is_significant(self, then: Window, now: Window) -> bool:
         return abs(now.mean - then.mean) > self.series.margin(then, now)
 
-    def _describe(self, part: Window, steps: Sequence[int]) -> str:
-        first, last = steps[part.first], steps[part.last]
+    def _describe(self, window: Window, steps: Sequence[int]) -> str:
+        first, last = steps[window.first], steps[window.last]
         where = f"step {first}" if first == last else f"steps {first} to {last}"
-        return f"{self.shown(part.mean):.3g} in {where}"
+        return f"{self.shown(window.mean):.3g} in {where}"
 
 
 class CollapseDetector:
@@ -194,23 +193,23 @@ class CollapseDetector:
 
     def __init__(self) -> None:
         self._steps: list[int] = []
-        self._bad: dict[str, list[int]] = {"gradient": [], "loss": []}  # step numbers where it is not finite
-        reward, form, right = (_Series(partial(_number, name)) for name in ("reward", "format", "accuracy"))
+        self._bad: dict[str, list[int]] = {"gradient": [], "loss": []}  # records where it is not finite
+        reward, form, accuracy = (_Series(partial(_number, name)) for name in ("reward", "format", "accuracy"))
         entropy, length = (_Series(partial(_log, name)) for name in ("entropy_start", "completion_tokens"))
         gradient = _Series(_log_gradient)
-        self._series = (reward, form, right, entropy, length, gradient)
+        self._series = (reward, form, accuracy, entropy, length, gradient)
 
         def no_better(then: Window, now: Window) -> bool:
-            """Whether answers are not right significantly more often."""
-            was, is_now = right.window(then.first, then.last), right.window(now.first, now.last)
+            """Whether accuracy has not risen significantly."""
+            was, is_now = accuracy.window(then.first, then.last), accuracy.window(now.first, now.last)
             enough = was.values and len(is_now.values) >= MIN_VALUES
-            return not enough or is_now.mean - was.mean <= right.margin(was, is_now)
+            return not enough or is_now.mean - was.mean <= accuracy.margin(was, is_now)
 
         def unsolved(now: Window) -> bool:
-            values = right.window(now.first, now.last).values
+            values = accuracy.window(now.first, now.last).values
             return not values or fmean(values) < SOLVED
 
-        def lost(then: Window, now: Window) -> bool:
+        def dropped(then: Window, now: Window) -> bool:
             return then.mean - now.mean > LOST_SHARE * max(abs(value) for value in then.values)
 
         def entropy_fell(then: Window, now: Window) -> bool:
@@ -231,8 +230,8 @@ class CollapseDetector:
         self._rules = (
             _Rule("entropy fell", entropy, entropy_fell, ENTROPY_FELL, shown=math.exp),
             _Rule("entropy rose", entropy, entropy_rose, ENTROPY_ROSE, shown=math.exp),
-            _Rule("reward fell", reward, lost, REWARD_FELL, from_best=True),
-            _Rule("format broke", form, lost, FORMAT_BROKE, from_best=True),
+            _Rule("reward fell", reward, dropped, REWARD_FELL, from_best=True),
+            _Rule("format broke", form, dropped, FORMAT_BROKE, from_best=True),
             _Rule("longer", length, longer, LONGER, shown=math.exp),
             _Rule("shorter", length, shorter, SHORTER, shown=math.exp),
             _Rule("gradient rose", gradient, gradient_rose, GRADIENT_ROSE, shown=math.exp),
@@ -248,7 +247,7 @@ class CollapseDetector:
         return tuple(warning for warning in found if warning is not None)
 
     def _not_finite(self, what: str, metric: str, record: Record) -> CollapseWarning | None:
-        """A warning while one of the last steps has such a value."""
+        """A warning while one of the last `WINDOW` steps has a NaN, infinite or null value."""
         bad, number = self._bad[what], len(self._steps) - 1
         if metric in record and _number(metric, record) is None:
             bad.append(number)
@@ -275,7 +274,7 @@ def not_finite(what: str, step: int) -> CollapseWarning:
 
 
 def last_healthy(records: Sequence[Record], warnings: Sequence[CollapseWarning], checkpoints: Sequence[int]) -> int:
-    """The newest checkpoint before these warnings, and before any that the next step may show; 0 if there is none."""
+    """Step of the newest checkpoint before these warnings and before any that the next step may show; 0 if none."""
     done = records[-1]["step"] if records else 0
     doubtful = min((warning.since_step for warning in warnings), default=done + 1 - WINDOW + 1)
     return max((step for step in _without_warning(records, checkpoints) if step < doubtful), default=0)
@@ -291,6 +290,7 @@ def protected_checkpoints(
 
 
 def _without_warning(records: Sequence[Record], checkpoints: Sequence[int]) -> list[int]:
+    """The checkpoints whose step has no warning, in order."""
     marked = {record["step"] for record in records if record.get("collapse_warnings")}
     return sorted(set(checkpoints) - marked)
 
@@ -311,7 +311,7 @@ def _log_gradient(record: Record) -> float | None:
 
 
 class CollapseMonitor:
-    """Checks every step of a run as `train.on_collapse` says: warn, stop and go back, or ignore."""
+    """Checks every step of a run as `train.on_collapse` says: warn, stop (and roll back), or ignore."""
 
     def __init__(self, checkpoints: CheckpointManager, on_collapse: str, reporter: Reporter) -> None:
         self._checkpoints, self._on_collapse, self._reporter = checkpoints, on_collapse, reporter
@@ -328,21 +328,21 @@ class CollapseMonitor:
         return {**metrics, **self._add({"step": step, **metrics})}
 
     def check(self) -> None:
-        """Report new warnings; then protect a checkpoint to go back to, or go back to it."""
+        """Report new warnings; protect the last healthy checkpoint or, with "stop", roll back to it and raise Collapsed."""
         for warning in self._warnings:
             if warning.name not in self._reported:
                 self._reporter.warning(warning.text)
         self._reported = {warning.name for warning in self._warnings}
         if self._on_collapse == "stop" and self._warnings:
-            raise self._go_back(self._warnings)
+            raise self._roll_back(self._warnings)
         if self._on_collapse != "ignore":
             steps = self._checkpoints.run.checkpoint_steps()
             self._checkpoints.protected = protected_checkpoints(self._records, self._warnings, steps)
 
     def diverged(self, step: int) -> None:
-        """Go back, if `train.on_collapse` says so, from a step that could not be trained."""
+        """Handle a step whose update diverged: with "stop", roll back and raise Collapsed; otherwise do nothing."""
         if self._on_collapse == "stop":
-            raise self._go_back((*self._warnings, not_finite("gradient", step)))
+            raise self._roll_back((*self._warnings, not_finite("gradient", step)))
 
     def _add(self, record: Record) -> dict[str, str]:
         self._warnings = self._detector.add(record)
@@ -351,15 +351,16 @@ class CollapseMonitor:
         self._records.append({"step": record["step"], **shown})
         return shown
 
-    def _go_back(self, warnings: Sequence[CollapseWarning]) -> Collapsed:
+    def _roll_back(self, warnings: Sequence[CollapseWarning]) -> Collapsed:
+        """Archive the steps after the last healthy checkpoint and return to it; returns the error to raise."""
         run = self._checkpoints.run
         step = last_healthy(self._records, warnings, run.checkpoint_steps())
-        aside = run.archive_after(step)
+        archive = run.archive_after(step)
         run.roll_back(step)
         target = f"step {step}, the last healthy checkpoint" if step else "the start: no checkpoint is older"
         return Collapsed(
             f"the run collapsed, first seen in step {min(warning.since_step for warning in warnings)}.\n"
             + "\n".join(warning.text for warning in warnings)
-            + f"\nIt was taken back to {target}. The records and trees of later steps are in {aside}. "
+            + f"\nIt was taken back to {target}. The records and trees of later steps are in {archive}. "
             "Change something (train.lr, loss.kl_coef and loss.entropy_coef may change), then continue with --resume."
         )

@@ -1,7 +1,7 @@
 """The training loop: sample trees, score, credit, update, log; again.
 
-A step depends only on the config, the step's number, the weights and the optimizer: its tasks and every random number
-are derived from the seed. So a run that was stopped and resumed equals one that was not, to the last bit on a CPU with
+A step depends only on the config, the step's number, the weights and the optimizer state: its tasks and all random
+numbers are derived from the seed. So a resumed run equals one that was never stopped, bit for bit on a CPU with
 deterministic tools.
 """
 
@@ -51,13 +51,13 @@ RESUMABLE_KEYS = (
 )
 RUN_KIND_METRIC = "reward"  # every record of a training run has it
 BuildSampler = Callable[[Config, Any], Sampler]
-"""Builds a sampler elsewhere (a cluster) from the settings and the loaded model."""
+"""Builds the sampler, for example on a cluster, from the settings and the loaded model."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """An open training run."""
+    """An open training run: what `train` needs."""
 
     config: Config
     tasks: TaskSet
@@ -75,7 +75,7 @@ def open_training(
     build_sampler: BuildSampler | None = None,
     reporter: Reporter = SILENT,
 ) -> Iterator[Training]:
-    """A new run in `run.dir`, or one that is resumed there from its last checkpoint. Locks the directory until left.
+    """A new run in `run.dir`, or the run there from its last checkpoint. The directory is locked inside the block.
 
     With a process `group`, of which this is rank 0, all ranks train. Without `build_sampler`, this process samples.
     """
@@ -101,7 +101,7 @@ def open_training(
 
 
 def build_trainer(config: Config, latest: Config, model: Any, tokenizer: Any, group: ProcessGroup | None) -> Trainer:
-    """The trainer of a loaded model; `latest` names that model, `config` the one before training."""
+    """The trainer of `model`, which `latest` names; `config` names the model before training, the KL reference."""
     needs_reference = bool(config.loss.kl_coef and not config.train.lora_rank)
     reference = load_policy(config)[0] if needs_reference else None
     if group is None:
@@ -134,7 +134,7 @@ async def train(training: Training) -> int:
     await sampler.sync_weights(step)
     reporter.training_starts("train")
     if step and config.eval.every and step % config.eval.every == 0 and "test_accuracy" not in records[-1]:
-        checkpoints.amend(step, await _evaluate_step(training, step))  # the evaluation that a stop left out
+        checkpoints.amend(step, await _evaluate_step(training, step))  # the run was stopped before this evaluation
     optimizer_steps, sampling = 0.0, _SamplingAhead(training, [record.get("outcomes", "") for record in records])
     try:
         with reporter.progress("training", last_step) as bar:
@@ -159,7 +159,7 @@ async def train(training: Training) -> int:
                         await sampler.sync_weights(step)
                         if config.eval.every and step % config.eval.every == 0:
                             metrics |= await _evaluate_step(training, step)
-                    finally:  # a step that was trained is logged, evaluated or not
+                    finally:  # log a trained step even if its evaluation fails
                         curriculum = {"outcomes": sampling.add_outcomes(trees)} if config.data.curriculum else {}
                         checkpoints.record(step, monitor.annotate(step, {**metrics, **curriculum}))
                 reporter.training_step("train", step, metrics)
@@ -173,15 +173,15 @@ async def train(training: Training) -> int:
         checkpoints.amend(step, discarded)
     if not optimizer_steps:
         reporter.message(
-            "Nothing was learnt: for every question, all trajectories earned the same. `arpo rollout` shows why."
+            "Nothing was learned: for every question, all trajectories earned the same. `arpo rollout` shows why."
         )
     return step
 
 
 class _SamplingAhead:
-    """The steps being sampled: the one asked for, and `cluster.max_off_policy_steps` more after it.
+    """Samples the requested step and up to `cluster.max_off_policy_steps` after it.
 
-    `outcomes` of the steps done decide which tasks a curriculum takes; there is one text per step.
+    A curriculum chooses tasks by `outcomes`: a string per finished step, with a letter per task.
     """
 
     def __init__(self, training: Training, outcomes: list[str]) -> None:
@@ -189,7 +189,7 @@ class _SamplingAhead:
         self._running: dict[int, asyncio.Task[list[ScoredTree]]] = {}
 
     async def trees_of(self, step: int) -> list[ScoredTree]:
-        """The trees of a step; sampling of the next ones is started, too."""
+        """The trees of a step; also starts to sample the steps after it."""
         config = self._training.config
         ahead = config.cluster.max_off_policy_steps
         if not ahead:
@@ -220,15 +220,15 @@ async def in_thread(work: Callable[[], T]) -> T:
         except asyncio.CancelledError:
             cancelled = True
     task = asyncio.current_task()
-    if cancelled and task is not None and future.exception() is None:  # an error says more
+    if cancelled and task is not None and future.exception() is None:  # else the error is raised
         task.cancel()
     return future.result()
 
 
 async def sample_step(training: Training, step: int, outcomes: Sequence[str] = ()) -> list[ScoredTree]:
-    """The scored trees of one step's tasks. Changes nothing.
+    """The scored trees of one step's tasks; the run is not changed.
 
-    With `train.dynamic_sampling_rounds`, the trees of tasks that replace uninformative ones come after these.
+    With `train.dynamic_sampling_rounds`, trees of extra tasks follow until there are `batch_size` informative ones.
     """
     config, sources = training.config, training.tasks.sources
     count, rounds = config.train.batch_size, config.train.dynamic_sampling_rounds
@@ -238,9 +238,9 @@ async def sample_step(training: Training, step: int, outcomes: Sequence[str] = (
         if not missing:
             break
         if round_:
-            asked = {scored.tree.task.id for scored in trees}
+            sampled = {scored.tree.task.id for scored in trees}
             more = batch_tasks(sources, count, (step - 1) * rounds + round_, derive_seed(config.seed, "resample"))
-            tasks = [task for task in more if task.id not in asked][:missing]
+            tasks = [task for task in more if task.id not in sampled][:missing]
         else:
             tasks = batch_tasks(sources, count, step, config.seed, config.data.curriculum, outcomes)
         seeds = [derive_seed(config.seed, "rollout", step, len(trees) + number) for number in range(len(tasks))]
@@ -269,7 +269,7 @@ def learn_step(training: Training, step: int, scored: Sequence[ScoredTree]) -> d
 
 
 def _outcome(scored: ScoredTree) -> str:
-    """The outcome of a task for the curriculum, from the trajectories that no broken tool or judge spoiled."""
+    """The outcome letter of a task for the curriculum, without trajectories that a broken tool or judge spoiled."""
     valid = [
         reward.parts["correct"]
         for trajectory, reward in zip(scored.tree.trajectories, scored.rewards, strict=True)
@@ -279,9 +279,9 @@ def _outcome(scored: ScoredTree) -> str:
 
 
 async def _evaluate_step(training: Training, step: int) -> dict[str, float]:
-    """The metrics of an evaluation during training."""
+    """Evaluate the policy after a step; returns the metrics."""
     result = await evaluate_policy(training.sampler, training.tasks, training.config, training.reporter)
-    await training.sampler.sync_weights(step)  # what the evaluation left in the prefix cache must not matter
+    await training.sampler.sync_weights(step)  # clears the prefix cache: a resumed run starts without it
     return {"test_accuracy": result.accuracy, "test_format": result.format_rate}
 
 
@@ -330,12 +330,12 @@ def check_settings(config: Config, on_cluster: bool) -> None:
         )
     if config.loss.kl_coef and config.train.lora_rank and config.model.adapter is not None:
         raise ArpoError(
-            "loss.kl_coef: the adapter that is trained on is not part of the model it would be compared with; "
+            "loss.kl_coef: with train.lora_rank the reference is the base model without model.adapter; "
             "use loss.kl_coef=0, or train.lora_rank=0 to train all weights"
         )
     if rounds and config.data.curriculum:
         raise ArpoError(
-            "train.dynamic_sampling_rounds: use 0 with data.curriculum, which passes over settled questions already"
+            "train.dynamic_sampling_rounds: use 0 with data.curriculum, which already skips settled questions"
         )
     if rounds and config.advantage.baseline == "batch":
         raise ArpoError(

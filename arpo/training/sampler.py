@@ -1,7 +1,7 @@
 """Samplers: what turns the tasks of a training step into scored trees, in this process or on a cluster.
 
-Guarantees: whatever the sampler, a tree depends on the task, the seed and the weights, up to what the engine and the
-tools leave open.
+Guarantees: with every sampler, a tree depends only on the task, the seed and the weights, and on the output and timing
+of engine and tools.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def ignore(scored: ScoredTree) -> None:
 
 
 class Sampler(Protocol):
-    """Samples and scores the trees of a run: `LocalSampler`, or `arpo.cluster.sampler.RaySampler`."""
+    """Samples and scores trees: `LocalSampler`, or `arpo.cluster.sampler.RaySampler`."""
 
     async def sync_weights(self, version: int) -> None:
         """Sample from the model's current weights from now on; they are policy version `version`."""
@@ -36,7 +36,7 @@ class Sampler(Protocol):
         ...
 
     async def evaluate(self, tasks: Sequence[Task], seeds: Sequence[int], on_tree: OnTree = ignore) -> Evaluation:
-        """Answer these tasks with the newest weights, as the section `eval` says."""
+        """The evaluation of the newest weights on these tasks, with the settings of `[eval]`."""
         ...
 
     def step_metrics(self, step: int) -> dict[str, float]:
@@ -55,13 +55,13 @@ class LocalSampler:
         self.context = context
 
     async def sync_weights(self, version: int) -> None:
-        """The engine shares the model: it only has to drop what it computed with older weights."""
+        """Drop what the engine computed with older weights; the weights themselves are shared."""
         await self.context.agent.engine.sync_weights(version)
 
     async def sample(
         self, tasks: Sequence[Task], seeds: Sequence[int], step: int = 0, slots: asyncio.Semaphore | None = None
     ) -> list[ScoredTree]:
-        """All tasks at the same time, `rollout.concurrency` trajectories (or `slots`) at once."""
+        """The scored trees, `rollout.concurrency` trajectories (or `slots`) at a time; `step` is not used."""
         context, config = self.context, self.context.config
         with Scorer(context.reward, config.reward.workers, config.train.mask_infra_faults) as scorer:
             return await sample_trees(
@@ -75,7 +75,7 @@ class LocalSampler:
         on_tree: OnTree = ignore,
         slots: asyncio.Semaphore | None = None,
     ) -> Evaluation:
-        """With the sampler's own agent."""
+        """The evaluation of the current weights on these tasks."""
         context, config = self.context, self.context.config
         return await evaluate(
             context.agent,
@@ -90,9 +90,9 @@ class LocalSampler:
         )
 
     def step_metrics(self, step: int) -> dict[str, float]:
-        """The counters of the engine."""
+        """The counters of the engine since the last call."""
         return {f"engine_{name}": value for name, value in self.context.agent.engine.stats().items()}
 
     def discarded_metrics(self) -> dict[str, float]:
-        """None: nothing is sampled ahead of training."""
+        """Empty: nothing is sampled ahead of training."""
         return {}

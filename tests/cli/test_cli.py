@@ -65,7 +65,7 @@ def test_train_prints_one_line_a_step(arpo: Arpo) -> None:
     assert outcome.code == 0
     header, first, hint, done = outcome.out.splitlines()
     assert header.startswith("step reward") and first.split()[0] == "1"
-    assert hint.startswith("Nothing was learnt")  # a random model earns the same on every path
+    assert hint.startswith("Nothing was learned")  # a random model earns the same on every trajectory
     assert done == "done: 1 steps; the run is in run"
 
 

@@ -219,7 +219,7 @@ def test_by_default_every_row_can_be_as_long_as_the_context(rows: int, context: 
 
 def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
     engine = small(kv_cache_tokens=3 * BLOCK_SIZE)
-    with pytest.raises(ArpoError, match=r"60 tokens and up to 37 new ones can never fit into the engine's 96"):
+    with pytest.raises(ArpoError, match=r"60 tokens and up to 37 new ones can never fit into the KV cache of 96"):
         run(engine, ([5] * 60, SamplingParams(37)))
     [done] = run(engine, ([5] * 60, SamplingParams(36, seed=1)))
     assert len(done.tokens) == 36 or done.finish == "eos"

@@ -32,15 +32,15 @@ from arpo.types import Completion, SamplingParams
 PREFILL_TOKENS = {"cpu": 512, "cuda": 16384}
 """Prompt tokens computed per step: enough to keep the device busy, few enough not to delay decoding."""
 MAX_PREFILL_DELAY = {"cpu": 0, "cuda": 8}
-"""Decode steps for which waiting prompts may be held back: where graphs are replayed, pure decode is much faster."""
+"""Decode steps for which prompts may wait: a step without prefill can replay a CUDA graph, which is much faster."""
 
 
 class LocalEngine:
-    """Engine over `model`, a Hugging Face causal LM, for `max_num_seqs` sequences at a time.
+    """Engine for `model`, a Hugging Face causal LM; runs at most `max_num_seqs` sequences at a time.
 
-    `kv_cache_tokens`: size of the KV cache; default: every sequence can fill the context, or what memory allows.
-    `threaded`: run the model in its own thread, so that tools and timers are not blocked. Where no tool needs the event
-    loop, it may be off: on small models, steps are then a third faster.
+    `kv_cache_tokens`: size of the KV cache; default: a full context for every sequence, or less if memory is short.
+    `threaded`: run the model in its own thread, so that tools and timers are not blocked. Turn it off where no
+    tool needs the event loop: steps of small models are then a third faster.
     """
 
     unreachable = False
@@ -74,7 +74,7 @@ class LocalEngine:
         self._loop_task: asyncio.Task[None] | None = None
         self._turn_ends = TurnEnds(model, tokenizer)
         self.version = 0
-        self.capabilities = Capabilities(context, model.config.vocab_size, True)
+        self.capabilities = Capabilities(context, model.config.vocab_size, exact_entropy=True)
 
     @property
     def kv_cache_tokens(self) -> int:
@@ -89,8 +89,8 @@ class LocalEngine:
         max_length = min(len(prefix) + params.max_tokens, self.capabilities.max_context)
         if max_length > self.kv_cache_tokens:
             raise ArpoError(
-                f"{len(prefix)} tokens and up to {max_length - len(prefix)} new ones can never fit into the engine's "
-                f"{self.kv_cache_tokens}: raise rollout.kv_cache_tokens, or lower rollout.max_tokens"
+                f"{len(prefix)} tokens and up to {max_length - len(prefix)} new ones can never fit into the KV cache "
+                f"of {self.kv_cache_tokens}: raise rollout.kv_cache_tokens, or lower rollout.max_tokens"
             )
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         request = Request(list(prefix), params, max_length, on_token, future, random.Random(params.seed), len(prefix))
@@ -105,7 +105,7 @@ class LocalEngine:
             raise
 
     async def sync_weights(self, version: int) -> None:
-        """Drop all keys and values: the shared weights have changed."""
+        """Drop all keys and values: the shared weights have changed and are now policy version `version`."""
         requests = [*self._scheduler.running, *self._scheduler.waiting]
         if not all(request.future.done() for request in requests):
             raise RuntimeError("weights may not change while requests are being sampled")
@@ -116,7 +116,7 @@ class LocalEngine:
         self.version = version
 
     def stats(self) -> dict[str, float]:
-        """Return counters since the last call: prefix tokens computed and cached, preemptions, CUDA graphs."""
+        """Return counters since the last call: prefix tokens computed and cached, preemptions, CUDA graphs captured."""
         scheduler, (graphs, seconds) = self._scheduler, self._runner.graph_stats()
         counts = {
             "prefill_tokens": scheduler.prefill_tokens,
@@ -164,9 +164,7 @@ class LocalEngine:
         """Append the sampled tokens to their requests and complete those that are finished."""
         self._scheduler.mark_computed(batch)
         if not all(map(math.isfinite, output.logprobs)):
-            raise ArpoError(
-                "the model's output is not a number: its weights are broken, or the number format overflows"
-            )
+            raise ArpoError("the model's output is not a number: its weights are broken, or its dtype overflows")
         requests = [batch.requests[i] for i in batch.sampling_rows.tolist()]
         for request, token, logprob, entropy in zip(requests, *output[:3], strict=True):
             request.tokens.append(token)
@@ -194,7 +192,7 @@ class LocalEngine:
 
 
 def default_kv_cache_tokens(model: Any, max_num_seqs: int) -> int:
-    """Return the tokens with which all sequences fill the context, in a quarter of RAM or half of free GPU memory."""
+    """Return the tokens of a full context for every sequence, at most a quarter of RAM or half of free GPU memory."""
     parameter = next(model.parameters())
     if parameter.is_cuda:
         memory = torch.cuda.mem_get_info(parameter.device)[0] // 2

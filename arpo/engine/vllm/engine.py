@@ -120,7 +120,7 @@ class VllmEngine:
                 for token in tokens:
                     if not math.isfinite(token.logprob):
                         raise ArpoError(
-                            "the model's output is not a number: its weights are broken, or the number format overflows"
+                            "the model's output is not a number: its weights are broken, or its dtype overflows"
                         )
                     partial.add(token)
             return partial.completion(self.version)
