@@ -59,7 +59,7 @@ class Fault(StrEnum):
 class Task:
     """One question. `Task("q1", "Where was Mira Tolven born?", ("Upper Kelso",), kind="hop1")`.
 
-    `answers` are all accepted answers, `kind` groups tasks in reports, `meta` holds further columns of the data.
+    `answers` are all accepted answers, `kind` groups tasks (reports, `reward.by_kind`), `meta` has the other columns.
     """
 
     id: str

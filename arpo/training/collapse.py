@@ -328,7 +328,7 @@ class CollapseMonitor:
         return {**metrics, **self._add({"step": step, **metrics})}
 
     def check(self) -> None:
-        """Report new warnings; protect the last healthy checkpoint or, with "stop", roll back to it and raise Collapsed."""
+        """Report new warnings; protect the last healthy checkpoint, or with "stop" return to it and raise Collapsed."""
         for warning in self._warnings:
             if warning.name not in self._reported:
                 self._reporter.warning(warning.text)
