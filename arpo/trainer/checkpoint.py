@@ -1,7 +1,7 @@
 """Checkpoints: a directory with `model/`, `optimizer.safetensors` and `state.json`. Nothing is pickled.
 
-Where several ranks train, each writes its shards of the optimizer's state into `optimizer/` (`arpo.trainer.dist.shards`)
-instead of the one file; any number of ranks can read either.
+Where several ranks train, each writes its shards of the optimizer's state into `optimizer/` instead of the one file
+(`arpo.trainer.dist.shards`); any number of ranks can read either.
 
 `model/` is in Hugging Face layout or, where an adapter was trained, that adapter in PEFT's; the run's settings name its
 base. A bfloat16 model is stored as the engine samples from it; its float32 master weights are in the optimizer's state.

@@ -67,7 +67,7 @@ class Optimizer:
         return norm
 
     def tensors(self) -> dict[str, Tensor]:
-        """The state for a checkpoint, on the CPU: `exp_avg/NAME`, `master/NAME` and so on. Valid until the next step."""
+        """The state for a checkpoint, on the CPU: `exp_avg/NAME`, `master/NAME` etc. Valid until the next step."""
         return {key: value.cpu().contiguous() for key, value in self.state().items()}
 
     def state(self) -> dict[str, Tensor]:

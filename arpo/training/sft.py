@@ -1,8 +1,8 @@
 """Supervised fine-tuning on traces: the cold start of a model that has not used tools before.
 
 A trace is trained on like the only trajectory of a rollout, by the same code: packed rows of tokens, of which only
-those that the model is to write count. With every advantage 1 and no ratio to clip, the policy loss is the mean negative
-log-likelihood of these tokens.
+those that the model is to write count. With every advantage 1 and no ratio to clip, the policy loss is the mean
+negative log-likelihood of these tokens.
 
 Guarantees: each epoch goes through all traces once, in an order that follows from the seed, so a run that was stopped
 and resumed equals one that was not (to the last bit on a CPU).

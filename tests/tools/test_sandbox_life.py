@@ -214,7 +214,7 @@ def test_a_process_forked_from_the_supervisor_keeps_nothing_alive(fresh: Sandbox
 
 @pytest.mark.slow
 def test_a_worker_that_hangs_is_replaced(fresh: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("arpo.tools.sandbox.sandbox.GRACE_SECONDS", -597.0)  # three seconds to find and stop it
+    monkeypatch.setattr("arpo.tools.sandbox.sandbox.GRACE_SECONDS", -590.0)  # ten seconds to find and stop it
     call = in_thread(lambda: fresh.run(WAITING.format("arpo-hang"), 600))
     found = running(fresh, "arpo-hang")
     os.kill(found["worker"], signal.SIGSTOP)
