@@ -12,4 +12,4 @@ class Diverged(ArpoError):
 
 
 class Collapsed(ArpoError):
-    """A run that collapsed and was taken back to a checkpoint before that; the CLI exits with code 3."""
+    """A run that collapsed and was rolled back to a healthy checkpoint; the CLI exits with code 3."""

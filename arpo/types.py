@@ -358,7 +358,10 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """A trajectory's reward and its parts. `Reward(1.1, {"format": 1.0, "accuracy": 1.0, "bonus": 0.1})`."""
+    """A trajectory's reward and its parts: `Reward(1.1, {"format": 1.0, "correct": 1.0, "bonus": 0.1})`.
+
+    The metrics `accuracy` and `format` are the means of the parts "correct" and "format".
+    """
 
     total: float
     parts: Mapping[str, float] = field(default_factory=dict)
@@ -443,7 +446,10 @@ class TreeBatch:
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A seed made of a run's seed and its use: `derive_seed(0, "rollout", step, 3)`. No generator state to save."""
+    """A seed made of a run's seed and its use: `derive_seed(0, "rollout", step, 3)`. No generator state to save.
+
+    The words are part of the seed: renaming one changes the random numbers of every run.
+    """
     return random.Random(" ".join(map(str, parts))).getrandbits(63)
 
 

@@ -53,7 +53,7 @@ def compute_credits(trees: Sequence[ScoredTree], settings: Advantage) -> list[Sc
 def attribute(
     tree: RolloutTree, advantages: Sequence[float], attribution: str, mask: Sequence[bool] = ()
 ) -> tuple[Credit, ...]:
-    """One credit per leaf from one advantage per leaf; masked leaves get none, whatever their advantage."""
+    """One credit per leaf from one advantage per leaf; the credit of a masked leaf is 0 and has no nodes."""
     if attribution not in ("soft", "hard"):
         raise ValueError(f"unknown attribution {attribution!r}; use soft or hard")
     if len(advantages) != len(tree.leaves):

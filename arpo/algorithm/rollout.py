@@ -48,8 +48,8 @@ async def sample_trees(
 ) -> list[ScoredTree]:
     """The scored trees of many tasks, in their order; `on_tree` is called with each one as soon as it is scored.
 
-    `settings.concurrency` trajectories (or `slots`) are sampled at a time, over all tasks. If one tree fails, the
-    others are cancelled.
+    At most `settings.concurrency` trajectories are sampled at a time over all tasks, or as many as the semaphore
+    `slots` allows. If one tree fails, the others are cancelled.
     """
     slots = slots or asyncio.Semaphore(settings.concurrency)
 
@@ -128,7 +128,7 @@ class _TreeBuilder:
         self.max_tokens = min(settings.max_tokens, agent.engine.capabilities.max_context - len(prompt))
         self.budget = settings.num_trajectories  # trajectories that may still be started
         self.defer_decisions = False
-        self.group: asyncio.TaskGroup
+        self.task_group: asyncio.TaskGroup
 
     def tree(self) -> RolloutTree:
         """What has been sampled so far."""
@@ -158,7 +158,7 @@ class _TreeBuilder:
     async def _running(self) -> AsyncIterator[None]:
         """Wait at the end of the block for the trajectories started in it and for all their branches."""
         try:
-            async with asyncio.TaskGroup() as self.group:
+            async with asyncio.TaskGroup() as self.task_group:
                 yield
         except ExceptionGroup as several:
             raise several.exceptions[0] from several
@@ -180,7 +180,7 @@ class _TreeBuilder:
 
     def _start(self, trajectory: _ActiveTrajectory) -> None:
         self.budget -= 1
-        self.group.create_task(self._run(trajectory))
+        self.task_group.create_task(self._run(trajectory))
 
     async def _run(self, trajectory: _ActiveTrajectory) -> None:
         """Run one trajectory to its end."""

@@ -70,7 +70,7 @@ class BenchmarkPlan:
 
 @contextmanager
 def open_benchmark_run(config: Config, plan: BenchmarkPlan, reporter: Reporter = SILENT) -> Iterator[BenchmarkRun]:
-    """Load the questions, the tools and the model, and lock the output directory until left."""
+    """Load the questions, the tools and the model, and lock the output directory inside the block."""
     endpoint, settings = _endpoint(config.eval), answer_settings(config)
     questions = load_questions(plan, config.data.bad_rows, reporter)
     rewards = {name: build_reward(_scored_by(config.reward, BENCHMARKS[name].metric)) for name in plan.benchmarks}

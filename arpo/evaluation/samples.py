@@ -132,7 +132,7 @@ class SampleStore:
 
 @contextmanager
 def open_samples(directory: Path, settings: Mapping[str, Any]) -> Iterator[SampleStore]:
-    """Create or continue an evaluation with these settings; locks the directory until left."""
+    """Create or continue an evaluation with these settings; the directory is locked inside the block."""
     require_same_settings(directory, settings)
     try:
         directory.mkdir(parents=True, exist_ok=True)

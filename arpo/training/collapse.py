@@ -35,7 +35,7 @@ Record = Mapping[str, Any]
 
 WINDOW = 5  # steps: one odd batch of tasks is no warning, and few steps are lost before there is one
 MIN_VALUES = 3  # values that a window needs: steps without an update have no gradient
-MIN_ERRORS = 6.0  # standard errors: the best and the worst of thousands of windows are that far apart by chance
+MIN_ERRORS = 6.0  # standard errors: the extremes of thousands of windows differ by nearly as much by chance
 LOST_SHARE = 0.5  # of the best reward or format: more than the choice of tasks explains
 ENTROPY_FALL = 0.1  # times the entropy at the start: samples are nearly all the same
 ENTROPY_RISE = 3.0  # times the entropy at the start: training normally lowers it
@@ -276,7 +276,7 @@ def not_finite(what: str, step: int) -> CollapseWarning:
 def last_healthy(records: Sequence[Record], warnings: Sequence[CollapseWarning], checkpoints: Sequence[int]) -> int:
     """Step of the newest checkpoint before these warnings and before any that the next step may show; 0 if none."""
     done = records[-1]["step"] if records else 0
-    doubtful = min((warning.since_step for warning in warnings), default=done + 1 - WINDOW + 1)
+    doubtful = min((warning.since_step for warning in warnings), default=done + 1 - (WINDOW - 1))
     return max((step for step in _without_warning(records, checkpoints) if step < doubtful), default=0)
 
 
@@ -361,6 +361,6 @@ class CollapseMonitor:
         return Collapsed(
             f"the run collapsed, first seen in step {min(warning.since_step for warning in warnings)}.\n"
             + "\n".join(warning.text for warning in warnings)
-            + f"\nIt was taken back to {target}. The records and trees of later steps are in {archive}. "
+            + f"\nIt was rolled back to {target}. The records and trees of later steps are in {archive}. "
             "Change something (train.lr, loss.kl_coef and loss.entropy_coef may change), then continue with --resume."
         )

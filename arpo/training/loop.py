@@ -113,12 +113,8 @@ def build_trainer(config: Config, latest: Config, model: Any, tokenizer: Any, gr
 
 async def train(training: Training) -> int:
     """Train to the configured number of steps or the end of the budget; returns the last step done."""
-    config, sampler, checkpoints, reporter = (
-        training.config,
-        training.sampler,
-        training.checkpoints,
-        training.reporter,
-    )
+    config, sampler = training.config, training.sampler
+    checkpoints, reporter = training.checkpoints, training.reporter
     step, last_step, unit = checkpoints.start_step, config.train.steps, config.train.budget_unit
     monitor = CollapseMonitor(checkpoints, config.train.on_collapse, reporter)
     monitor.check()

@@ -49,7 +49,7 @@ class SFTRun:
 
 @contextmanager
 def open_sft(config: Config, resume: bool = False, reporter: Reporter = SILENT) -> Iterator[SFTRun]:
-    """A new run in `run.dir`, or one that is resumed there from its last checkpoint. Locks the directory until left."""
+    """A new run in `run.dir`, or the run there from its last checkpoint. The directory is locked inside the block."""
     with ExitStack() as stack:
         tools = stack.enter_context(build_tools(config))
         fmt = build_format(config.rollout.format, [tool.spec for tool in tools.values()])

@@ -312,7 +312,7 @@ def test_a_run_that_collapses_goes_back_and_can_go_on(
     assert f"warning: {seen[-1]['collapse_warnings'].splitlines()[0]}\n" in capsys.readouterr().out
     back = (log.latest_checkpoint() or (0,))[0]
     assert back == since - 1 - (since - 1) % 2 >= 6
-    assert f"It was taken back to step {back}, " in str(stopped.value) and "collapsed-1" in str(stopped.value)
+    assert f"It was rolled back to step {back}, " in str(stopped.value) and "collapsed-1" in str(stopped.value)
     assert steps_of(directory) == list(range(1, back + 1)) == log.tree_steps()
     assert log.read_metrics() == seen[:back]
     assert aside.tree_steps() == list(range(back + 1, len(seen) + 1))
@@ -347,7 +347,7 @@ def test_a_warning_is_said_once_and_a_resumed_run_says_the_same(
     assert [row.get("collapse_warnings") for row in after[:12]] == marked
     for number, row in enumerate(after, 1):
         assert row.get("collapse_warnings") == ("\n".join(sign.text for sign in find_warnings(after[:number])) or None)
-    with pytest.raises(Collapsed, match="taken back to the start: no checkpoint is older"):
+    with pytest.raises(Collapsed, match="rolled back to the start: no checkpoint is older"):
         go("train.lr=5", "train.steps=14", "train.on_collapse=stop", rare, resume=True)
     assert steps_of(directory) == [] == read_run(directory).checkpoint_steps()
     assert len(steps_of(directory / "collapsed-1")) == 14

@@ -43,7 +43,7 @@ class LocalEngine:
     tool needs the event loop: steps of small models are then a third faster.
     """
 
-    unreachable = False
+    unreachable = False  # it runs in this process
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class LocalEngine:
                 await asyncio.sleep(0)  # let other tasks add requests to this step
                 batch = scheduler.schedule()
                 if batch is not None:
-                    self._process(batch, await self._run(batch))
+                    self._process(batch, await self._run_step(batch))
         except BaseException as error:  # also if the event loop ends and cancels this task
             self._abort_all(error)
             if not isinstance(error, Exception):
@@ -151,7 +151,7 @@ class LocalEngine:
             self._scheduler.finish(request)
         self._scheduler.reset_prefix_cache()
 
-    async def _run(self, batch: Batch) -> StepOutput:
+    async def _run_step(self, batch: Batch) -> StepOutput:
         if not self._threaded:
             return self._runner.run(batch)
         self._in_step = True
@@ -166,7 +166,8 @@ class LocalEngine:
         if not all(map(math.isfinite, output.logprobs)):
             raise ArpoError("the model's output is not a number: its weights are broken, or its dtype overflows")
         requests = [batch.requests[i] for i in batch.sampling_rows.tolist()]
-        for request, token, logprob, entropy in zip(requests, *output[:3], strict=True):
+        sampled = zip(requests, output.tokens, output.logprobs, output.entropies, strict=True)
+        for request, token, logprob, entropy in sampled:
             request.tokens.append(token)
             request.logprobs.append(logprob)
             request.entropies.append(entropy)
