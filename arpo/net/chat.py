@@ -82,7 +82,7 @@ class ChatClient:
     async def complete(self, messages: Sequence[Mapping[str, str]], **options: Any) -> str:
         """Return the content of one reply, stripped; empty if it is not a text. Does not retry."""
         answer = await self.request(messages, **options)
-        return _clean(_choice(answer)["message"]["content"]).strip()
+        return _clean(_choice(answer, self.name)["message"]["content"]).strip()
 
     async def request(self, messages: Sequence[Mapping[str, str]], **options: Any) -> Any:
         """Send one request and return the endpoint's JSON."""
@@ -121,7 +121,7 @@ def read_reply(answer: Any, stops: Sequence[str]) -> Reply:
     return Reply(text, finish, stop, _count(usage, "prompt_tokens"), _count(usage, "completion_tokens"))
 
 
-def _choice(answer: Any) -> dict[str, Any]:
+def _choice(answer: Any, name: str = "the endpoint") -> dict[str, Any]:
     """The first choice in an endpoint's JSON, with a message that has a content."""
     try:
         choice: dict[str, Any] = answer["choices"][0]
@@ -129,7 +129,7 @@ def _choice(answer: Any) -> dict[str, Any]:
             return choice
     except (LookupError, TypeError):
         pass
-    raise Unavailable("the endpoint did not answer in the form of chat completions")
+    raise Unavailable(f"{name} did not answer in the form of chat completions")
 
 
 def _omitted_stop(text: str, choice: Mapping[str, Any], stops: Sequence[str]) -> str | None:

@@ -191,7 +191,7 @@ async def decode(response: Any, max_bytes: int, name: str) -> AsyncGenerator[byt
             return
 
 
-async def retry(attempt: Callable[[], Awaitable[_T]], retries: int) -> _T:
+async def retry(attempt: Callable[[], Awaitable[_T]], retries: int, max_pause: float = MAX_PAUSE_SECONDS) -> _T:
     """The result of `attempt`, repeated up to `retries` times while it is Unavailable.
 
     Pauses between attempts grow and are random, unless the server asks for one of its own.
@@ -206,4 +206,4 @@ async def retry(attempt: Callable[[], Awaitable[_T]], retries: int) -> _T:
                 tried = f", after {attempts} attempts" if retries else ""
                 raise Unavailable(f"{error}{tried}", error.status) from None
             pause = _jitter.uniform(0.5, 1.0) * PAUSE_SECONDS * 2 ** (attempts - 1)
-            await asyncio.sleep(min(MAX_PAUSE_SECONDS, pause if error.retry_after is None else error.retry_after))
+            await asyncio.sleep(min(max_pause, pause if error.retry_after is None else error.retry_after))

@@ -36,15 +36,21 @@ class RolloutContext:
 def open_context(config: Config, reporter: Reporter = SILENT) -> RolloutContext:
     """Load the tasks, the tools and the model that the config names; close the context when done."""
     tasks, tools = load_tasks_and_tools(config, reporter)
+    reward = build_reward_fn(config)
     model, tokenizer = load_policy(config, reporter)
-    return build_context(config, tasks, tools, model, tokenizer, reporter)
+    return build_context(config, tasks, tools, reward, model, tokenizer, reporter)
 
 
 def build_context(
-    config: Config, tasks: TaskSet, tools: Toolset, model: Any, tokenizer: Any, reporter: Reporter = SILENT
+    config: Config,
+    tasks: TaskSet,
+    tools: Toolset,
+    reward: RewardFn,
+    model: Any,
+    tokenizer: Any,
+    reporter: Reporter = SILENT,
 ) -> RolloutContext:
-    """Build the agent and the reward around a loaded model, and check that all prompts fit."""
-    reward = build_reward_fn(config)
+    """Build the agent around a loaded model, and check that all prompts fit."""
     agent = build_agent(config, tools, model, tokenizer)
     fitted = fit_tasks(tasks, agent.prompts, config, reporter)
     return RolloutContext(config, fitted, tools, model, agent, reward)

@@ -32,7 +32,7 @@ from arpo.trainer.dist.worker import open_message
 from arpo.trainer.trainer import Trainer
 from arpo.training.checkpoints import CheckpointManager, find_start
 from arpo.training.collapse import CollapseMonitor
-from arpo.training.context import build_context, fit_tasks, load_tasks_and_tools
+from arpo.training.context import build_context, build_reward_fn, fit_tasks, load_tasks_and_tools
 from arpo.training.sampler import LocalSampler, Sampler
 from arpo.types import ScoredTree, derive_seed
 
@@ -85,16 +85,17 @@ def open_training(
         stack.callback(tools.close)
         if config.eval.every:
             require_test_tasks(tasks)
+        reward = build_reward_fn(config)  # on a cluster only for its checks: the workers build their own
         start = stack.enter_context(find_start(config, resume, RESUMABLE_KEYS, RUN_KIND_METRIC))
         model, tokenizer = load_policy(start.config, reporter)
         sampler: Sampler
         if build_sampler is None:
-            context = build_context(start.config, tasks, tools, model, tokenizer, reporter)
+            context = build_context(start.config, tasks, tools, reward, model, tokenizer, reporter)
             tasks, sampler = context.tasks, LocalSampler(context)
         else:
             prompts = build_prompts(config, tools, tokenizer, model.config.max_position_embeddings)
             tasks = fit_tasks(tasks, prompts, config, reporter)
-            sampler = build_sampler(start.config, model)
+            sampler = build_sampler(config, model)  # not the checkpoint's: it may be deleted while workers start
         trainer = build_trainer(config, start.config, model, tokenizer, group)
         checkpoints = stack.enter_context(start.open(trainer, reporter))
         yield Training(start.config, tasks, sampler, trainer, checkpoints, reporter)

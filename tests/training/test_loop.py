@@ -33,7 +33,7 @@ from arpo.agent.formats import build_format
 from arpo.algorithm.rollout import rollout
 from arpo.builtin.model import build_model
 from arpo.config.loading import load_config
-from arpo.config.schema import Branching, Rollout
+from arpo.config.schema import Branching, Config, Rollout
 from arpo.data.order import Source, batch_tasks
 from arpo.data.task_set import load_task_set
 from arpo.engine.local.engine import LocalEngine
@@ -398,3 +398,28 @@ def test_a_path_without_a_verdict_teaches_nothing_and_is_counted(model_path: Pat
         assert (row["judge.unavailable"], row["judge.timeout"]) == (3.0, 3.0)
         masks = [scored.mask for scored in log.read_trees(1)]
         assert masks == [(not drop, True, True, True)] * 3
+
+
+def test_mistakes_in_the_reward_are_found_before_a_model_is_loaded(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("arpo.training.loop.load_policy", lambda *_: pytest.fail("a model was loaded"))
+    config = config_for(model_path, tmp_path / "run", "reward.accuracy=judge")
+    with pytest.raises(ArpoError, match=r"reward\.judge_url"), open_training(config):
+        raise AssertionError("a run was opened")
+    assert not (tmp_path / "run").exists()
+
+
+def test_samplers_elsewhere_never_need_a_checkpoint(model_path: Path, tmp_path: Path) -> None:
+    """A worker that starts late loads the model before training, since checkpoints are deleted as training goes on."""
+    config = config_for(model_path, tmp_path / "run", "train.steps=2")
+    run_to_the_end(config)
+    config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"address": "somewhere"})})
+    given = []
+
+    def build_sampler(config: Config, model: Any) -> Any:
+        given.append(config.model.path)
+
+    with open_training(config, resume=True, build_sampler=build_sampler) as training:
+        assert training.config.model.path != str(model_path)
+    assert given == [str(model_path)]

@@ -42,7 +42,8 @@ def main() -> None:
     parser.add_argument("--untrained", action="store_true")
     parser.add_argument("--drop-models", action="store_true")
     arguments = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    logging.getLogger("arpo").setLevel(logging.INFO)  # not the root: other libraries log URLs, with passwords
+    logging.getLogger("arpo").addHandler(logging.StreamHandler(sys.stdout))
     threading.Thread(target=_stop_when_orphaned, daemon=True).start()
     try:
         config = load_config(arguments.config)

@@ -57,7 +57,9 @@ def openai_condenser(
             content = await client.complete(build_messages(text, question), max_tokens=max_tokens, temperature=0)
         except Rejected as error:  # its message quotes the endpoint
             raise ToolUnavailable(f"{client.name} answers with HTTP status {error.status}") from None
-        except (HttpError, ArpoError) as error:
+        except ArpoError as error:  # its message goes on with settings, which are not for the model
+            raise ToolUnavailable(str(error).partition(";")[0]) from None
+        except HttpError as error:
             raise ToolUnavailable(str(error)) from None
         if not content:
             raise ToolUnavailable(f"{client.name} gave an empty answer")
