@@ -83,6 +83,7 @@ def test_a_right_call_reaches_its_tool_unchanged(query: str) -> None:
     assert answer(tagged).text == f"found {query}"
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(name=st.sampled_from(["search", "python", "serch", "", "answer"]) | st.text(max_size=8), args=VALUES)
 def test_any_json_call_is_answered_and_only_right_ones_run(name: str, args: Any) -> None:

@@ -36,6 +36,7 @@ def base() -> tuple[Any, Any]:
     return load_model(Model(path=str(BASE)))
 
 
+@pytest.mark.slow
 def test_the_base_can_read(base: tuple[Any, Any]) -> None:
     """It answers more than half of the questions about a world that it has never seen, before any training there."""
     config = load_config(None, [*SMALL, "world.seed=77", "reward.accuracy=em", "eval.questions=40"])
@@ -49,6 +50,7 @@ def test_the_base_can_read(base: tuple[Any, Any]) -> None:
     assert result.format_rate > 0.9
 
 
+@pytest.mark.slow
 def test_entropy_is_higher_after_tool_results_than_at_the_start(base: tuple[Any, Any]) -> None:
     config = load_config(None, [*SMALL, "branching.probe_tokens=6"])
     test = build_world(config.world).test
@@ -105,6 +107,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
         cold_start(config, lambda *_: None)
 
 
+@pytest.mark.slow
 def test_pretraining_from_scratch() -> None:
     losses: list[float] = []
     config = load_config(None, SMALL)

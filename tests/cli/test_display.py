@@ -71,6 +71,7 @@ def test_control_and_hidden_characters_are_escaped(text: str, shown: str) -> Non
     assert printable(text) == shown
 
 
+@pytest.mark.slow
 def test_every_character_can_be_shown() -> None:
     for start in range(0, 0x110000, 0x1000):
         text = printable("".join(map(chr, range(start, start + 0x1000))))

@@ -35,6 +35,7 @@ def test_each_epoch_has_a_fresh_order() -> None:
     assert drawn([source("a", 5)], 15, 1, seed=1) != [ids]
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 7)), min_size=1, max_size=4), st.integers(1, 6))
 def test_the_order_does_not_depend_on_the_batch_size(shape: list[tuple[int, int]], count: int) -> None:
     sources = [source("abcd"[i], size, weight) for i, (size, weight) in enumerate(shape)]

@@ -336,6 +336,7 @@ def test_a_json_list(tmp_path: Path) -> None:
     assert complaint(str(path)).startswith(f"{path}: expected a JSON list of rows (JSON lines end in .jsonl): ")
 
 
+@pytest.mark.slow
 def test_parquet_and_json_lines_give_the_same_tasks(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")

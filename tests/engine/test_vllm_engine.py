@@ -373,6 +373,7 @@ def break_off(after: int) -> Spoil:
     return spoil
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [0, 1, 5, 11])
 def test_an_interrupted_turn_continues_on_another_server(after: int) -> None:
     bed = Bed(2, pause=1.0)  # long enough that the other server is asked first, on a slow machine too
@@ -465,6 +466,7 @@ def test_an_overloaded_server_is_asked_again(one: Bed, path: str, status: int) -
     assert one.engine.stats()["retries"] == 2
 
 
+@pytest.mark.slow
 def test_when_nothing_helps_the_servers_are_named() -> None:
     bed = Bed(2, patience=0.5)
     with bed.stack:
@@ -533,6 +535,7 @@ def test_a_load_longer_than_a_trajectory_is_done_once(one: Bed) -> None:
     assert one.servers[0].count("/collective_rpc") == 1
 
 
+@pytest.mark.slow
 def test_a_long_load_does_not_use_up_patience() -> None:
     bed = Bed(1, patience=0.3)
     with bed.stack:
@@ -592,6 +595,7 @@ def test_escapes_of_a_server_do_not_reach_the_terminal() -> None:
     assert "sends token" in str(caught.value) and str(caught.value).isprintable()
 
 
+@pytest.mark.slow
 def test_a_silent_server_counts_as_lost() -> None:
     bed, ended = Bed(2, idle_timeout=2.0), threading.Event()
     bed.stack.callback(ended.set)

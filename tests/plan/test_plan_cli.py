@@ -134,6 +134,7 @@ def test_the_kv_cache_limits_the_open_trajectories() -> None:
     )
 
 
+@pytest.mark.slow
 def test_kv_heads_are_not_divided() -> None:
     given = setup("3B", 8, 0, "h100", "train.batch_size=128", "rollout.num_trajectories=64", "rollout.concurrency=9999")
     assert given.shape.kv_heads == 2

@@ -316,6 +316,7 @@ def test_scoring_does_not_block_the_event_loop() -> None:
     assert asyncio.run(count()) > 2  # as many as there would be if it had to wait
 
 
+@pytest.mark.slow
 def test_the_shared_judge_needs_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     assert math_equal("x+1", "1+x") and not math_equal("x+1", "x")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -267,6 +267,7 @@ def test_the_numbers_equal_a_slow_count(seed: int, tokens: int) -> None:
         assert looks.decisions == looks.branched + sum(looks.not_branched.values())
 
 
+@pytest.mark.slow
 @given(*[st.lists(st.integers(0, 4), max_size=6)] * 2)
 def test_the_chance_of_a_higher_one_counts_equal_ones_half(some: list[int], others: list[int]) -> None:
     pairs = [(a > b) + (a == b) / 2 for a in some for b in others]

@@ -1038,6 +1038,7 @@ def test_a_page_whose_main_part_is_hard_to_find_is_read_as_a_whole(monkeypatch: 
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
 
 
+@pytest.mark.slow
 def test_a_page_that_takes_too_long_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(browse_module, "READ_SECONDS", 0.8)
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime

@@ -757,6 +757,7 @@ def children() -> set[str]:
     return {child for file in lists for child in file.read_text().split()}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_every_call_is_accounted_for_whatever_goes_wrong(
     tmp_path: Path, at_once: None, monkeypatch: pytest.MonkeyPatch

@@ -313,6 +313,7 @@ def test_a_program_gets_a_minimal_environment(monkeypatch: pytest.MonkeyPatch) -
     assert "SECRET_KEY" not in seen
 
 
+@pytest.mark.slow
 def test_listed_tools_stay(tmp_path: Path, hurried: None) -> None:
     with raw("changed", tmp_path / "starts") as server:
         before = server.tools
@@ -327,6 +328,7 @@ def test_listed_tools_stay(tmp_path: Path, hurried: None) -> None:
 # Servers that die.
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_is_restarted_by_the_next_call(good: McpServer) -> None:
     assert [run(good, "count").split()[0] for _ in range(2)] == ["1", "2"]
     with pytest.raises(ToolUnavailable, match="MCP server good: Connection closed"):

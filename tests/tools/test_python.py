@@ -32,6 +32,7 @@ def ask(toolset: Toolset, code: str) -> ToolResult:
     return asyncio.run(call_tool(toolset, ToolCall("python", {"code": code})))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "shown"),
     [

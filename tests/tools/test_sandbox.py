@@ -216,6 +216,7 @@ def test_the_same_code_prints_the_same() -> None:
         assert outputs != {""}, seen[number]
 
 
+@pytest.mark.slow
 def test_packages_are_there_and_others_can_be_imported(sandbox: Sandbox) -> None:
     assert sandbox.run("import sys, sympy; print('numpy' in sys.modules, sympy.sqrt(8))").stdout == "True 2*sqrt(2)\n"
     assert sandbox.run("import difflib; print(difflib.SequenceMatcher(None, 'ab', 'ab').ratio())").stdout == "1.0\n"

@@ -174,6 +174,7 @@ def test_workers_that_died_while_idle_are_not_used(fresh: Sandbox, which: str) -
     assert fresh._pools[()].run(Call("print('well')", 5.0, "", False)).stdout == "well\n"  # at the first attempt
 
 
+@pytest.mark.slow
 def test_nothing_survives_the_supervisor(tmp_path: Path) -> None:
     for tier in TIERS:
         with contextlib.closing(opened(tier)):
@@ -224,6 +225,7 @@ def test_a_worker_that_hangs_is_replaced(fresh: Sandbox, monkeypatch: pytest.Mon
     assert until(lambda: not alive(found["worker"]))
 
 
+@pytest.mark.slow
 def test_many_calls_leak_nothing(fresh: Sandbox) -> None:
     def state() -> tuple[int, int]:
         guard = zygote_pid(fresh)
@@ -330,6 +332,7 @@ def test_without_isolation_start_refuses_and_says_what_is_missing() -> None:
     assert "tools.unsafe_no_isolation = true" in done.stdout
 
 
+@pytest.mark.slow
 def test_without_isolation_only_on_demand_and_loudly() -> None:
     done = run_without("unsafe")
     assert done.stdout.split() == ["none", "42", "timeout", "memory", "[]", "ok", "True"], done.stderr

@@ -330,6 +330,7 @@ def test_a_run_trains_stops_resumes_and_is_evaluated(kind: str, model_path: Path
     fresh.close()
 
 
+@pytest.mark.slow
 def test_the_checkpoint_of_an_adapter_is_small_and_fits_the_base(model_path: Path, tmp_path: Path) -> None:
     run_to_the_end(config_for(model_path, tmp_path / "run", "train.steps=1", *LORA))
     _, checkpoint = read_run(tmp_path / "run").latest_checkpoint() or (0, tmp_path)
@@ -393,6 +394,7 @@ def test_an_adapter_of_the_built_in_model(model_path: Path, tmp_path: Path, monk
     session.close()
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing_changes_no_run(model_path: Path, tmp_path: Path) -> None:
     run_to_the_end(config_for(model_path, tmp_path / "kept", "train.steps=2", *LORA))
     run_to_the_end(
@@ -410,6 +412,7 @@ def test_a_checkpoint_whose_optimiser_is_another_models(model_path: Path, tmp_pa
         run_to_the_end(config_for(model_path, tmp_path / "run", *BF16), resume=True)
 
 
+@pytest.mark.slow
 def test_the_commands_take_a_run_with_an_adapter(
     model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -307,6 +307,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "plain" / "weights.safetensors")
 
 
+@pytest.mark.slow
 def test_a_model_is_made_float32_layer_by_layer_and_a_reference_never(tmp_path: Path) -> None:
     run_job(2, tmp_path, rank_jobs.divide, CASES["bfloat16, kl"])
 
@@ -455,6 +456,7 @@ def test_a_rank_that_is_lost_while_saving_is_told_as_that() -> None:
     assert not is_lost_rank(error(RuntimeError("no room"))) and not is_lost_rank(CheckpointException("save", {}))
 
 
+@pytest.mark.slow
 def test_a_busy_leader_says_so(tmp_path: Path) -> None:
     run_job(2, tmp_path, rank_jobs.busy_leader, tmp_path)
 

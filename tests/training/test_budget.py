@@ -153,6 +153,7 @@ def test_a_budget_ends_the_run_with_the_step_that_spends_it(model_path: Path, tm
         assert len(log.read_metrics()) == 3
 
 
+@pytest.mark.slow
 def test_a_resumed_run_counts_what_was_spent_before(model_path: Path, tmp_path: Path) -> None:
     run_to_the_end(config_for(model_path, tmp_path / "run", "train.steps=2"))
     spent = sum(row["trajectories"] for row in read_run(tmp_path / "run").read_metrics())
