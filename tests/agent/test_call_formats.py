@@ -55,6 +55,7 @@ def stop_of(fmt: CallFormat, text: str) -> str | None:
     return min(found)[1] if found else None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fmt", [TAGS, JSON], ids=["tags", "json"])
 @settings(max_examples=300, deadline=None)
 @given(text=TURNS)

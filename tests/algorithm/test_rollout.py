@@ -479,6 +479,7 @@ def test_no_model_output_crashes_a_rollout(tokenizer: Any, text: str, seed: int)
     assert all(-1 <= reward(trajectory).total <= 1.1 for trajectory in tree.trajectories)
 
 
+@pytest.mark.slow
 def test_posthoc_random_branches_at_drawn_results_one_per_first_turn(tokenizer: Any) -> None:
     how = Rollout(num_trajectories=9, num_initial=3, max_tool_calls=4)
     script = turns((SEARCH, HIGH), (SEARCH, LOW), (SEARCH, LOW), (ANSWER, LOW))

@@ -353,6 +353,7 @@ def test_what_chat_takes_for_a_model(tmp_path: Path) -> None:
         load_model_config(str(tmp_path / "absent.toml"), [])
 
 
+@pytest.mark.slow
 def test_chat_answers_piped_questions(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -92,6 +92,7 @@ def test_eval_of_a_run_and_of_a_file(arpo: Arpo, trained: Path) -> None:
     assert not Path("run").exists()
 
 
+@pytest.mark.slow
 def test_eval_of_a_run_on_a_benchmark(arpo: Arpo, trained: Path) -> None:
     write_questions("gsm8k.jsonl", *({"question": f"{n} + 1?", "answer": f"so\n#### {n + 1}"} for n in range(3)))
     own = ("tools.enabled=[]", "--benchmarks", "gsm8k", "--data-dir", ".", "--out", "out")

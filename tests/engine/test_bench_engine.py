@@ -214,6 +214,7 @@ def test_a_vllm_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch, tmp_
         pass
 
 
+@pytest.mark.slow
 def test_a_quick_run_ends_with_the_json_object(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -175,6 +175,7 @@ def test_forks_pauses_cancellations_and_evictions_change_nothing(
     assert_idle(engine)
 
 
+@pytest.mark.slow
 def test_preempted_requests_yield_what_they_would_have_yielded() -> None:
     asked = [(p, SamplingParams(60, 1.0, seed=i)) for i, p in enumerate(prompts(6, seed=8, longest=30))]
     roomy, tight = small(), small(kv_cache_tokens=5 * BLOCK_SIZE)
@@ -313,6 +314,7 @@ def test_seeds_decide_whatever_else_is_batched() -> None:
     assert run(small(), (given[0], SamplingParams(20, 1.0, seed=99)))[0].tokens != alone[0]
 
 
+@pytest.mark.slow
 def test_the_same_requests_give_the_same_bits_with_and_without_a_thread() -> None:
     asked = [(p, SamplingParams(20, 1.0, seed=i)) for i, p in enumerate(prompts(20, seed=2))]
     first, again, threaded = (

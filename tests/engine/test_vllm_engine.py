@@ -488,6 +488,7 @@ def test_unreachable_servers_are_reported_at_once() -> None:
     assert bed.engine.unreachable
 
 
+@pytest.mark.slow
 def test_servers_that_are_lost_later_are_waited_for() -> None:
     bed = Bed(1, patience=0.3)
     with bed.stack:

@@ -289,6 +289,7 @@ def test_mistakes_say_what_to_do(given: list[str], message: str) -> None:
     assert isinstance(done.exception, ArpoError) and message in str(done.exception)
 
 
+@pytest.mark.slow
 def test_planning_needs_no_torch() -> None:
     code = (
         "import sys\nfrom arpo.cli.main import app\nfrom typer.testing import CliRunner\n"

@@ -190,6 +190,7 @@ def test_numbers_are_short(top: float, value: float, shown: str) -> None:
     assert figures._count_format(top)(value, 0) == shown
 
 
+@pytest.mark.slow
 def test_everything_is_written(tmp_path: Path) -> None:
     write_comparison(tmp_path, noisy(["grpo", "arpo"], 2, tests=3))
     files = {path.name for path in tmp_path.iterdir()}

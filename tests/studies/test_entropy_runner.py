@@ -98,6 +98,7 @@ def test_entropy_samples_trees_for_a_file_a_run_or_a_model(arpo: Arpo, trained: 
     assert not Path("run").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
 def test_entropy_asks_training_questions_where_there_are_no_others(arpo: Arpo) -> None:
     Path("mine.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')

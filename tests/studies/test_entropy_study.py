@@ -274,6 +274,7 @@ def test_the_chance_of_a_higher_one_counts_equal_ones_half(some: list[int], othe
     assert module._auc(some, others) == (pytest.approx(fmean(pairs)) if pairs else None)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.floats(-1, 1), max_size=300))
 def test_the_bins_hold_every_delta_and_none_lies_astride_of_zero(values: list[float]) -> None:

@@ -1122,6 +1122,7 @@ def test_the_spec_of_the_tool() -> None:
     assert (tool.timeout, tool.max_chars, tool.cacheable, tool.version) == (20.0, 4096, True, "1")
 
 
+@pytest.mark.slow
 def test_a_page_is_opened() -> None:
     result = browse({"/": response(PAGE, "text/html")})
     assert result.fault is None
@@ -1239,6 +1240,7 @@ def test_a_page_is_sent_as_data(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "authorization" not in endpoint(chat("x"), key_env=None)[1].lower()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "page",
     [

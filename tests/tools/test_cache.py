@@ -461,6 +461,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 def test_processes_share_one_file(tmp_path: Path) -> None:
     """Two close it; the third just ends."""
     gate = tmp_path / "gate"

@@ -213,6 +213,7 @@ def test_a_cancelled_tool_has_time_to_clean_up() -> None:
     clock.run(main())
 
 
+@pytest.mark.slow
 def test_a_tool_that_ignores_cancellation_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

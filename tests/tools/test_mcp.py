@@ -288,6 +288,7 @@ def test_importing_the_package_does_not_import_the_sdk() -> None:
 # Servers that misbehave.
 
 
+@pytest.mark.slow
 def test_invalid_messages_are_ignored(odd: McpServer, capfd: pytest.CaptureFixture[str]) -> None:
     before = pid_of(odd)
     assert call(odd, "garbage").text == "fine"
@@ -424,6 +425,7 @@ def test_a_call_that_hangs_is_cut_off_and_the_others_go_on(good: McpServer) -> N
     assert run(good, "count").split()[1] == pid
 
 
+@pytest.mark.slow
 def test_direct_calls_of_a_tool_time_out_too(monkeypatch: pytest.MonkeyPatch, hurried: None) -> None:
     monkeypatch.setattr(module, "SLACK_SECONDS", 0.0)
     with raw(timeout=0.3) as server, pytest.raises(ToolError, match=r"stuck took longer than 0.3 seconds"):

@@ -252,6 +252,7 @@ def test_many_calls_leak_nothing(fresh: Sandbox) -> None:
     assert state()[1] <= pages + 300
 
 
+@pytest.mark.slow
 def test_a_supervisor_with_many_open_files() -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limits[1] < 2000:
@@ -324,6 +325,7 @@ def run_without(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
+@pytest.mark.slow
 def test_without_isolation_start_refuses_and_says_what_is_missing() -> None:
     done = run_without()
     assert done.stdout.startswith("refused: code cannot be isolated on this machine: namespaces: "), done.stderr

@@ -180,6 +180,7 @@ def test_results_and_prompts_teach_nothing_but_through_attention(folder: Path) -
             torch.testing.assert_close(other[0][name], blind[0][0][name], rtol=1e-5, atol=1e-8)
 
 
+@pytest.mark.slow
 def test_a_run_has_the_settings_of_its_section(folder: Path) -> None:
     """The loss is that of the definition, not that of `[loss]`; the learning rate rises in `sft.warmup_steps` steps."""
     for number, more in enumerate(("sft.warmup_steps=0", "sft.warmup_steps=1000", "sft.lr=1e-5")):
@@ -319,6 +320,7 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
     assert plan_steps([1] * 30, 30, 1, seed=1)[0][1] != first
 
 
+@pytest.mark.slow
 def test_a_run_is_a_model_for_another_one(folder: Path) -> None:
     """Its last checkpoint; for an adapter, on the base that it was trained on, merged or trained further."""
     plain, lora = (
