@@ -13,6 +13,7 @@ import os
 import random
 import signal
 import time
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
@@ -487,8 +488,9 @@ def test_ctrl_c_saves_and_export_writes_what_was_saved(given: list[str], tmp_pat
     wait_for_steps(run, 2, ranks)
     for number in (signal.SIGINT, *[signal.SIGTERM, signal.SIGINT] * 30):  # the terminal's, then torchrun's
         for process in ranks:
-            if process.is_alive():
-                os.kill(process.pid or 0, number)
+            with suppress(ProcessLookupError):  # it may have ended just now
+                if process.is_alive():
+                    os.kill(process.pid or 0, number)
         time.sleep(0.02)
     assert rank_jobs.finish(ranks) == [130, 0]
     assert "continue with --resume" in (tmp_path / "rank_0.txt").read_text()
