@@ -24,7 +24,7 @@ from math import fsum, sqrt
 from arpo.config.schema import Advantage
 from arpo.types import Credit, Kind, RolloutTree, ScoredTree
 
-_MIN_STD = 1e-8
+MIN_STD = 1e-8
 
 
 def normalize(rewards: Sequence[float], scale: bool = True) -> tuple[float, ...]:
@@ -33,7 +33,7 @@ def normalize(rewards: Sequence[float], scale: bool = True) -> tuple[float, ...]
         return ()
     mean = fsum(rewards) / len(rewards)
     std = sqrt(fsum((reward - mean) ** 2 for reward in rewards) / len(rewards))
-    if std < _MIN_STD:
+    if std < MIN_STD:
         return (0.0,) * len(rewards)
     return tuple((reward - mean) / (std if scale else 1.0) for reward in rewards)
 

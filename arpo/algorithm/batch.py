@@ -23,12 +23,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from arpo.algorithm.advantage import MIN_STD
 from arpo.config.schema import Loss
 from arpo.types import Credit, Kind, Node, RolloutTree, ScoredTree, TreeBatch
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
-_MIN_STD = 1e-8
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def _entropy_weights(nodes: Sequence[Node], weight: float) -> Callable[[Node], F
     if not weight:
         return lambda node: np.ones(len(node.tokens))
     every = np.concatenate([*(np.asarray(node.entropies) for node in nodes), np.empty(0)])
-    mean, std = (every.mean(), max(every.std(), _MIN_STD)) if len(every) else (0.0, 1.0)
+    mean, std = (every.mean(), max(every.std(), MIN_STD)) if len(every) else (0.0, 1.0)
     return lambda node: np.maximum(0.0, 1 + weight * (np.asarray(node.entropies) - mean) / std)
 
 

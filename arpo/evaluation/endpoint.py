@@ -22,11 +22,9 @@ from arpo.agent.turn_loop import EncodedResult, Turn, run_turns, sampling_params
 from arpo.config.schema import Rollout
 from arpo.data.tasks import Trace
 from arpo.net.chat import ChatClient, Reply
-from arpo.tools.base import Tool
+from arpo.tools.base import CHARS_PER_TOKEN, Tool
 from arpo.tools.executor import call_tool
 from arpo.types import Kind, Leaf, Node, RolloutTree, Task, ToolCall, ToolResult, derive_seed
-
-CHARS_PER_TOKEN = 4
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from arpo.errors import ArpoError
 
 SUPPORTED_FAMILIES = ("llama", "qwen2", "qwen3", "gemma3_text")
 SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
+MASKED = -1e30  # score of a masked key in attention; finite, so that nothing becomes NaN
 SHARDED_DECODER = "sharded_decoder"  # attribute of a sharded model: the method that calls its decoder
 
 

@@ -27,11 +27,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from arpo.models.network import MASKED
+
 Ints = npt.NDArray[np.int64]
 MAX_QUERIES = 1024  # per call where scores are materialized
 MIN_QUERIES = 128  # per call with a sliding window
 UNLIMITED = 1 << 62
-MASKED = -1e30  # score of a masked key; finite, so that nothing becomes NaN
 KV = tuple[Tensor, Tensor]
 
 

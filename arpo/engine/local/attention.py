@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from arpo.engine.local.kv_cache import BLOCK_SIZE
+from arpo.models.network import MASKED
 
 Ints = npt.NDArray[np.integer[Any]]
 BLOCKS_PER_RUN = 16  # blocks in runs shorter than that, on average, are copied together if many queries see them
 MAX_GAP = 4  # unused blocks between two used ones that are computed along rather than skipped
 PREFILL_MIN_TOKENS = 16  # new tokens from which on a row uses ordinary attention
-MASKED = -1e30  # score of a masked entry; finite, so that nothing becomes NaN
 
 
 @dataclass(frozen=True, slots=True)

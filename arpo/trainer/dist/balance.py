@@ -30,7 +30,9 @@ Ints = npt.NDArray[np.int64]
 def tree_costs(batch: TreeBatch, attention_cost: float) -> list[float]:
     """Per tree: its unique tokens, plus `attention_cost` for every pair of a query and a key."""
     keys_N = np.cumsum(np.concatenate([[0], batch.depth_N.numpy() + 1]))
-    return [float(last - first + attention_cost * (keys_N[last] - keys_N[first])) for first, last in _token_ranges(batch)]
+    return [
+        float(last - first + attention_cost * (keys_N[last] - keys_N[first])) for first, last in _token_ranges(batch)
+    ]
 
 
 def attention_cost(model_parameters: int, layers: int, width: int) -> float:

@@ -1,13 +1,13 @@
-"""The processes that `torchrun` started for one run: rank 0 leads, the others do what it says.
+"""The process group of one run under `torchrun`: rank 0 leads, the others execute its commands.
 
-    with join_ranks(device) as ranks:
-        ranks.jointly("learn", payload)    rank 0: from here to the end of the block all ranks do the same
-        ranks.hear()                       others: the next thing to do, and its payload
+    with join_process_group(device) as group:
+        group.collective("update", payload)    rank 0: all ranks do the same until the end of the block
+        group.receive()                        other ranks: the next command and its payload
 
-Promises: what is said is bytes, never a pickle. While rank 0 is busy alone it says so every few seconds, so a silence
-is a failure. A rank that dies, or hangs, ends the others with a message that says how to go on: at once if its
+Guarantees: messages are bytes, never pickles. While rank 0 works alone it sends a heartbeat every few seconds, so
+silence means failure. A rank that dies or hangs ends the others with a message that says how to resume: at once if its
 connections break, after `TIMEOUT` if they only fall silent.
-Does not cover: going on without the rank that was lost.
+Not covered: continuing without the lost rank.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from arpo.trainer.dist import launch
 from arpo.errors import ArpoError, Diverged
+from arpo.trainer.dist import launch
 
 TIMEOUT = 600.0  # seconds without a message from another rank
 HEARTBEAT = 20.0  # seconds between heartbeats of rank 0
@@ -49,14 +49,14 @@ class ProcessGroup:
         return self.rank == 0
 
     @contextmanager
-    def collective(self, kind: str, payload: bytes = b"") -> Iterator[None]:
+    def collective(self, command: str, payload: bytes = b"") -> Iterator[None]:
         """Rank 0 broadcasts a command and executes it in the block; the others only execute it."""
         with self._lock if self.is_leader else threading.Lock(), translate_dist_errors():
             self._in_collective = True
             if self._lost is not None:
                 raise self._lost
             if self.is_leader:
-                self._broadcast(kind, payload)
+                self._broadcast(command, payload)
             try:
                 yield
             except Diverged:  # raised on all ranks alike
@@ -70,12 +70,12 @@ class ProcessGroup:
             while True:
                 head = torch.zeros(2, dtype=torch.long)
                 dist.broadcast(head, 0, group=self.handle)
-                kind, length = _COMMANDS[int(head[0])], int(head[1])
+                command, length = _COMMANDS[int(head[0])], int(head[1])
                 body = torch.empty(length, dtype=torch.uint8)
                 if length:
                     dist.broadcast(body, 0, group=self.handle)
-                if kind != _WAIT:
-                    return kind, body.numpy().tobytes()
+                if command != _WAIT:
+                    return command, body.numpy().tobytes()
 
     def all_sum(self, numbers: Mapping[str, float]) -> dict[str, float]:
         """Each value summed over all ranks, which must have the same names."""
@@ -83,8 +83,8 @@ class ProcessGroup:
         dist.all_reduce(values, group=self.handle)
         return dict(zip(sorted(numbers), values.tolist(), strict=True))
 
-    def _broadcast(self, kind: str, payload: bytes = b"") -> None:
-        dist.broadcast(torch.tensor([_COMMANDS.index(kind), len(payload)]), 0, group=self.handle)
+    def _broadcast(self, command: str, payload: bytes = b"") -> None:
+        dist.broadcast(torch.tensor([_COMMANDS.index(command), len(payload)]), 0, group=self.handle)
         if payload:
             dist.broadcast(torch.frombuffer(bytearray(payload), dtype=torch.uint8), 0, group=self.handle)
 

@@ -27,12 +27,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 
 from arpo.algorithm.batch import split_microbatches
 from arpo.config.schema import Config
-from arpo.trainer.dist.balance import attention_cost, balance, match_microbatches, select_trees, tree_costs
 from arpo.models.network import SHARDED_DECODER
+from arpo.runs.trees import pack_trees, unpack_tree
+from arpo.trainer.dist.balance import attention_cost, balance, match_microbatches, select_trees, tree_costs
 from arpo.trainer.dist.process_group import ProcessGroup
 from arpo.trainer.dist.shards import SHARDS, read_into, shard_sizes, write_shards
 from arpo.trainer.trainer import OPTIMIZER, Share, Trainer
-from arpo.runs.trees import pack_trees, unpack_tree
 from arpo.types import ScoredTree, TreeBatch
 
 
@@ -60,12 +60,14 @@ class ShardedTrainer(Trainer):
     def save_optimizer(self, directory: Path) -> None:
         """Write the optimizer's state into a checkpoint, each rank its shards."""
         with self._group.collective("save", str(directory).encode()):
-            masters = {f"master/{name}": p.detach() for name, p in self.optimizer.parameters.items() if self._has_masters}
+            masters = {
+                f"master/{name}": p.detach() for name, p in self.optimizer.parameters.items() if self._has_masters
+            }
             write_shards({**self.optimizer.state(), **masters}, directory, self._group.handle)
 
     @torch.no_grad()
     def load_optimizer(self, directory: Path) -> None:
-        """Read the optimizer's state from a checkpoint, each rank its shards; ValueError if it does not fit the model."""
+        """Read the optimizer's state from a checkpoint, each rank its shards; ValueError if it does not fit."""
         with self._group.collective("load", str(directory).encode()):
             folder = directory if (directory / OPTIMIZER).is_file() else directory / SHARDS
             sizes, parameters = shard_sizes(folder), self.optimizer.parameters

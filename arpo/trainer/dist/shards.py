@@ -1,8 +1,9 @@
 """Sharded tensors in a checkpoint, written by all ranks together and read by any number of them.
 
 This is `torch.distributed.checkpoint` with its safetensors storage: every rank writes one file, whose JSON header says
-where its pieces belong. (The default storage is not used: its `.metadata` file is a pickle.) No file is unpickled. While
-reading and writing, the ranks of a run exchange their plans as pickles over their own connections, as that library does.
+where its pieces belong. (The default storage is not used: its `.metadata` file is a pickle.) No file is unpickled.
+While reading and writing, the ranks of a run exchange their plans as pickles over their own connections, as that
+library does.
 
 Not covered: ranks that do not share a file system.
 """
@@ -23,8 +24,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from arpo.trainer.dist.process_group import is_lost_rank
 from arpo.errors import ArpoError
+from arpo.trainer.dist.process_group import is_lost_rank
 
 SHARDS = "optimizer"  # the folder in a checkpoint
 

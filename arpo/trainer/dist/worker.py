@@ -13,11 +13,11 @@ from typing import Any
 
 from arpo.config.loading import config_from_resolved
 from arpo.config.schema import Config, Model
-from arpo.trainer.checkpoint import load_checkpoint
+from arpo.errors import Diverged
 from arpo.models.load import load_trainable
+from arpo.trainer.checkpoint import load_checkpoint
 from arpo.trainer.dist.process_group import ProcessGroup
 from arpo.trainer.dist.sharded import ShardedTrainer, trees_from_bytes
-from arpo.errors import Diverged
 
 
 def worker_loop(group: ProcessGroup) -> None:
