@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from arpo.config.files import expand_user
 from arpo.config.loading import load_config
 from arpo.config.schema import Config
 from arpo.errors import ArpoError
@@ -31,7 +32,7 @@ def load_target_config(target: Path, overrides: list[str]) -> Config:
 
 def load_model_config(model: str, overrides: list[str]) -> Config:
     """The settings for MODEL: a run directory, a TOML file, or a model's directory, file or name."""
-    path = Path(model).expanduser()
+    path = expand_user(model)
     if path.suffix == ".toml" or is_run_dir(path):
         return load_target_config(path, overrides)
     return load_config(None, [f"model.path={model}", *overrides])

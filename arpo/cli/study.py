@@ -12,6 +12,7 @@ import typer
 
 from arpo.cli.display import ConsoleReporter, console, print_table
 from arpo.cli.options import Overrides, load_model_config
+from arpo.config.files import expand_user
 from arpo.errors import ArpoError
 from arpo.figures.text import one_line
 from arpo.runs.run_dir import is_run_dir, open_run_dir
@@ -95,7 +96,7 @@ def entropy(
     out: Annotated[Path | None, typer.Option(help="output directory; default: entropy/NAME")] = None,
 ) -> None:
     """Study where a model is uncertain: entropy at the start and after tool results, and what branching gains."""
-    given, path = overrides or [], Path(target).expanduser()
+    given, path = overrides or [], expand_user(target)
     fresh = sample or not is_run_dir(path)
     if fresh and steps is not None:
         raise ArpoError("--steps selects saved trees of a run and cannot be combined with --sample")

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from arpo.cli.display import console, print_trajectory, print_tree
+from arpo.config.files import expand_user
 from arpo.errors import ArpoError
 from arpo.figures.text import printable
 from arpo.runs.run_dir import CONFIG_FILE, RunDir, is_run_dir, open_run_dir
@@ -35,14 +36,14 @@ def view(
     """See runs in a browser: curves, settings, rollout trees, entropies, comparisons. Nothing leaves this machine."""
     from arpo.viewer.folder import Folder
 
-    folder = folder.expanduser()
+    folder = expand_user(folder)
     if not folder.is_dir():
         raise ArpoError(f"{folder}: there is no such folder; give {FOLDER_HELP}")
     runs = Folder(folder)
     if export is not None:
         from arpo.viewer.export import write_page
 
-        note = write_page(runs, export.expanduser(), export_mb)
+        note = write_page(runs, expand_user(export), export_mb)
         console.print(f"written: {export}" + (f"\n{note} (--export-mb)" if note else ""))
         return
     from arpo.viewer.server import LOCAL, build_server
@@ -72,7 +73,7 @@ def show(
     list_: Annotated[bool, typer.Option("--list", help="list the questions of the step instead")] = False,
 ) -> None:
     """Show a saved tree: every decision, tool call, reward and advantage."""
-    run_dir = resolve_run_dir(run.expanduser())
+    run_dir = resolve_run_dir(expand_user(run))
     step = _resolve_step(run_dir, step)
     entries = run_dir.tree_index(step)
     if list_:

@@ -16,7 +16,6 @@ import datetime
 import difflib
 import functools
 import json
-import tomllib
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from importlib.resources.abc import Traversable
@@ -25,10 +24,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from arpo.config.files import expand_user, nesting_depth, parse_json, parse_toml, read_limited
 from arpo.config.schema import Config
 from arpo.errors import ArpoError
 
 COMMAND_LINE = "command line"
+MAX_DEPTH = 10  # of tables and lists in a file of settings; environments of MCP servers are the deepest, with 4
 _ABSENT = object()
 Layers = Sequence[tuple[str, Mapping[str, Any]]]  # (source, values), highest precedence first
 
@@ -74,7 +75,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), algorithm: str
     for text in overrides:
         key, equals, value = text.partition("=")
         key = key.strip()
-        if not equals or not key:
+        if not equals or not key or key.count(".") > MAX_DEPTH:
             problems.append(f"{COMMAND_LINE}: got {_show(text)}, expected key=value, like rollout.num_trajectories=8")
             continue
         nested = functools.reduce(lambda inner, part: {part: inner}, reversed(key.split(".")), _parse(key, value))
@@ -94,7 +95,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), algorithm: str
             expected = _preset_choices(preset)
             problems.append(f"{_source(layers, ['preset'])}: preset: got {_show(preset)}, expected {expected}")
         else:
-            layers.append((f'preset "{preset}"', values))
+            layers.append((f"preset {_show(preset)}", values))
     return _check(layers, problems)
 
 
@@ -106,10 +107,10 @@ def presets() -> list[str]:
 def _preset(name: str) -> dict[str, Any] | None:
     """The settings of a preset of the package or of a TOML file; None if it is neither."""
     if name in presets():
-        return tomllib.loads(_preset_folder().joinpath(f"{name}.toml").read_text(encoding="utf-8"))
+        return parse_toml(_preset_folder().joinpath(f"{name}.toml").read_text(encoding="utf-8"))
     if not name.endswith(".toml"):
         return None
-    values = _read_file(Path(name).expanduser())
+    values = _read_file(expand_user(name))
     if "preset" in values:
         raise ArpoError(f"{name}: preset: a preset cannot be based on another; copy the settings that you need from it")
     return values
@@ -207,8 +208,10 @@ def _type_name(schema: Mapping[str, Any]) -> str:
 def _read_file(path: Path) -> dict[str, Any]:
     """Read a TOML file, or the `config.json` of a run."""
     try:
-        text = path.read_bytes().decode("utf-8-sig")
-        values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        text = read_limited(path).decode("utf-8-sig")
+        values = parse_json(text) if path.suffix == ".json" else parse_toml(text)
+        if nesting_depth(values) > MAX_DEPTH:
+            raise ValueError(f"it is nested too deeply; settings have at most {MAX_DEPTH} levels")
     except FileNotFoundError:
         raise ArpoError(f"{path}: there is no such file") from None
     except IsADirectoryError:
@@ -228,9 +231,11 @@ def _read_file(path: Path) -> dict[str, Any]:
 def _parse(key: str, text: str) -> Any:
     """The value of an override: TOML if it is valid TOML of the setting's type (run.dir=2025-01-01 is text)."""
     try:
-        parsed = tomllib.loads(f"value = {text}")
+        parsed = parse_toml(f"value = {text}")
     except ValueError:
         return text
+    if nesting_depth(parsed) > MAX_DEPTH:
+        return text  # no setting is a text with brackets in it only, so this is reported as one of the wrong type
     schema = _settings().get(key, {})
     is_text = any(option.get("type") == "string" for option in [schema, *schema.get("anyOf", ())])
     if parsed.keys() != {"value"} or (is_text and not isinstance(parsed["value"], str)):
@@ -253,6 +258,7 @@ def _check(layers: Layers, problems: list[str]) -> Config:
 
 def _problem(detail: Mapping[str, Any], layers: Layers, merged: Any) -> str | None:
     path = detail["loc"] if detail["type"] == "extra_forbidden" else _setting_path(detail["loc"])
+    path = detail.get("ctx", {}).get("path", path)
     key, value = _key(path), _lookup(merged, path)
     source, given = _source(layers, path), _show(value)
     if detail["type"] == "conflict":
@@ -281,7 +287,8 @@ def _problem(detail: Mapping[str, Any], layers: Layers, merged: Any) -> str | No
 
 
 def _key(path: Sequence[str | int]) -> str:
-    return ".".join(part for part in path if isinstance(part, str))  # numbers are list indices
+    key = ".".join(part for part in path if isinstance(part, str))  # numbers are list indices
+    return key if len(key) <= 200 else key[:197] + "..."
 
 
 def _setting_path(path: tuple[str | int, ...]) -> tuple[str | int, ...]:
@@ -291,7 +298,7 @@ def _setting_path(path: tuple[str | int, ...]) -> tuple[str | int, ...]:
 
 
 def _choices(given: Any, valid: Sequence[str]) -> str:
-    near = difflib.get_close_matches(str(given), valid, 1)
+    near = difflib.get_close_matches(given[:100] if isinstance(given, str) else "", valid, 1)
     hint = f" (did you mean {_show(near[0])}?)" if near else ""
     return "one of " + ", ".join(_show(choice) for choice in valid) + hint
 
@@ -346,5 +353,8 @@ def _show(value: Any) -> str:
     """A value as the user would write it, on one line, shortened if long."""
     if isinstance(value, datetime.date | datetime.time):
         return value.isoformat()
-    text = json.dumps("none" if value is None else value, ensure_ascii=False, default=str)
+    try:
+        text = json.dumps("none" if value is None else value, ensure_ascii=False, default=str)
+    except ValueError:  # Python writes no number of more than 4300 digits
+        return "a number of thousands of digits"
     return text if len(text) <= 80 else text[:77] + "..."

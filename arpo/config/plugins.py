@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from arpo.config.files import expand_user
 from arpo.errors import ArpoError
 
 
@@ -41,7 +42,7 @@ def load_object(setting: str, text: str) -> Any:
 
 
 def _run_file(setting: str, place: str) -> ModuleType:
-    path = Path(place).expanduser().resolve()
+    path = expand_user(place).resolve()
     module_name = f"arpo_file_{hashlib.sha256(str(path).encode()).hexdigest()[:16]}"
     if module_name in sys.modules:
         return sys.modules[module_name]

@@ -8,14 +8,37 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
-Text = Annotated[str, Field(min_length=1)]
+
+def _without_nul(value: str) -> str:
+    if "\0" in value:
+        raise PydanticCustomError("one_way", "text without NUL characters")
+    return value
+
+
+Text = Annotated[str, Field(min_length=1, max_length=100_000), AfterValidator(_without_nul)]
 Names = Annotated[tuple[Text, ...], Field(strict=False)]  # TOML and JSON have lists, no tuples
 NoneWord = BeforeValidator(lambda value: None if value == "none" else value)  # TOML has no null
 OptionalText = Annotated[Text | None, NoneWord]
 MAX_SEED = 2**32 - 1  # what every random generator in use accepts
+MAX_TREE_TOKENS = 10_000_000  # of a prompt, a trajectory or a probe: ten times the longest context of a model
+MAX_BATCH_TOKENS = 100_000_000
+MAX_STEPS = 10_000_000
+MAX_SECONDS = 604_800  # a week
+MAX_GROUP = 4096  # trajectories of a task
+MAX_TRAJECTORIES = 2**18  # of a step: each is a coroutine, and 2**18 of them take about a gigabyte
+MAX_FACTOR = 1_000_000  # of coefficients, where more is a slip
 
 
 def setting(default: Any, description: str, **limits: Any) -> Any:
@@ -78,7 +101,7 @@ class Data(_Columns):
     bad_rows: Literal["refuse", "skip"] = setting(
         "refuse", "what to do with rows that have no question and answer: stop, or leave them out"
     )
-    max_prompt_tokens: Annotated[Annotated[int, Field(ge=1)] | None, NoneWord] = setting(
+    max_prompt_tokens: Annotated[Annotated[int, Field(ge=1, le=MAX_TREE_TOKENS)] | None, NoneWord] = setting(
         None, "training tasks with a longer prompt are left out; none: a prompt too long is an error"
     )
     curriculum: int = setting(
@@ -86,6 +109,7 @@ class Data(_Columns):
         "tasks that were all correct or all wrong in this many last visits come up in only every fourth epoch; 0: "
         "no curriculum",
         ge=0,
+        le=1000,
     )
 
     @field_validator("mix")
@@ -110,8 +134,8 @@ class World(Section):
 
     seed: int = setting(0, "seed of the world", ge=0, le=MAX_SEED)
     entities: int = setting(1000, "number of people, firms, towns and regions", ge=60, le=2000)
-    train_questions: int = setting(2000, "number of training questions", ge=1)
-    test_questions: int = setting(300, "number of held-out questions", ge=1)
+    train_questions: int = setting(2000, "number of training questions", ge=1, le=100_000)
+    test_questions: int = setting(300, "number of held-out questions", ge=1, le=100_000)
     difficulty: float = setting(
         0.5, "share of long questions, and rate of mistakes in the cold-start traces", ge=0, le=1
     )
@@ -150,10 +174,10 @@ class Tools(Section):
     search_mode: Literal["bm25", "dense", "hybrid"] = setting(
         "bm25", "how an index folder is searched; dense and hybrid need one built with --dense"
     )
-    search_results: int = setting(2, "documents in one search result", ge=1)
+    search_results: int = setting(2, "documents in one search result", ge=1, le=1000)
     timeout: float = setting(10.0, "time limit of one call, in seconds", gt=0)
-    max_result_tokens: int = setting(512, "longer tool results are cut to this many tokens", ge=1)
-    python_memory_mb: int = setting(512, "memory limit of one execution of code, in MB", ge=16)
+    max_result_tokens: int = setting(512, "longer tool results are cut to this many tokens", ge=1, le=1_000_000)
+    python_memory_mb: int = setting(512, "memory limit of one execution of code, in MB", ge=16, le=2**20)
     python_blocks: bool = setting(False, "wait for each execution on the event loop: slower, but runs are reproducible")
     unsafe_no_isolation: bool = setting(
         False, "run model-written code with your own rights where it cannot be isolated"
@@ -192,26 +216,31 @@ class Rollout(Section):
     format: Literal["tags", "json"] = setting(
         "tags", "format of tool calls: <search>...</search> tags, or JSON in <tool_call> tags"
     )
-    num_trajectories: int = setting(16, "M: trajectories per task", ge=1)
+    num_trajectories: int = setting(16, "M: trajectories per task", ge=1, le=MAX_GROUP)
     num_initial: int = Field(
         default_factory=lambda data: max(1, data.get("num_trajectories", 1) // 2),
         ge=1,
+        le=MAX_GROUP,
         description="N: trajectories started at the prompt; unset: M / 2, or M if branching.policy is never",
     )
     examples: OptionalText = setting(
         None, "file of traces used as few-shot examples at the start of every prompt; none: none"
     )
-    max_tool_calls: int = setting(3, "tool calls per trajectory", ge=0)
-    max_tokens: int = setting(4096, "tokens per trajectory after the prompt", ge=1)
-    max_seconds: float = setting(600.0, "wall-clock limit per trajectory, in seconds", gt=0)
-    temperature: float = setting(1.0, "sampling temperature", gt=0)
+    max_tool_calls: int = setting(3, "tool calls per trajectory", ge=0, le=10_000)
+    max_tokens: int = setting(4096, "tokens per trajectory after the prompt", ge=1, le=MAX_TREE_TOKENS)
+    max_seconds: float = setting(600.0, "wall-clock limit per trajectory, in seconds", gt=0, le=MAX_SECONDS)
+    temperature: float = setting(1.0, "sampling temperature", gt=0, le=100)
     top_p: float = setting(1.0, "sample from the likeliest tokens of this total probability", gt=0, le=1)
-    top_k: int = setting(0, "sample from this many likeliest tokens; 0: all", ge=0)
-    concurrency: int = setting(128, "trajectories sampled at the same time, over all tasks", ge=1)
+    top_k: int = setting(0, "sample from this many likeliest tokens; 0: all", ge=0, le=10_000_000)
+    concurrency: int = setting(128, "trajectories sampled at the same time, over all tasks", ge=1, le=65_536)
     engine: Literal["local", "vllm"] = setting("local", "inference engine: built in, or vLLM")
     servers: Names = setting((), "addresses of vLLM servers, for engine vllm; empty: arpo starts vLLM itself")
-    top_logprobs: int = setting(64, "number of likeliest tokens from which vLLM's entropies are estimated", ge=1)
-    kv_cache_tokens: int = setting(0, "size of the engine's KV cache, in tokens; 0: as many as fit into memory", ge=0)
+    top_logprobs: int = setting(
+        64, "number of likeliest tokens from which vLLM's entropies are estimated", ge=1, le=1_000_000
+    )
+    kv_cache_tokens: int = setting(
+        0, "size of the engine's KV cache, in tokens; 0: as many as fit into memory", ge=0, le=1_000_000_000
+    )
 
     @field_validator("num_initial")
     @classmethod
@@ -232,10 +261,10 @@ class Branching(Section):
         "threshold", "policy entropy: branch if P > tau, or with probability P"
     )
     alpha: float = setting(0.5, "base probability in P = alpha + beta * dH", ge=0, le=1)
-    beta: float = setting(0.2, "weight of the entropy change dH in P", ge=0)
+    beta: float = setting(0.2, "weight of the entropy change dH in P", ge=0, le=MAX_FACTOR)
     tau: float = setting(0.5, "threshold on P", ge=0, le=1)
-    probe_tokens: int = setting(20, "k: number of tokens whose mean entropy is measured", ge=1)
-    branch_width: int = setting(1, "Z: trajectories added at one branch point", ge=1)
+    probe_tokens: int = setting(20, "k: number of tokens whose mean entropy is measured", ge=1, le=MAX_TREE_TOKENS)
+    branch_width: int = setting(1, "Z: trajectories added at one branch point", ge=1, le=MAX_GROUP)
     penalty: float = setting(
         0.0, "policy entropy: P shrinks by this share for each consecutive branch point just before", ge=0, le=1
     )
@@ -244,7 +273,7 @@ class Branching(Section):
         "which tasks get the trajectories missing from M when all have ended: all, or those whose trajectories "
         "earned unequal rewards",
     )
-    balance: Annotated[Annotated[float, Field(ge=0)] | None, NoneWord] = setting(
+    balance: Annotated[Annotated[float, Field(ge=0, le=MAX_FACTOR)] | None, NoneWord] = setting(
         None,
         "N = M sigmoid(balance (H at the start - H after tools)), measured on a first trajectory; none: N is "
         "rollout.num_initial",
@@ -261,10 +290,10 @@ class Rewards(Section):
     )
     by_kind: dict[str, Text] = setting({}, "a different accuracy for some kinds of tasks (data.kind)")
     function: OptionalText = setting(None, "your function, named in the same way, that replaces the whole reward")
-    bonus: float = setting(0.1, "added to a correct answer that used all of bonus_tools", ge=0)
+    bonus: float = setting(0.1, "added to a correct answer that used all of bonus_tools", ge=0, le=MAX_FACTOR)
     bonus_tools: Names = setting(("search", "python"), "tools that must all be used for the bonus")
     tolerance: float = setting(1e-6, "number: relative difference that is still correct", ge=0, lt=1)
-    math_seconds: float = setting(3.0, "math: time limit for comparing one answer, in seconds", gt=0)
+    math_seconds: float = setting(3.0, "math: time limit for comparing one answer, in seconds", gt=0, le=3600)
     judge_url: OptionalText = setting(None, "judge: OpenAI-compatible endpoint, like http://localhost:8000/v1")
     judge_model: OptionalText = setting(None, "judge: model to use at judge_url")
     judge_key_env: OptionalText = setting(
@@ -308,6 +337,7 @@ class Advantage(Section):
         0.0,
         "a token's policy term is weighted with 1 + entropy_weight * z, at least 0, where z is its entropy's z-score",
         ge=0,
+        le=MAX_FACTOR,
     )
 
 
@@ -320,11 +350,11 @@ class Loss(Section):
         "token's gradient (cispo)",
     )
     clip_low: float = setting(0.2, "ratios are clipped below 1 - clip_low", gt=0, le=1)
-    clip_high: float = setting(0.2, "ratios are clipped above 1 + clip_high", gt=0)
+    clip_high: float = setting(0.2, "ratios are clipped above 1 + clip_high", gt=0, le=MAX_FACTOR)
     clip_keeps_gradient: bool = setting(
         False, "ppo, gspo: tokens above the upper clip keep a gradient, of the clipped size"
     )
-    dual_clip: Annotated[Annotated[float, Field(gt=1)] | None, NoneWord] = setting(
+    dual_clip: Annotated[Annotated[float, Field(gt=1, le=MAX_FACTOR)] | None, NoneWord] = setting(
         3.0, "upper limit of the ratio where the advantage is negative; none: no limit"
     )
     aggregation: Literal["token-mean", "sequence-mean", "constant"] = setting(
@@ -332,9 +362,11 @@ class Loss(Section):
         "mean over all tokens, mean over trajectories of their token means, or (constant) token sums divided by "
         "rollout.max_tokens",
     )
-    kl_coef: float = setting(0.0, "coefficient of the KL divergence from the model before training", ge=0)
-    entropy_coef: float = setting(0.0, "coefficient of the entropy bonus", ge=0)
-    importance_cap: Annotated[Annotated[float, Field(gt=0)] | None, NoneWord] = setting(
+    kl_coef: float = setting(
+        0.0, "coefficient of the KL divergence from the model before training", ge=0, le=MAX_FACTOR
+    )
+    entropy_coef: float = setting(0.0, "coefficient of the entropy bonus", ge=0, le=MAX_FACTOR)
+    importance_cap: Annotated[Annotated[float, Field(gt=0, le=MAX_FACTOR)] | None, NoneWord] = setting(
         None,
         "truncated importance sampling (TIS): upper limit of the trainer's over the engine's probability; none: no "
         "correction",
@@ -344,29 +376,34 @@ class Loss(Section):
 class Train(Section):
     """The optimizer and the training loop."""
 
-    steps: int = setting(100, "training steps, each with a batch of new trees", ge=1)
-    budget: int = setting(0, "stop after the step that has used this much, if before train.steps; 0: no budget", ge=0)
+    steps: int = setting(100, "training steps, each with a batch of new trees", ge=1, le=MAX_STEPS)
+    budget: int = setting(
+        0, "stop after the step that has used this much, if before train.steps; 0: no budget", ge=0, le=10**15
+    )
     budget_unit: Literal["tool_calls", "trajectories", "sampled_tokens"] = setting(
         "tool_calls", "what train.budget counts; calls and tokens of shared prefixes count once"
     )
-    batch_size: int = setting(16, "tasks per step", ge=1)
+    batch_size: int = setting(16, "tasks per step", ge=1, le=65_536)
     dynamic_sampling_rounds: int = setting(
         0,
         "up to this many times per step, tasks whose trajectories earned equal rewards are replaced by others; 0: "
         "never",
         ge=0,
+        le=1000,
     )
-    minibatches: int = setting(1, "optimizer steps per batch", ge=1)
-    lr: float = setting(1e-6, "learning rate", gt=0)
-    warmup_steps: int = setting(0, "optimizer steps of linear warmup", ge=0)
-    weight_decay: float = setting(0.0, "weight decay", ge=0)
-    max_grad_norm: float = setting(1.0, "gradients are clipped to this norm", gt=0)
-    max_microbatch_tokens: int = setting(16384, "tokens in one forward pass; larger trees are split", ge=1)
+    minibatches: int = setting(1, "optimizer steps per batch", ge=1, le=65_536)
+    lr: float = setting(1e-6, "learning rate", gt=0, le=MAX_FACTOR)
+    warmup_steps: int = setting(0, "optimizer steps of linear warmup", ge=0, le=MAX_STEPS)
+    weight_decay: float = setting(0.0, "weight decay", ge=0, le=MAX_FACTOR)
+    max_grad_norm: float = setting(1.0, "gradients are clipped to this norm", gt=0, le=1e30)
+    max_microbatch_tokens: int = setting(
+        16384, "tokens in one forward pass; larger trees are split", ge=1, le=MAX_BATCH_TOKENS
+    )
     mask_infra_faults: bool = setting(
         True, "leave trajectories out of training that a broken tool, engine or judge spoiled"
     )
     lora_rank: int = setting(0, "rank of the LoRA adapter to train; 0: train all weights", ge=0, le=1024)
-    lora_alpha: int = setting(32, "the adapter is scaled by lora_alpha / lora_rank", ge=1)
+    lora_alpha: int = setting(32, "the adapter is scaled by lora_alpha / lora_rank", ge=1, le=1_000_000)
     lora_targets: Names = setting(
         ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
         "linear layers that get an adapter",
@@ -390,12 +427,12 @@ class Train(Section):
 class Eval(Section):
     """Evaluation."""
 
-    every: int = setting(0, "training steps between evaluations; 0: none", ge=0)
-    questions: int = setting(200, "number of held-out tasks used", ge=1)
-    samples: int = setting(1, "trajectories per task", ge=1)
-    temperature: float = setting(0.6, "sampling temperature; 0: greedy", ge=0)
+    every: int = setting(0, "training steps between evaluations; 0: none", ge=0, le=MAX_STEPS)
+    questions: int = setting(200, "number of held-out tasks used", ge=1, le=10_000_000)
+    samples: int = setting(1, "trajectories per task", ge=1, le=MAX_GROUP)
+    temperature: float = setting(0.6, "sampling temperature; 0: greedy", ge=0, le=100)
     top_p: float = setting(0.95, "sample from the likeliest tokens of this total probability", gt=0, le=1)
-    top_k: int = setting(0, "sample from this many likeliest tokens; 0: all", ge=0)
+    top_k: int = setting(0, "sample from this many likeliest tokens; 0: all", ge=0, le=10_000_000)
     endpoint: OptionalText = setting(
         None, "OpenAI-compatible endpoint that is evaluated on benchmarks instead of a local model"
     )
@@ -403,7 +440,7 @@ class Eval(Section):
     endpoint_key_env: OptionalText = setting(
         None, "environment variable that holds the endpoint's API key; none: no key is sent"
     )
-    endpoint_timeout: float = setting(300.0, "time limit of one turn at the endpoint, in seconds", gt=0)
+    endpoint_timeout: float = setting(300.0, "time limit of one turn at the endpoint, in seconds", gt=0, le=MAX_SECONDS)
 
 
 def _as_names(value: Any) -> Any:
@@ -417,15 +454,17 @@ class Run(Section):
     """Where results go."""
 
     dir: Text = setting("runs/arpo", "directory of the run")
-    checkpoint_every: int = setting(10, "steps between checkpoints", ge=1)
-    keep_checkpoints: int = setting(2, "number of newest checkpoints that are kept", ge=1)
+    checkpoint_every: int = setting(10, "steps between checkpoints", ge=1, le=MAX_STEPS)
+    keep_checkpoints: int = setting(2, "number of newest checkpoints that are kept", ge=1, le=MAX_STEPS)
     save_trees: bool = setting(True, "save every rollout tree")
     tracker: Annotated[Names, BeforeValidator(_as_names)] = setting(
         (),
         'experiment trackers to log to: "tensorboard", "wandb", "mlflow", "trackio", or a list of them; none: no '
         "tracker",
     )
-    tracker_trees: int = setting(10, "steps between pictures of a tree that are sent to trackers; 0: no pictures", ge=0)
+    tracker_trees: int = setting(
+        10, "steps between pictures of a tree that are sent to trackers; 0: no pictures", ge=0, le=MAX_STEPS
+    )
 
     @field_validator("tracker")
     @classmethod
@@ -441,20 +480,22 @@ class Coldstart(Section):
     """How the built-in model is made."""
 
     seed: int = setting(0, "seed of the cold start", ge=0, le=MAX_SEED)
-    traces: int = setting(3000, "number of traces to imitate", ge=1)
-    steps: int = setting(150, "optimizer steps", ge=1)
-    batch_tokens: int = setting(2048, "tokens per optimizer step", ge=1)
-    lr: float = setting(5e-4, "learning rate", gt=0)
+    traces: int = setting(3000, "number of traces to imitate", ge=1, le=100_000)
+    steps: int = setting(150, "optimizer steps", ge=1, le=MAX_STEPS)
+    batch_tokens: int = setting(2048, "tokens per optimizer step", ge=1, le=MAX_BATCH_TOKENS)
+    lr: float = setting(5e-4, "learning rate", gt=0, le=MAX_FACTOR)
 
 
 class Sft(Section):
     """Supervised fine-tuning on traces: `arpo sft`."""
 
     data: Text = setting("traces.jsonl", "traces: a .jsonl, .json or .parquet file, or hf:NAME")
-    epochs: int = setting(3, "passes over the traces", ge=1)
-    batch_tokens: int = setting(32768, "tokens per optimizer step, prompts and tool results included", ge=1)
-    lr: float = setting(7e-6, "learning rate", gt=0)
-    warmup_steps: int = setting(20, "optimizer steps of linear warmup", ge=0)
+    epochs: int = setting(3, "passes over the traces", ge=1, le=10_000)
+    batch_tokens: int = setting(
+        32768, "tokens per optimizer step, prompts and tool results included", ge=1, le=MAX_BATCH_TOKENS
+    )
+    lr: float = setting(7e-6, "learning rate", gt=0, le=MAX_FACTOR)
+    warmup_steps: int = setting(20, "optimizer steps of linear warmup", ge=0, le=MAX_STEPS)
 
 
 class Cluster(Section):
@@ -466,9 +507,14 @@ class Cluster(Section):
     max_off_policy_steps: int = setting(
         0, "steps that sampling may run ahead of training, with older weights", ge=0, le=64
     )
-    trainers: int = setting(1, "processes that train together in shards (FSDP), each on a GPU of its own if any", ge=1)
+    trainers: int = setting(
+        1, "processes that train together in shards (FSDP), each on a GPU of its own if any", ge=1, le=16_384
+    )
     actors: int = setting(
-        0, "processes that sample; 0: one per GPU, or per machine without GPU, machines that join included", ge=0
+        0,
+        "processes that sample; 0: one per GPU, or per machine without GPU, machines that join included",
+        ge=0,
+        le=16_384,
     )
 
 
@@ -492,6 +538,15 @@ class Config(Section):
     cluster: Cluster = Cluster()
     coldstart: Coldstart = Coldstart()
     sft: Sft = Sft()
+
+    @model_validator(mode="after")
+    def _step_fits(self) -> Config:
+        limit = MAX_TRAJECTORIES // self.rollout.num_trajectories
+        if self.train.batch_size > limit:
+            text = f"at most {limit}, which makes {MAX_TRAJECTORIES} trajectories per step: with fewer, take more steps"
+            names = {"path": ("train", "batch_size"), "other": ("rollout", "num_trajectories")}
+            raise PydanticCustomError("conflict", "{text}", {"text": text, **names})
+        return self
 
     @model_validator(mode="after")
     def _all_initial_when_never_branching(self) -> Config:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from arpo.config.files import expand_user
 from arpo.errors import ArpoError
 
 HUB = "hf:"
@@ -85,7 +86,7 @@ def refuse_bad_rows(source: str, what: str, kept: Sequence[object], problems: Se
 def reading(path: str | Path, expected: str) -> Iterator[Path]:
     """Yields the path with ~ expanded; file errors inside become an `ArpoError` that names the path."""
     try:
-        yield Path(path).expanduser()
+        yield expand_user(path)
     except FileNotFoundError:
         raise ArpoError(f"{path}: there is no such file (relative paths start in {Path.cwd()})") from None
     except IsADirectoryError:

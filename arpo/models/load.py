@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from arpo.config.files import expand_user
 from arpo.config.schema import Model, Train
 from arpo.errors import ArpoError
 from arpo.models.gguf import load_gguf
@@ -47,7 +48,7 @@ def load_model(settings: Model) -> tuple[Any, Any]:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if settings.adapter is not None:
-        model = merge_adapter(model, Path(settings.adapter).expanduser())
+        model = merge_adapter(model, expand_user(settings.adapter))
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Dropout) and module.p > 0:
             raise ArpoError(f"model.path: {path!r} has dropout ({name}): its log-probs would not be reproducible")
@@ -65,7 +66,7 @@ def load_trainable(settings: Model, train: Train, seed: int) -> tuple[Any, Any]:
     model, tokenizer = load_model(settings.model_copy(update={"adapter": None}))
     model = add_adapter(model, train.lora_rank, train.lora_alpha, train.lora_targets, derive_seed(seed, "lora"))
     if settings.adapter is not None:
-        load_adapter(model, Path(settings.adapter).expanduser())
+        load_adapter(model, expand_user(settings.adapter))
     return model, tokenizer
 
 

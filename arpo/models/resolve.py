@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from arpo.config.files import expand_user
 from arpo.config.loading import config_from_resolved
 from arpo.config.schema import Config, Model
 from arpo.data.task_set import Progress, model_plugin
@@ -51,7 +52,7 @@ def checkpoint_model_settings(directory: Path) -> dict[str, str | None]:
 
 def _resolve_run(model: Model) -> Model:
     """Replace the path of a run by that of its last checkpoint; an adapter comes with the base it was trained on."""
-    directory = Path(model.path).expanduser()
+    directory = expand_user(model.path)
     if not is_run_dir(directory):
         return model
     log = open_run_dir(directory)

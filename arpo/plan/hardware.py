@@ -17,6 +17,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from arpo.config.files import expand_user
 from arpo.errors import ArpoError
 
 
@@ -103,7 +104,7 @@ def find_hardware(name: str, hidden: int = 1024, intermediate: int = 4096) -> Ha
     if name == "here":
         return measure(hidden, intermediate)
     if name.endswith(".toml"):
-        return read_hardware(Path(name).expanduser())
+        return read_hardware(expand_user(name))
     known = ", ".join(GPUS)
     raise ArpoError(f"--gpu: got {name!r}, expected one of {known}, here (this machine, measured now) or a TOML file")
 

@@ -12,9 +12,9 @@ import json
 import math
 from dataclasses import dataclass
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
+from arpo.config.files import expand_user
 from arpo.errors import ArpoError
 
 
@@ -97,7 +97,7 @@ def find_shape(model: str) -> Shape:
     name = name.replace("qwen2.5-coder-", "qwen2.5-")  # the same shapes
     if name in SHAPES:
         return SHAPES[name]
-    path = Path(model).expanduser()
+    path = expand_user(model)
     path = path / "config.json" if path.is_dir() else path
     if path.name != "config.json" or not path.is_file():
         raise ArpoError(

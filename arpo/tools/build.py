@@ -6,9 +6,9 @@ import atexit
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from arpo.config.files import expand_user
 from arpo.config.plugins import load_object, names_object
 from arpo.config.schema import Config, Mcp, Tools
 from arpo.data.task_set import plugin_of
@@ -86,7 +86,7 @@ def _search(config: Config) -> Tool:
         return web_search(source, results, tokens, timeout=settings.timeout)
     if source.startswith(("http://", "https://")):
         return http_search(source, results, tokens, timeout=settings.timeout)
-    if Path(source).expanduser().is_dir():
+    if expand_user(source).is_dir():
         return index_search(open_index(source), results, settings.search_mode, tokens)
     return build_search(load_documents(source), results, tokens)
 

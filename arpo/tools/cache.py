@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 from urllib.parse import quote
 
+from arpo.config.files import expand_user
 from arpo.errors import ArpoError
 from arpo.tools.base import Tool, ToolUnavailable
 from arpo.types import Fault, ToolResult
@@ -71,7 +72,7 @@ class ToolCache:
     """Cached results in one SQLite file."""
 
     def __init__(self, path: str | Path, mode: Mode) -> None:
-        self.path, self.mode, self.errors = Path(path).expanduser(), mode, 0
+        self.path, self.mode, self.errors = expand_user(path), mode, 0
         if mode not in get_args(Mode):
             raise ArpoError(f"the mode of a tool cache is on, record or replay, not {mode!r}")
         if mode == "replay" and not self.path.is_file():

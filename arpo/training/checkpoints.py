@@ -17,6 +17,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from arpo.config.files import expand_user
 from arpo.config.loading import config_from_resolved, differences
 from arpo.config.schema import Config
 from arpo.errors import ArpoError
@@ -136,7 +137,7 @@ def find_start(config: Config, resume: bool, resumable_keys: tuple[str, ...], ki
 
 
 def _directory(config: Config) -> Path:
-    return Path(config.run.dir).expanduser()
+    return expand_user(config.run.dir)
 
 
 def _open_to_resume(config: Config, resumable_keys: tuple[str, ...], kind_metric: str) -> RunDir:

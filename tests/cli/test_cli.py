@@ -160,7 +160,7 @@ def test_an_unknown_key_names_the_nearest(arpo: Arpo) -> None:
 
 def test_a_wrong_type(arpo: Arpo) -> None:
     assert mistake(arpo("train", "small.toml", "train.steps=many")) == (
-        'command line: train.steps: got "many", expected whole number >= 1'
+        'command line: train.steps: got "many", expected whole number >= 1 and <= 10000000'
     )
 
 

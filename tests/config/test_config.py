@@ -169,19 +169,28 @@ def test_config_cannot_be_changed() -> None:
     ("toml", "message"),
     [
         ("seed = true", "seed: got true, expected whole number >= 0 and <= 4294967295"),
-        ("[rollout]\nnum_trajectories = 3.5", "rollout.num_trajectories: got 3.5, expected whole number >= 1"),
-        ("[rollout]\nnum_trajectories = 3.0", "rollout.num_trajectories: got 3.0, expected whole number >= 1"),
-        ('[rollout]\nnum_trajectories = "3"', 'rollout.num_trajectories: got "3", expected whole number >= 1'),
-        ("[rollout]\nnum_trajectories = 0", "rollout.num_trajectories: got 0, expected whole number >= 1"),
-        ('[train]\nlr = "1e-6"', 'train.lr: got "1e-6", expected number > 0'),
-        ("[train]\nlr = true", "train.lr: got true, expected number > 0"),
-        ("[train]\nlr = inf", "train.lr: got Infinity, expected number > 0"),
+        (
+            "[rollout]\nnum_trajectories = 3.5",
+            "rollout.num_trajectories: got 3.5, expected whole number >= 1 and <= 4096",
+        ),
+        (
+            "[rollout]\nnum_trajectories = 3.0",
+            "rollout.num_trajectories: got 3.0, expected whole number >= 1 and <= 4096",
+        ),
+        (
+            '[rollout]\nnum_trajectories = "3"',
+            'rollout.num_trajectories: got "3", expected whole number >= 1 and <= 4096',
+        ),
+        ("[rollout]\nnum_trajectories = 0", "rollout.num_trajectories: got 0, expected whole number >= 1 and <= 4096"),
+        ('[train]\nlr = "1e-6"', 'train.lr: got "1e-6", expected number > 0 and <= 1000000'),
+        ("[train]\nlr = true", "train.lr: got true, expected number > 0 and <= 1000000"),
+        ("[train]\nlr = inf", "train.lr: got Infinity, expected number > 0 and <= 1000000"),
         ("[train]\nmask_infra_faults = 1", "train.mask_infra_faults: got 1, expected true or false"),
         ("[model]\npath = 3", "model.path: got 3, expected non-empty text"),
         ("[data]\ntrain = 2020-01-01", 'data.train: got 2020-01-01, expected non-empty text or "none"'),
         ('[tools]\nenabled = ["a", 3, 4]', 'tools.enabled: got ["a", 3, 4], expected list of texts, like ["search"]'),
         ('[tools]\nenabled = "a"', 'tools.enabled: got "a", expected list of texts, like ["search"]'),
-        ("[loss]\ndual_clip = 1", 'loss.dual_clip: got 1, expected number > 1 or "none"'),
+        ("[loss]\ndual_clip = 1", 'loss.dual_clip: got 1, expected number > 1 and <= 1000000 or "none"'),
         (
             '[model]\ndevice = "cudda"',
             'model.device: got "cudda", expected one of "auto", "cpu", "cuda" (did you mean "cuda"?)',
@@ -258,16 +267,16 @@ def test_all_mistakes_are_reported_at_once_each_with_its_source(tmp_path: Path) 
         f'{path}: preset: got "nope", expected one of {PRESETS}, or a TOML file',
         'command line: model.device: got "tpu", expected one of "auto", "cpu", "cuda" (did you mean "cpu"?)',
         f"command line and {path}: rollout.num_initial: got 5, expected at most rollout.num_trajectories, which is 4",
-        f"{path}: rollout.temperature: got 0, expected number > 0",
+        f"{path}: rollout.temperature: got 0, expected number > 0 and <= 100",
         f"{path}: train.minibatches: got 99, expected at most train.batch_size, which is 16",
-        f"{path}: train.lr: got -1, expected number > 0",
+        f"{path}: train.lr: got -1, expected number > 0 and <= 1000000",
     ]
 
 
 def test_an_invalid_num_trajectories_is_not_also_an_error_of_num_initial() -> None:
     assert (
         _error(None, ["rollout.num_trajectories=0"])
-        == "command line: rollout.num_trajectories: got 0, expected whole number >= 1"
+        == "command line: rollout.num_trajectories: got 0, expected whole number >= 1 and <= 4096"
     )
 
 
@@ -308,7 +317,7 @@ def test_settings_table_has_every_setting_once_and_described() -> None:
     assert [key for key in keys if not key.startswith(("tools.mcp.", "data.mix."))] == flat
     assert {f"tools.mcp.{key}" for key in Mcp.model_fields} == {key for key in keys if key.startswith("tools.mcp.")}
     assert all(description and "\n" not in description for *_, description in table)
-    assert ("rollout.num_trajectories", "whole number >= 1", "16", "M: trajectories per task") in table
+    assert ("rollout.num_trajectories", "whole number >= 1 and <= 4096", "16", "M: trajectories per task") in table
     assert [row[2] for row in table if row[0] in ("rollout.num_initial", "tools.search")] == ['"none"', "unset"]
 
 

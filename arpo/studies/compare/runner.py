@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from arpo.config.files import expand_user
 from arpo.config.loading import config_from_resolved, differences, load_config
 from arpo.config.schema import Config
 from arpo.errors import ArpoError
@@ -152,7 +153,7 @@ def plan_from_options(
         baseline=baseline,
         samples=samples,
         jobs=jobs,
-        out=(out or Path("runs") / f"compare-{config.stem}").expanduser(),
+        out=expand_user(out or Path("runs") / f"compare-{config.stem}"),
         drop_models=drop_models,
     )
     for name in names:

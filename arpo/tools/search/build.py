@@ -28,6 +28,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from arpo.config.files import expand_user
 from arpo.errors import ArpoError
 from arpo.tools.search.bm25 import K1, B, Bm25, Floats, Ints, Longs, split_words
 from arpo.tools.search.corpus import read_corpus
@@ -62,7 +63,7 @@ def build_index(
     progress: Progress = lambda what, share: None,
 ) -> dict[str, Any]:
     """Index the passages of a file and return the manifest. With `force`, an existing index is replaced."""
-    corpus, directory = Path(corpus).expanduser(), Path(directory).expanduser()
+    corpus, directory = expand_user(corpus), expand_user(directory)
     try:
         with _new_folder(directory, force) as folder:
             manifest = _write_words(read_corpus(corpus), folder, progress)

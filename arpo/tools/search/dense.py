@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from arpo.config.files import expand_user
 from arpo.errors import ArpoError
 from arpo.tools.search.bm25 import top_indices
 
@@ -139,7 +140,7 @@ def embed_passages(
     embedder: Embedder, texts: Iterable[str], size: int, folder: Path, progress: Callable[[float], None]
 ) -> dict[str, Any]:
     """Write the vectors of all passages to `folder` and return their entry in the manifest."""
-    path = Path(embedder.model).expanduser()
+    path = expand_user(embedder.model)
     if path.is_dir():
         embedder = replace(embedder, model=str(path.resolve()))
     encoder = Encoder(embedder.model)

@@ -19,6 +19,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from arpo.config.files import expand_user
 from arpo.errors import ArpoError
 from arpo.tools.search.bm25 import Bm25, Longs
 from arpo.tools.search.dense import EMBEDDINGS, Dense, Embedder
@@ -87,7 +88,7 @@ def fuse(rankings: Sequence[Sequence[int]], count: int) -> list[int]:
 
 def open_index(directory: str | Path, device: str = "auto") -> Index:
     """Open an index on disk. `device` is where dense search computes; auto: CUDA if available."""
-    folder = Path(directory).expanduser()
+    folder = expand_user(directory)
     manifest = _manifest(folder)
     for name, size in manifest["files"].items():
         path = folder / name
