@@ -16,6 +16,7 @@ from arpo.cli.study import compare, entropy
 from arpo.cli.training import demo, export, sft, train
 from arpo.cli.view import show, view
 from arpo.errors import ArpoError, Collapsed
+from arpo.runs.storage import disk_error
 from arpo.trainer.dist import launch
 
 HELP = "Train language models that use tools, with ARPO. Start with `arpo demo`."
@@ -38,10 +39,13 @@ def main() -> None:
     except ArpoError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    except OSError as error:  # a folder without permission, a full disk
-        if error.filename is None:
+    except Exception as error:  # a full disk, a folder without permission
+        problem: object = disk_error(error)
+        if problem is None and isinstance(error, OSError) and error.filename is not None:
+            problem = f"{error.filename}: {error.strerror}"
+        if problem is None:
             raise
-        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        print(f"error: {problem}", file=sys.stderr)
         sys.exit(2)
     except (KeyboardInterrupt, asyncio.CancelledError):
         print("stopped", file=sys.stderr)

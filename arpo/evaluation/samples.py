@@ -25,6 +25,7 @@ from arpo.errors import ArpoError
 from arpo.rewards import fault_metrics, unjudged
 from arpo.runs.locks import LOCK_FILE, acquire_lock
 from arpo.runs.run_dir import write_atomically
+from arpo.runs.storage import writing
 from arpo.runs.trees import tree_to_json
 from arpo.types import ScoredTree, Task
 
@@ -126,8 +127,9 @@ class SampleStore:
             path.parent.mkdir(exist_ok=True)
             self._files[sample.benchmark] = self._stack.enter_context(path.open("ab"))
         file = self._files[sample.benchmark]
-        file.write(line.encode("ascii"))
-        file.flush()
+        with writing(self.path(sample.benchmark)):
+            file.write(line.encode("ascii"))
+            file.flush()
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from arpo.errors import ArpoError
 from arpo.models.resolve import ADAPTER_CONFIG
+from arpo.runs.storage import writing
 
 WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # of all tensor names in an adapter file
@@ -64,12 +65,13 @@ def has_adapter(model: Any) -> bool:
 
 def save_adapter(model: Any, directory: Path) -> None:
     """Write the model's adapter in PEFT's format."""
-    directory.mkdir(parents=True, exist_ok=True)
     config = model.peft_config["default"].to_dict()
     text = json.dumps(config, indent=2, sort_keys=True, default=sorted)  # sets become sorted lists
-    (directory / ADAPTER_CONFIG).write_text(text + "\n", encoding="utf-8")
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in _adapter_tensors(model).items()}
-    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+    with writing(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / ADAPTER_CONFIG).write_text(text + "\n", encoding="utf-8")
+        save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
 
 
 @torch.no_grad()

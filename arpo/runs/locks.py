@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from arpo.errors import ArpoError
+from arpo.runs.storage import writing
 
 LOCK_FILE = "run.lock"
 TRIES = 5  # 20 ms apart, because `is_live` holds the lock for a moment
@@ -38,9 +39,10 @@ def acquire_lock(directory: Path, what: str = "run", option: str = "run.dir") ->
         ) from None
     except OSError as error:
         raise ArpoError(f"{path}: cannot be locked: {error.strerror}") from error
-    file.truncate(0)
-    file.write(f"{os.getpid()}\n")
-    file.flush()
+    with writing(path):
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
     return file
 
 

@@ -30,6 +30,7 @@ from typing import IO, Any, NamedTuple
 
 from arpo.errors import ArpoError
 from arpo.runs.locks import LOCK_FILE, acquire_lock
+from arpo.runs.storage import writing
 from arpo.runs.trees import TreeEntry, pack_trees, unpack_tree
 from arpo.types import ScoredTree
 
@@ -89,7 +90,8 @@ class RunDir:
         if record["step"] != step:
             raise ValueError("`step` is not a metric")
         line = json.dumps({key: _finite(value) for key, value in record.items()}, allow_nan=False)
-        with (self.directory / METRICS_FILE).open("a", encoding="ascii") as file:
+        path = self.directory / METRICS_FILE
+        with writing(path), path.open("a", encoding="ascii") as file:
             file.write(line + "\n")
 
     def update_metrics(self, step: int, values: Mapping[str, float]) -> None:
@@ -199,20 +201,25 @@ class RunDir:
         final = self.checkpoint_path(step)
         if final.exists():
             raise ValueError(f"{final} exists; a complete checkpoint is never replaced")
-        final.parent.mkdir(exist_ok=True)
-        for leftover in final.parent.glob("*.tmp"):
-            shutil.rmtree(leftover)
         temporary = final.with_name(final.name + ".tmp")
-        temporary.mkdir()
-        write(temporary)
-        for folder, _, names in os.walk(temporary, topdown=False):
-            for path in [*(Path(folder, name) for name in names), Path(folder)]:
-                _sync(path)
-        if (self.directory / METRICS_FILE).exists():
-            _sync(self.directory / METRICS_FILE)  # after a power cut, a checkpoint must not lack its records
-        temporary.rename(final)
-        _sync(final.parent)
-        _sync(self.directory)
+        with writing(final):
+            final.parent.mkdir(exist_ok=True)
+            for leftover in final.parent.glob("*.tmp"):
+                shutil.rmtree(leftover)
+            temporary.mkdir()
+            try:
+                write(temporary)
+            except BaseException:
+                shutil.rmtree(temporary, ignore_errors=True)  # on a full disk, there is room again
+                raise
+            for folder, _, names in os.walk(temporary, topdown=False):
+                for path in [*(Path(folder, name) for name in names), Path(folder)]:
+                    _sync(path)
+            if (self.directory / METRICS_FILE).exists():
+                _sync(self.directory / METRICS_FILE)  # after a power cut, a checkpoint must not lack its records
+            temporary.rename(final)
+            _sync(final.parent)
+            _sync(self.directory)
         older = [other for other in self.checkpoint_steps() if other < step]
         for other in older[: max(0, len(older) + 1 - keep)]:
             if other not in protected:
@@ -334,12 +341,17 @@ def require_unused(directory: Path) -> None:
 def write_atomically(path: Path, content: bytes) -> None:
     """Write a file that is either whole or absent, also after a crash."""
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    _sync(path.parent)
+    with writing(path):
+        try:
+            with temporary.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError:
+            temporary.unlink(missing_ok=True)  # on a full disk, there is room again
+            raise
+        temporary.replace(path)
+        _sync(path.parent)
 
 
 def _link(path: Path, copy: Path) -> None:

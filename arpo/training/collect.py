@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
+from typing import IO
 
 from arpo.agent.agent import Agent
 from arpo.agent.traces import check_segments
@@ -26,6 +27,7 @@ from arpo.data.tasks import Row, Trace
 from arpo.errors import ArpoError
 from arpo.rewards import Scorer, numbers_equal
 from arpo.runs.reporter import SILENT, Reporter
+from arpo.runs.storage import writing
 from arpo.tools.build import open_sandbox
 from arpo.tools.executor import Toolset, call_tool
 from arpo.tools.python.tool import build_python
@@ -164,10 +166,15 @@ def _new_file(out: Path) -> Iterator[Callable[[str], None]]:
     unfinished = out.with_name(f"{out.name}.tmp")
     try:
         with unfinished.open("w", encoding="utf-8") as file:
-            yield lambda line: print(line, file=file)
+            yield lambda line: _write_line(file, out, line)
         unfinished.replace(out)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def _write_line(file: IO[str], out: Path, line: str) -> None:
+    with writing(out):
+        print(line, file=file, flush=True)
 
 
 def _report(summary: str, written: int, left_out: Mapping[str, int], out: Path, reporter: Reporter) -> None:

@@ -159,7 +159,8 @@ async def train(training: Training) -> int:
                     finally:  # log a trained step even if its evaluation fails
                         curriculum = {"outcomes": sampling.add_outcomes(trees)} if config.data.curriculum else {}
                         checkpoints.record(step, monitor.annotate(step, {**metrics, **curriculum}))
-                reporter.training_step("train", step, metrics)
+                with checkpoints.save_on_error(step):  # whoever read the output may be gone
+                    reporter.training_step("train", step, metrics)
                 monitor.check()
                 optimizer_steps += metrics["optimizer_steps"]
                 spent += metrics[unit]

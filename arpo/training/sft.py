@@ -130,8 +130,9 @@ async def train_sft(run: SFTRun) -> int:
                 await asyncio.sleep(0.001)  # long enough for a Ctrl-C to get through
             metrics = _train_step(run, step)
             step += 1
-            checkpoints.record(step, metrics)
-            reporter.training_step("sft", step, metrics)
+            with checkpoints.save_on_error(step):  # whoever read the output may be gone
+                checkpoints.record(step, metrics)
+                reporter.training_step("sft", step, metrics)
             checkpoints.save_if_due(step, last)
     return step
 

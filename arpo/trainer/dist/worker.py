@@ -1,7 +1,7 @@
 """The worker loop of every rank but the first: load the model that rank 0 names, then execute its commands.
 
-Guarantees: a worker writes nothing but its shards of checkpoints. SIGINT and SIGTERM are left to rank 0, which saves
-and then ends all; a worker whose rank 0 is gone ends too.
+Guarantees: a worker writes nothing but its shards of checkpoints. SIGINT, SIGTERM and SIGHUP are left to rank 0, which
+saves and then ends all; a worker whose rank 0 is gone ends too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from arpo.trainer.dist.sharded import ShardedTrainer, trees_from_bytes
 
 def worker_loop(group: ProcessGroup) -> None:
     """Execute the commands of rank 0 until it ends the run."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     trainer: ShardedTrainer | None = None
     while True:
