@@ -5,8 +5,8 @@
         '''The weather forecast for a city.'''
         return ...
 
-The exception that a tool raises says whose fault a failure is: ToolError and the rest of BAD_INPUT the model's, as well
-as ToolTimeout; anything else the tool's own.
+The exception that a tool raises says whose fault a failure is: ToolError the model's, ToolTimeout that of a time limit,
+anything else, a ValueError too, the tool's own.
 Not covered: isolation (a tool runs with all rights of this process), and stopping a plain function that hangs: its
 thread continues after the timeout, so what may hang should be an async function. A quick tool cannot time out.
 """
@@ -39,8 +39,6 @@ class ToolUnavailable(Exception):
 
 
 CHARS_PER_TOKEN = 4  # an estimate, as tools have no tokenizer; the exact cut is made when a result is encoded
-BAD_INPUT = (ToolError, ValueError, TypeError, ArithmeticError, LookupError)
-"""Exceptions that blame the model's arguments. Any other one means that the tool is broken."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,8 @@
 Guarantees: a result is stored under the tool's name, version, `max_chars` and arguments; the last one wins. `get` sees
 what this process has `put` at once, and what other processes have put soon after: any number may use the file, each
 with its own ToolCache. A thread does the writing, so the event loop waits for at most one look-up. Once the file is
-open, disk errors lose results and are counted in `errors`; only `get` raises, in a replay.
+open, disk errors lose results and are counted in `errors`; only `get` raises, in a replay. From a file of an older
+version the mistakes of the model are dropped when it is opened for writing: some were failures of a tool.
 Not covered: timeouts and infrastructure failures, which are never stored, so a replay lacks these calls; tools that
 answer the same call differently each time (a clock, a session): a replay repeats the last answer; power cuts (the file
 stays intact, its last results may be lost); network file systems; expiry (delete the file).
@@ -39,7 +40,7 @@ Mode = Literal["on", "record", "replay"]
 WRITE_TIMEOUT_SECONDS = 10.0  # waiting for other writers
 READ_TIMEOUT_SECONDS = 0.5  # a reader practically never waits, and must not block the event loop
 APPLICATION_ID = 0x6172706F  # "arpo": identifies our files
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2  # 1 has the same table, in which a tool's own failures may stand as the model's
 
 _CREATE = (
     f"PRAGMA application_id = {APPLICATION_ID}",
@@ -164,6 +165,9 @@ def _open_writer(path: Path) -> sqlite3.Connection:
                 if not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
                     for statement in _CREATE:
                         connection.execute(statement)
+                elif _format(connection) == [APPLICATION_ID, 1]:
+                    connection.execute("DELETE FROM answers WHERE fault IS NOT NULL")
+                    connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
             _check_format(connection)
             connection.execute("PRAGMA journal_mode = WAL")  # readers and the writer do not wait for each other
             connection.execute("PRAGMA synchronous = NORMAL")
@@ -189,7 +193,13 @@ def _connect(address: str, timeout: float) -> sqlite3.Connection:
 
 
 def _check_format(connection: sqlite3.Connection) -> None:
-    found = [connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")]
+    found = _format(connection)
+    if found == [APPLICATION_ID, 1]:
+        raise sqlite3.DatabaseError("an older version made it; mode on or record brings it up to date")
     if found != [APPLICATION_ID, SCHEMA_VERSION]:
         raise sqlite3.DatabaseError("another program or version made it")
     connection.execute("SELECT key, tool, version, args, text, fault, seconds FROM answers LIMIT 1").fetchone()
+
+
+def _format(connection: sqlite3.Connection) -> list[int]:
+    return [connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")]

@@ -4,31 +4,36 @@
         result = await call_tool(tools, ToolCall("search", {"query": "Mira Tolven"}))
 
 Guarantees: `call_tool` always returns text that the model can read (valid Unicode, no NUL, bounded length) and says
-whose fault a failure was. Only infrastructure failures are retried, after growing random pauses. At its timeout, or
-when the caller is cancelled, a tool is cancelled and given a few seconds to clean up. Waiting for a free slot does
-not count against the timeout. With a cache, identical concurrent calls of a cacheable tool are made once. A quick
-tool runs without yielding to the event loop, so the order of events is the same in every run. Every call is counted
-when it starts and again when it ends, so `calls` is always the sum of calls in flight, cancelled, failed (by kind) and
-successful.
+whose fault a failure was. Whatever a tool raises, `SystemExit` and its own `CancelledError` too, is a failure of that
+call; only a cancellation of the caller and the user's Ctrl-C pass. Only infrastructure failures are retried, after
+growing random pauses. At its timeout, or when the caller is cancelled, a tool is cancelled and given a few seconds to
+clean up. Waiting for a free slot does not count against the timeout. With a cache, identical concurrent calls of a
+cacheable tool are made once. A quick tool runs without yielding to the event loop, so the order of events is the same
+in every run. Every call is counted when it starts and again when it ends, so `calls` is always the sum of calls in
+flight, cancelled, failed (by kind) and successful. A tool that ignores its cancellation does not keep the event loop
+from closing; `close` names it.
 Not covered: limits across processes or event loops, each of which has its own slots; the thread of a plain function
-that continues after its timeout, and a clean-up that takes too long: neither holds a slot any more.
+that continues after its timeout, and a clean-up that takes too long: neither holds a slot any more. An async tool that
+never yields blocks the event loop, and with it the process.
 """
 
 from __future__ import annotations
 
 import asyncio
 import difflib
+import logging
 import random
+import signal
 import sys
+import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from arpo.errors import ArpoError
-from arpo.tools.base import BAD_INPUT, Tool, ToolError, ToolTimeout, ToolUnavailable
+from arpo.tools.base import Tool, ToolError, ToolTimeout, ToolUnavailable
 from arpo.tools.cache import CacheKey, ToolCache, build_key
 from arpo.types import Fault, ToolCall, ToolResult, percentile
 
@@ -38,6 +43,7 @@ CLEANUP_SECONDS = 5.0
 MAX_ERROR_CHARS = 500
 MAX_DURATIONS = 1024  # percentiles are over the last runs
 _jitter = random.Random()
+_logger = logging.getLogger("arpo")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +116,7 @@ class Toolset(Mapping[str, Tool]):
         self.cache = cache
         self._counters: defaultdict[str, ToolCounters] = defaultdict(ToolCounters)
         self._loops: dict[asyncio.AbstractEventLoop, _LoopState] = {}
+        self._abandoned: dict[asyncio.Task[Any], str] = {}  # calls that ignored their cancellation, and their tools
         self._closed = False
 
     def __getitem__(self, name: str) -> Tool:
@@ -140,16 +147,22 @@ class Toolset(Mapping[str, Tool]):
         return {name: self._counters[name].snapshot() for name in names}
 
     def close(self) -> None:
-        """Close the tools and the cache, each of them even if another fails; does nothing the second time."""
+        """Close the tools and the cache, and log what went wrong with a tool; does nothing the second time."""
         closed, self._closed = self._closed, True
         if closed:
             return
-        with ExitStack() as stack:
-            if self.cache is not None:
-                stack.callback(self.cache.close)
-            for close in dict.fromkeys(tool.close for tool in self.values()):  # tools may share one
+        for close, name in {tool.close: name for name, tool in self.items()}.items():  # tools may share one
+            try:
                 if close is not None:
-                    stack.callback(close)
+                    close()
+            except BaseException as error:
+                if _is_ctrl_c(error):
+                    raise
+                _logger.warning("tool %s: its close failed: %s", name, _describe(error))
+        for name in sorted({name for task, name in self._abandoned.items() if not task.done()}):
+            _logger.warning("tool %s: a call ignored its cancellation and never ended; it is not waited for", name)
+        if self.cache is not None:
+            self.cache.close()
 
     def __enter__(self) -> Self:
         return self
@@ -219,7 +232,7 @@ class Toolset(Mapping[str, Tool]):
                 waited += time.perf_counter() - asked
                 counters.wait_seconds += time.perf_counter() - asked
             try:
-                text, fault = await _attempt(tool, args)
+                text, fault = await self._attempt(tool, args)
             finally:
                 slots.release()
             if fault is not Fault.INFRA or attempts > tool.retries:
@@ -228,7 +241,34 @@ class Toolset(Mapping[str, Tool]):
             await asyncio.sleep(pause_before_retry(attempts, _jitter.random()))
         seconds = time.perf_counter() - started - waited
         counters.durations.append(seconds)
-        return ToolResult(_clean(text), fault, seconds, attempts)
+        return ToolResult(text, fault, seconds, attempts)
+
+    async def _attempt(self, tool: Tool, args: Mapping[str, Any]) -> tuple[str, Fault | None]:
+        """Run the tool once and return its text, and whose fault it was if that is an error."""
+        if tool.quick:
+            return await _outcome(tool, args)
+        task = asyncio.create_task(_outcome(tool, args))
+        try:
+            await asyncio.wait({task}, timeout=tool.timeout)
+            if not task.done():
+                return f"Error: {tool.spec.name} took longer than {tool.timeout:g} seconds.", Fault.TIMEOUT
+            if task.cancelled():  # by the tool itself; the caller must not take that for its own cancellation
+                return _error(f"{tool.spec.name} is unavailable: it cancelled itself"), Fault.INFRA
+            return task.result()
+        finally:
+            if not task.done():  # too slow, or the caller was cancelled
+                await self._cancel(task, tool.spec.name)
+
+    async def _cancel(self, task: asyncio.Task[Any], name: str) -> None:
+        """Cancel a call; after CLEANUP_SECONDS it is left behind, and the event loop can close without it."""
+        task.cancel()
+        try:
+            await asyncio.wait({task}, timeout=CLEANUP_SECONDS)
+        finally:
+            if not task.done():
+                self._abandoned[task] = name
+                asyncio.tasks._unregister_task(task)  # else `asyncio.run` would wait for it
+                task._log_destroy_pending = False  # type: ignore[attr-defined]
 
 
 async def call_tool(tools: Mapping[str, Tool], call: ToolCall) -> ToolResult:
@@ -263,39 +303,35 @@ def _store(cache: ToolCache, key: CacheKey, result: ToolResult) -> ToolResult:
     return result
 
 
-async def _attempt(tool: Tool, args: Mapping[str, Any]) -> tuple[str, Fault | None]:
-    """Run the tool once and return its text, and whose fault it was if that is an error."""
-    name = tool.spec.name
+async def _outcome(tool: Tool, args: Mapping[str, Any]) -> tuple[str, Fault | None]:
+    """Run the tool once and return its text, and whose fault it was if that is an error.
+
+    Nothing that the tool does raises here: in a task of its own, SystemExit would end the event loop.
+    """
+    task, name = asyncio.current_task(), tool.spec.name
+    assert task is not None
+    cancelled_before = task.cancelling()
     try:
-        if tool.quick:
-            return _cut(str(await tool.run(**args)), tool.max_chars), None
-        task = await _finished(tool, args)
-        if task is None:
-            return f"Error: {name} took longer than {tool.timeout:g} seconds.", Fault.TIMEOUT
-        if task.cancelled():  # by the tool itself; the caller must not take that for its own cancellation
-            raise ToolUnavailable("it cancelled itself")
-        return _cut(str(task.result()), tool.max_chars), None
+        return _clean(_cut(_plain(await tool.run(**args)), tool.max_chars)), None
     except ToolTimeout as error:
-        return _cut(f"Error: {_text(error)}", tool.max_chars), Fault.TIMEOUT
+        return _clean(_cut(f"Error: {_text(error)}", tool.max_chars)), Fault.TIMEOUT
     except ToolError as error:
-        return _cut(f"Error: {_text(error)}", tool.max_chars), Fault.MODEL
-    except BAD_INPUT as error:
-        return _error(_describe(error)), Fault.MODEL
-    except Exception as error:
+        return _clean(_cut(f"Error: {_text(error)}", tool.max_chars)), Fault.MODEL
+    except BaseException as error:
+        if isinstance(error, asyncio.CancelledError) and task.cancelling() > cancelled_before:
+            raise
+        if _is_ctrl_c(error):
+            raise
         return _error(f"{name} is unavailable: {_describe(error)}"), Fault.INFRA
 
 
-async def _finished(tool: Tool, args: Mapping[str, Any]) -> asyncio.Future[str] | None:
-    """Return the finished task of a run, or None after its timeout; waits at most CLEANUP_SECONDS for a clean-up."""
-    task = asyncio.ensure_future(tool.run(**args))
-    task.add_done_callback(lambda done: done.cancelled() or done.exception())  # do not log late errors
-    try:
-        ended, _ = await asyncio.wait({task}, timeout=tool.timeout)
-        return task if ended else None
-    finally:
-        if not task.done():  # too slow, or the caller was cancelled
-            task.cancel()
-            await asyncio.wait({task}, timeout=CLEANUP_SECONDS)
+def _is_ctrl_c(error: BaseException) -> bool:
+    """Whether Ctrl-C raised this, and not a tool: while an event loop handles the signal, it raises nothing."""
+    return (
+        isinstance(error, KeyboardInterrupt)
+        and threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )
 
 
 def _mistake(tools: Mapping[str, Tool], call: ToolCall) -> str | None:
@@ -316,13 +352,18 @@ def _describe(error: BaseException) -> str:
 
 def _text(error: BaseException) -> str:
     try:
-        return str(error)
-    except Exception:
+        return _plain(error)
+    except BaseException:
         return ""
 
 
+def _plain(value: object) -> str:
+    """`str(value)`, and never one of a subclass, whose methods may raise."""
+    return str.__str__(str(value))
+
+
 def _error(message: str) -> str:
-    return f"Error: {message}"[:MAX_ERROR_CHARS]
+    return _clean(f"Error: {message}"[:MAX_ERROR_CHARS])
 
 
 def _cut(text: str, max_chars: int) -> str:

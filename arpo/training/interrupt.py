@@ -9,6 +9,7 @@ import signal
 from collections.abc import Coroutine
 from typing import TypeVar
 
+from arpo.tools.threads import DaemonThreads
 from arpo.trainer.dist import launch
 
 T = TypeVar("T")
@@ -24,6 +25,7 @@ def run_async(work: Coroutine[None, None, T]) -> T:
 
     async def with_signals() -> T:
         loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
+        loop.set_default_executor(DaemonThreads())  # a tool that hangs in a thread must not keep the process alive
 
         def stop(number: signal.Signals) -> None:
             loop.remove_signal_handler(number)  # a second signal takes its default effect

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import os
 import sqlite3
 import statistics
@@ -253,7 +254,7 @@ def foreign(path: Path) -> None:
 def from_the_future(path: Path) -> None:
     ToolCache(path, "on").close()
     connection = sqlite3.connect(path)
-    connection.execute("PRAGMA user_version = 2")
+    connection.execute("PRAGMA user_version = 3")
     connection.commit()
     connection.close()
 
@@ -270,6 +271,39 @@ def test_a_file_that_is_no_cache_is_refused_and_left_alone(spoil: Any, mode: Any
         ToolCache(path, mode)
     assert str(path) in str(error.value)
     assert (path.read_bytes() if path.is_file() else None) == before
+
+
+@pytest.mark.parametrize("mode", ["on", "record"])
+def test_a_file_of_an_older_version_loses_its_faults_and_keeps_its_answers(mode: Any, tmp_path: Path) -> None:
+    with Toolset([look], ToolCache(tmp_path / "c", "record")) as toolset:
+        ask(toolset, "good")
+        assert toolset.cache is not None
+        toolset.cache.put(question("bad"), ToolResult("Error: JSONDecodeError", Fault.MODEL, 0.0))
+    connection = sqlite3.connect(tmp_path / "c", isolation_level=None)
+    connection.execute("PRAGMA user_version = 1")
+    connection.close()
+    with pytest.raises(ArpoError, match="an older version made it; mode on or record brings it up to date"):
+        ToolCache(tmp_path / "c", "replay")
+    ToolCache(tmp_path / "c", mode).close()
+    cache = ToolCache(tmp_path / "c", "replay")
+    assert cache.get(question("bad")) is None
+    assert (cache.get(question("good")) or FINE).text == "good"
+    cache.close()
+
+
+@pytest.mark.parametrize("mode", ["on", "record"])
+def test_a_failure_of_the_tools_own_is_never_stored(mode: Any, tmp_path: Path) -> None:
+    @tool(cacheable=True, retries=0)
+    async def look(word: str) -> str:
+        """Read a reply that is no JSON."""
+        return str(json.loads("<html>502</html>"))
+
+    with Toolset([look], ToolCache(tmp_path / "c", mode)) as toolset:
+        assert [(result.fault, result.cached) for result in ask(toolset, "a", "a")] == [(Fault.INFRA, False)] * 2
+    assert rows(tmp_path / "c") == 0
+    with Toolset([look], ToolCache(tmp_path / "c", "replay")) as toolset:
+        (result,) = ask(toolset, "a")
+        assert (result.fault, "lacks this call" in result.text) == (Fault.INFRA, True)
 
 
 def test_mistakes_of_the_user(tmp_path: Path) -> None:

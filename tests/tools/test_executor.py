@@ -8,6 +8,7 @@ import contextvars
 import gc
 import os
 import random
+import signal
 import sys
 import threading
 import time
@@ -125,12 +126,23 @@ def test_pauses_grow_up_to_a_bound(attempts: int, uniform: float) -> None:
     assert pause_before_retry(attempts, uniform) == pytest.approx(uniform * bound)
 
 
+class OwnBase(BaseException):
+    """Not even an Exception."""
+
+
 @pytest.mark.parametrize(
-    "error", [ToolUnavailable("down"), OSError("down"), TimeoutError("down"), RuntimeError("down")]
-)
-def test_infrastructure_that_stays_down(error: Exception, at_once: None) -> None:
+    "error",
+    [
+        ToolUnavailable("down"), OSError("down"), TimeoutError("down"), RuntimeError("down"),
+        ValueError("down"), TypeError("down"), OverflowError("down"), IndexError("down"), UnicodeError("down"),
+        SystemExit("down"), KeyboardInterrupt("down"), GeneratorExit("down"), asyncio.CancelledError("down"),
+        OwnBase("down"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("quick", [False, True])
+def test_a_broken_tool_is_retried_and_never_the_models_fault(error: BaseException, quick: bool, at_once: None) -> None:
     run, times = failing(error)
-    result = call(make(run, retries=3))
+    result = call(make(run, retries=3, quick=quick))
     assert (result.fault, result.attempts, len(times)) == (Fault.INFRA, 4, 4)
     assert result.text == f"Error: probe is unavailable: {type(error).__name__}: down"
 
@@ -139,22 +151,25 @@ class Unprintable(ToolError):
     """Even its text fails."""
 
     def __str__(self) -> str:
-        raise RuntimeError
+        raise SystemExit
+
+
+class NoText(RuntimeError):
+    """Its text is none."""
+
+    __str__ = Unprintable.__str__
 
 
 @pytest.mark.parametrize(
     ("error", "text"),
     [
         (ToolError("no such city"), "Error: no such city"),
-        (ValueError("bad"), "Error: ValueError: bad"),
-        (KeyError(), "Error: KeyError"),
-        (ValueError("x" * 9000), ("Error: ValueError: " + "x" * 9000)[:500]),
         (ToolError("x" * 9000), "Error: " + "x" * 9000),  # a tool may have much to say of what went wrong
         (ToolError("x" * 30_000), "Error: " + "x" * 19_993 + "\n[output cut: the first 20000 of 30007 characters]"),
         (Unprintable(), "Error: "),
     ],
 )
-def test_bad_input_is_the_models_fault_and_final(error: Exception, text: str) -> None:
+def test_what_the_tool_calls_a_mistake_is_the_models_fault_and_final(error: Exception, text: str) -> None:
     run, times = failing(error)
     result = call(make(run))
     assert (result.text, result.fault, result.attempts, len(times)) == (text, Fault.MODEL, 1, 1)
@@ -165,6 +180,26 @@ def test_a_time_limit_of_the_tool_itself_is_a_timeout_with_its_message() -> None
     result = call(make(run, max_chars=20))
     assert (result.fault, result.attempts, len(times)) == (Fault.TIMEOUT, 1, 1)
     assert result.text == "Error: stopped after\n[output cut: the first 20 of 42 characters]"
+
+
+def test_the_text_of_a_broken_tool_is_bounded() -> None:
+    result = call(make(failing(KeyError("x" * 9000))[0], retries=0))
+    assert result.text == ("Error: probe is unavailable: KeyError: '" + "x" * 9000)[:500]
+    assert call(make(failing(NoText())[0], retries=0)).text == "Error: probe is unavailable: NoText"
+    surrogate = call(make(failing(OSError("\ud800\0"))[0], retries=0))
+    assert surrogate.text == "Error: probe is unavailable: OSError: ?"
+
+
+def test_ctrl_c_is_not_the_tools_where_no_event_loop_handles_it() -> None:
+    async def main() -> None:
+        handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            await call_tool({"probe": make(failing(KeyboardInterrupt())[0], quick=True)}, ToolCall("probe", {}))
+        finally:
+            signal.signal(signal.SIGINT, handler)
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(main())
 
 
 def test_timeout_is_not_retried() -> None:
@@ -257,6 +292,30 @@ def test_output_is_sanitized() -> None:
     cut = call(giving("x" * 11, max_chars=10))
     assert (cut.text, cut.fault) == ("x" * 10 + "\n[output cut: the first 10 of 11 characters]", None)
     assert call(giving("x" * 10, max_chars=10)).text == "x" * 10
+    assert call(giving(None)).text == "None"
+
+
+class Nasty(str):
+    """A text that cannot be used."""
+
+    def __str__(self) -> str:
+        return self
+
+    def __len__(self) -> int:
+        raise SystemExit
+
+    encode = __format__ = __getitem__ = __len__  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_output_that_is_no_text_is_contained(quick: bool) -> None:
+    def giving(value: Any) -> ToolResult:
+        return call(make(lambda: asyncio.sleep(0, value), quick=quick, retries=0))
+
+    assert (giving(Nasty("a\0b")).text, giving(Nasty("")).fault) == ("ab", None)
+    assert giving(Unprintable()).text == "Error: probe is unavailable: SystemExit"
+    assert giving(10**5000).fault is Fault.INFRA  # too many digits to print
+    assert call(make(failing(ToolError(Nasty("a")))[0], quick=quick)).text == "Error: a"
 
 
 # Cancellation.
@@ -447,10 +506,10 @@ def test_a_quick_tool_does_not_yield_to_the_event_loop(mode: Any, tmp_path: Path
 # The toolset.
 
 
-def test_a_toolset_is_a_mapping_and_closes_everything_once() -> None:
+def test_a_toolset_is_a_mapping_and_closes_everything_once(caplog: pytest.LogCaptureFixture) -> None:
     closed: list[str] = []
 
-    def closing(name: str, error: Exception | None = None) -> Callable[[], None]:
+    def closing(name: str, error: BaseException | None = None) -> Callable[[], None]:
         def close() -> None:
             closed.append(name)
             if error is not None:
@@ -468,12 +527,12 @@ def test_a_toolset_is_a_mapping_and_closes_everything_once() -> None:
 
     shared = closing("shared")
     tools = [
-        named("a", closing("a")),
+        named("a", closing("a", SystemExit(1))),
         named("b", closing("b", OSError("stuck"))),
         named("c", None),
         *(named(name, shared) for name in "de"),
     ]
-    with pytest.raises(OSError, match="stuck"), Toolset(tools) as toolset:
+    with Toolset(tools) as toolset:
         assert (list(toolset), len(toolset), toolset["c"], "z" in toolset) == (
             ["a", "b", "c", "d", "e"],
             5,
@@ -482,6 +541,7 @@ def test_a_toolset_is_a_mapping_and_closes_everything_once() -> None:
         )
     toolset.close()
     assert sorted(closed) == ["a", "b", "shared"]
+    assert caplog.messages == ["tool a: its close failed: SystemExit: 1", "tool b: its close failed: OSError: stuck"]
     with pytest.raises(ArpoError, match="two tools are named 'a'"):
         Toolset([tools[0], named("a", None)])
 
