@@ -46,10 +46,13 @@ def require_regular_file(path: Path) -> Path:
 
 def read_limited(path: Path, limit: int = MAX_TEXT_BYTES) -> bytes:
     """The content of a regular file of at most `limit` bytes."""
-    with require_regular_file(path).open("rb") as file:
-        content = file.read(limit + 1)  # not the size that the file system says: that of /proc files is 0
-    if len(content) > limit:
-        raise ArpoError(f"{path}: is larger than {limit / 1e6:.0f} MB, which is more than such a file can have")
+    size = require_regular_file(path).stat().st_size
+    if size <= limit:
+        with path.open("rb") as file:
+            content = file.read(limit + 1)  # more than the size that is said: that of files in /proc is 0
+        size = len(content)
+    if size > limit:
+        raise ArpoError(f"{path}: is larger than {limit / 1e6:,.0f} MB, the limit of such files")
     return content
 
 

@@ -490,7 +490,7 @@ class Sft(Section):
     """Supervised fine-tuning on traces: `arpo sft`."""
 
     data: Text = setting("traces.jsonl", "traces: a .jsonl, .json or .parquet file, or hf:NAME")
-    epochs: int = setting(3, "passes over the traces", ge=1, le=10_000)
+    epochs: int = setting(3, "passes over the traces", ge=1, le=1000)
     batch_tokens: int = setting(
         32768, "tokens per optimizer step, prompts and tool results included", ge=1, le=MAX_BATCH_TOKENS
     )

@@ -2,23 +2,25 @@
 
 Guarantees: JSON lines and Parquet are streamed. A source that cannot be read is an `ArpoError` that says what to do.
 No code of a data set is executed. A row knows its place in the source; a line that is not JSON is an error of that row.
-Not covered: folders of files, compressed files.
+Only regular files are read, and no line is longer than `MAX_LINE_BYTES`.
+Not covered: folders of files, compressed files, rows of a Parquet file that unpack to more than fits into memory.
 """
 
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from arpo.config.files import expand_user
+from arpo.config.files import expand_user, parse_json, read_limited, require_regular_file
 from arpo.errors import ArpoError
 
 HUB = "hf:"
 MAX_PROBLEMS_SHOWN = 20
+MAX_LINE_BYTES = 2**26
+MAX_FILE_BYTES = 2**30  # of a file that is read at once; JSON lines and Parquet are streamed
 
 
 class RawRow(NamedTuple):
@@ -39,8 +41,8 @@ class RawRow(NamedTuple):
         value = self.value
         if isinstance(value, bytes):
             try:
-                value = json.loads(value.decode())
-            except (ValueError, RecursionError) as error:
+                value = parse_json(value.decode())
+            except ValueError as error:
                 raise ValueError(f"not JSON ({error})") from None
         if not isinstance(value, dict):
             raise ValueError(f"expected a JSON object, got {type(value).__name__}")
@@ -86,7 +88,7 @@ def refuse_bad_rows(source: str, what: str, kept: Sequence[object], problems: Se
 def reading(path: str | Path, expected: str) -> Iterator[Path]:
     """Yields the path with ~ expanded; file errors inside become an `ArpoError` that names the path."""
     try:
-        yield expand_user(path)
+        yield require_regular_file(expand_user(path))
     except FileNotFoundError:
         raise ArpoError(f"{path}: there is no such file (relative paths start in {Path.cwd()})") from None
     except IsADirectoryError:
@@ -99,7 +101,7 @@ def read_text(path: str, expected: str) -> str:
     """The text of a file; `expected` says in messages what it should hold."""
     with reading(path, expected) as file:
         try:
-            return file.read_bytes().decode("utf-8-sig")
+            return read_limited(file, MAX_FILE_BYTES).decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise ArpoError(f"{path}: cannot be read as UTF-8 text: {error}") from None
 
@@ -107,8 +109,13 @@ def read_text(path: str, expected: str) -> str:
 def _json_lines(path: str) -> Iterator[RawRow]:
     with reading(path, "JSON lines") as place, place.open("rb") as file:
         size, done = max(1, place.stat().st_size), 0
-        for number, line in enumerate(file, 1):  # only \n ends a line: JSON text may hold other line separators
+        # Only \n ends a line: JSON text may hold other line separators.
+        for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), 1):
             done += len(line)
+            if len(line) > MAX_LINE_BYTES:
+                raise ArpoError(
+                    f"{path}: line {number} is longer than {MAX_LINE_BYTES / 1e6:.0f} MB; each row is a line of JSON"
+                )
             line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
             if line.strip():
                 yield RawRow("line", number, line, done / size)
@@ -116,8 +123,8 @@ def _json_lines(path: str) -> Iterator[RawRow]:
 
 def _json_list(path: str) -> Iterator[RawRow]:
     try:
-        rows = json.loads(read_text(path, "JSON"))
-    except (ValueError, RecursionError) as error:
+        rows = parse_json(read_text(path, "JSON"))
+    except ValueError as error:
         raise ArpoError(f"{path}: expected a JSON list of rows (JSON lines end in .jsonl): {error}") from None
     if not isinstance(rows, list):
         raise ArpoError(f"{path}: expected a JSON list of rows, got {type(rows).__name__}")

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from arpo.config.files import parse_json, read_limited, require_regular_file
 from arpo.config.loading import differences
 from arpo.errors import ArpoError
 from arpo.rewards import fault_metrics, unjudged
@@ -100,7 +101,7 @@ class SampleStore:
         if not path.exists():
             return found
         size = 0
-        with path.open("rb") as file:
+        with require_regular_file(path).open("rb") as file:
             for number, line in enumerate(file, 1):
                 if not line.endswith(b"\n"):
                     break
@@ -157,7 +158,7 @@ def require_same_settings(directory: Path, settings: Mapping[str, Any]) -> None:
             raise ArpoError(f"{directory}: is not empty and holds no evaluation; choose another --out")
         return
     try:
-        changed = differences(json.loads(path.read_bytes()), json.loads(json.dumps(settings)))
+        changed = differences(parse_json(read_limited(path)), json.loads(json.dumps(settings)))
     except (ValueError, AttributeError):
         raise ArpoError(f"{path}: is damaged; choose another --out") from None
     if changed:

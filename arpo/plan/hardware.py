@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import os
 import time
-import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from arpo.config.files import expand_user
+from arpo.config.files import expand_user, parse_toml, read_limited
 from arpo.errors import ArpoError
 
 
@@ -112,7 +111,7 @@ def find_hardware(name: str, hidden: int = 1024, intermediate: int = 4096) -> Ha
 def read_hardware(path: Path) -> Hardware:
     """Hardware from a TOML file: `base = "h100"` and the differences, or everything."""
     try:
-        values: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+        values: dict[str, Any] = parse_toml(read_limited(path).decode())
     except FileNotFoundError:
         raise ArpoError(f"{path}: no such file") from None
     except (OSError, ValueError) as error:

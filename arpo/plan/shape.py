@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from arpo.config.files import expand_user
+from arpo.config.files import expand_user, parse_json, read_limited
 from arpo.errors import ArpoError
 
 
@@ -105,7 +105,7 @@ def find_shape(model: str) -> Shape:
             "Qwen3-14B, or a directory with a Hugging Face config.json"
         )
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = parse_json(read_limited(path).decode())
     except (OSError, ValueError) as error:
         raise ArpoError(f"{path}: cannot be read: {error}") from None
     return shape_from_config(path.parent.name or model, values)

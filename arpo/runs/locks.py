@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import IO
 
+from arpo.config.files import require_regular_file
 from arpo.errors import ArpoError
 from arpo.runs.storage import writing
 
@@ -23,6 +24,8 @@ def acquire_lock(directory: Path, what: str = "run", option: str = "run.dir") ->
     """Lock a directory until the returned file is closed; ArpoError if another process holds the lock."""
     path = directory / LOCK_FILE
     try:
+        if path.exists():
+            require_regular_file(path)
         file = path.open("a+", encoding="ascii")
         for left in reversed(range(TRIES)):
             try:
@@ -49,10 +52,10 @@ def acquire_lock(directory: Path, what: str = "run", option: str = "run.dir") ->
 def is_live(directory: Path) -> bool:
     """Whether a process holds the lock."""
     try:
-        with (directory / LOCK_FILE).open("rb") as file:
+        with require_regular_file(directory / LOCK_FILE).open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:
+    except (OSError, ArpoError):
         return False
     return False

@@ -28,6 +28,7 @@ from itertools import count
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from arpo.config.files import parse_json, read_limited, require_regular_file
 from arpo.errors import ArpoError
 from arpo.runs.locks import LOCK_FILE, acquire_lock
 from arpo.runs.storage import writing
@@ -106,13 +107,13 @@ class RunDir:
     def read_metrics(self) -> list[dict[str, Any]]:
         """All records without a truncated last line; any other damage is an error."""
         path = self.directory / METRICS_FILE
-        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+        lines = require_regular_file(path).read_bytes().split(b"\n")[:-1] if path.exists() else []
         return [_parse_line(path, number, line) for number, line in enumerate(lines, 1)]
 
     def metrics_since(self, offset: int = 0) -> MetricsChunk:
         """The whole lines from this byte on; all lines if none begins there."""
         try:
-            with (self.directory / METRICS_FILE).open("rb") as file:
+            with require_regular_file(self.directory / METRICS_FILE).open("rb") as file:
                 inode = os.fstat(file.fileno()).st_ino
                 file.seek(max(0, offset - 1))
                 if offset > 0 and file.read(1) != b"\n":
@@ -162,7 +163,7 @@ class RunDir:
     def _read_frames(self, step: int, entries: Sequence[TreeEntry]) -> list[ScoredTree]:
         path, trees = self.tree_files(step)[0], []
         try:
-            with path.open("rb") as file:
+            with require_regular_file(path).open("rb") as file:
                 for entry in entries:
                     file.seek(entry.offset)
                     trees.append(unpack_tree(file.read(entry.length)))
@@ -313,15 +314,15 @@ def open_run_dir(directory: Path, write: bool = False) -> RunDir:
     lock = acquire_lock(directory)
     metrics = directory / METRICS_FILE
     if metrics.exists():  # remove a truncated last line before anything is appended
-        os.truncate(metrics, metrics.read_bytes().rfind(b"\n") + 1)
+        os.truncate(metrics, require_regular_file(metrics).read_bytes().rfind(b"\n") + 1)
     return RunDir(directory, lock)
 
 
 def is_run_dir(directory: Path) -> bool:
     """Whether a directory holds a run. Models have a config.json, too; that of a run has our settings."""
     try:
-        return "rollout" in json.loads((directory / CONFIG_FILE).read_bytes())
-    except (OSError, ValueError, TypeError, RecursionError):
+        return "rollout" in parse_json(read_limited(directory / CONFIG_FILE))
+    except (OSError, ValueError, TypeError, ArpoError):
         return False
 
 
@@ -376,13 +377,13 @@ def _dump(value: Any) -> bytes:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file; ArpoError if it is damaged."""
-    return _parse_line(path, 1, path.read_bytes())
+    return _parse_line(path, 1, require_regular_file(path).read_bytes())
 
 
 def _parse_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
+        value = parse_json(line)
+    except ValueError:
         value = None
     if not isinstance(value, dict):
         raise ArpoError(f"{path}: line {number} is damaged: {line[:60]!r}")

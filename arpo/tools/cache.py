@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 from urllib.parse import quote
 
-from arpo.config.files import expand_user
+from arpo.config.files import expand_user, require_regular_file
 from arpo.errors import ArpoError
 from arpo.tools.base import Tool, ToolUnavailable
 from arpo.types import Fault, ToolResult
@@ -80,6 +80,8 @@ class ToolCache:
             raise ArpoError(f"{self.path}: there is no recording to replay; make one with mode record")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            if self.path.exists():
+                require_regular_file(self.path)
             self._writer = None if mode == "replay" else _open_writer(self.path)
             self._reader = _open_reader(self.path)
         except (OSError, sqlite3.OperationalError) as error:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from arpo.config.files import parse_json, read_limited
 from arpo.errors import ArpoError
 from arpo.models import lora
 from arpo.models.save import save_pretrained
@@ -37,10 +38,10 @@ def save_checkpoint(trainer: Trainer, step: int, directory: Path) -> None:
 def load_checkpoint(trainer: Trainer, directory: Path) -> int:
     """Restore optimizer state into `trainer`, whose model was loaded from `directory`/model; returns the step."""
     try:
-        state = json.loads((directory / "state.json").read_text())
+        state = parse_json(read_limited(directory / "state.json"))
         step, optimizer_steps = int(state["step"]), int(state["optimizer_steps"])
         trainer.load_optimizer(directory)
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, SafetensorError) as error:
         raise ArpoError(f"the checkpoint {directory} is damaged: {error}") from error
     trainer.optimizer.steps = optimizer_steps
     return step

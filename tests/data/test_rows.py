@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from questions import rows, verl
 
 from arpo.config.schema import Data, Mix
-from arpo.data.rows import MAX_PROBLEMS_SHOWN
+from arpo.data.rows import MAX_LINE_BYTES, MAX_PROBLEMS_SHOWN
 from arpo.data.tasks import Columns, load_tasks, lookup, read_tasks, text_after
 from arpo.errors import ArpoError
 from arpo.types import Task
@@ -89,6 +89,22 @@ def test_a_missing_file(tmp_path: Path) -> None:
 
 def test_a_directory(tmp_path: Path) -> None:
     assert complaint(str(tmp_path)) == f"{tmp_path}: is a directory, expected a file of JSON lines"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("a.jsonl", "line 1 is longer than 67 MB"), ("a.json", "is larger than")]
+)
+def test_a_line_and_a_file_have_a_largest_size(tmp_path: Path, name: str, message: str) -> None:
+    with (tmp_path / name).open("wb") as file:
+        file.truncate(2**40)  # zeros without a newline, which take no room on the disk
+    with pytest.raises(ArpoError, match=rf"{name}: {message}"):
+        load_tasks(str(tmp_path / name), Columns())
+
+
+def test_the_longest_line(tmp_path: Path) -> None:
+    row = b'{"question": "a", "answer": "b"'
+    (tmp_path / "a.jsonl").write_bytes(row + b" " * (MAX_LINE_BYTES - len(row) - 2) + b"}\n" + row + b"}")
+    assert [task.id for task in load_tasks(str(tmp_path / "a.jsonl"), Columns()).tasks] == ["a.jsonl:1", "a.jsonl:2"]
 
 
 def test_a_file_that_is_not_utf8(tmp_path: Path) -> None:

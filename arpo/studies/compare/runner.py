@@ -36,7 +36,7 @@ from arpo.errors import ArpoError
 from arpo.figures.text import printable
 from arpo.runs.locks import acquire_lock
 from arpo.runs.reporter import SILENT, Progress, Reporter
-from arpo.runs.run_dir import is_run_dir, open_run_dir, write_atomically
+from arpo.runs.run_dir import is_run_dir, open_run_dir, read_json, write_atomically
 from arpo.studies.compare.stats import Comparison, Point, TrialResult
 
 COLD_START = "cold-start"
@@ -90,8 +90,7 @@ class ComparisonPlan:
 
     def result(self, algorithm: str, seed: int) -> dict[str, Any]:
         """The result.json of a finished run."""
-        found: dict[str, Any] = json.loads((self.directory(algorithm, seed) / "result.json").read_bytes())
-        return found
+        return read_json(self.directory(algorithm, seed) / "result.json")
 
     def has_result(self, algorithm: str, seed: int) -> bool:
         """Whether a run is finished."""
@@ -177,8 +176,8 @@ def _write_identity(plan: ComparisonPlan) -> None:
     identity: dict[str, Any] = {name: getattr(plan, name) for name in ("match", "budget", "baseline", "samples")}
     identity["settings"] = load_config(plan.config, plan.overrides).resolved()
     if path.exists():
-        before = json.loads(path.read_bytes())
-        before["settings"] = config_from_resolved(before["settings"]).resolved()  # settings may have been added
+        before = read_json(path)
+        before["settings"] = config_from_resolved(before.get("settings", {})).resolved()  # settings may have been added
         if changed := [key for key in identity if before.get(key) != identity[key]]:
             raise ArpoError(
                 f"{plan.out} holds a comparison with other {', '.join(changed)}: use the same values, or choose "
@@ -258,7 +257,7 @@ class _Runner:
         plan, trained = self.plan, algorithm != COLD_START
         directory, config = plan.directory(algorithm, seed), plan.settings(algorithm if trained else None, seed, *more)
         if plan.has_result(algorithm, seed):
-            before = config_from_resolved(json.loads((directory / "config.json").read_bytes())).resolved()
+            before = config_from_resolved(read_json(directory / "config.json")).resolved()
             if changed := differences(before, config.resolved()):
                 head, hint = f"{directory} was made with other settings:", "move it away, or choose another --out"
                 raise ArpoError("\n".join([head, *changed, hint]))

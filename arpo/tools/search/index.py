@@ -9,7 +9,6 @@ Not covered: adding or removing passages (rebuild the index); damage inside a fi
 
 from __future__ import annotations
 
-import json
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from arpo.config.files import expand_user
+from arpo.config.files import expand_user, parse_json, read_limited
 from arpo.errors import ArpoError
 from arpo.tools.search.bm25 import Bm25, Longs
 from arpo.tools.search.dense import EMBEDDINGS, Dense, Embedder
@@ -106,10 +105,10 @@ def open_index(directory: str | Path, device: str = "auto") -> Index:
 
 def _manifest(folder: Path) -> dict[str, Any]:
     try:
-        manifest = json.loads((folder / MANIFEST).read_bytes())
+        manifest = parse_json(read_limited(folder / MANIFEST))
     except (FileNotFoundError, NotADirectoryError):
         raise ArpoError(f"{folder} is not a search index; build one with `arpo index build CORPUS -o DIR`") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise ArpoError(f"cannot read {folder / MANIFEST}: {error}") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or "files" not in manifest:
         raise ArpoError(f"{folder} was not built by this version of arpo; rebuild the index")
