@@ -175,7 +175,7 @@ class Tools(Section):
         "bm25", "how an index folder is searched; dense and hybrid need one built with --dense"
     )
     search_results: int = setting(2, "documents in one search result", ge=1, le=1000)
-    timeout: float = setting(10.0, "time limit of one call, in seconds", gt=0)
+    timeout: float = setting(10.0, "time limit of one call, in seconds", gt=0, le=86_400)  # the sandbox takes no more
     max_result_tokens: int = setting(512, "longer tool results are cut to this many tokens", ge=1, le=1_000_000)
     python_memory_mb: int = setting(512, "memory limit of one execution of code, in MB", ge=16, le=2**20)
     python_blocks: bool = setting(False, "wait for each execution on the event loop: slower, but runs are reproducible")

@@ -15,6 +15,7 @@ from arpo.config.schema import Config
 from arpo.errors import ArpoError
 from arpo.tools.build import build_tools
 from arpo.tools.executor import Toolset, call_tool
+from arpo.tools.sandbox.sandbox import MAX_SECONDS
 from arpo.tools.search import build_index
 from arpo.types import Fault, ToolCall
 
@@ -97,3 +98,9 @@ def test_a_recording_is_replayed_without_a_call(documents: Path, tmp_path: Path)
         assert said(box, "search", query="kip salt") == told
         unknown = asyncio.run(call_tool(box, ToolCall("search", {"query": "zor"})))
         assert (unknown.fault, "recording" in unknown.text) == (Fault.INFRA, True)
+
+
+def test_a_time_limit_that_the_sandbox_would_refuse_is_refused_at_the_start() -> None:
+    assert configured(f"tools.timeout={MAX_SECONDS}").tools.timeout == MAX_SECONDS
+    with pytest.raises(ArpoError, match=r"tools.timeout: got 100000, expected number > 0 and <= 86400"):
+        configured("tools.timeout=100000")

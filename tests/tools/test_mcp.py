@@ -32,7 +32,7 @@ from mcp_server import RAW_TOOLS, sdk_server
 
 import arpo.tools.mcp.server as module
 from arpo.errors import ArpoError
-from arpo.tools.base import ToolError, ToolUnavailable
+from arpo.tools.base import ToolTimeout, ToolUnavailable
 from arpo.tools.executor import Toolset, call_tool
 from arpo.tools.mcp import connect_mcp
 from arpo.tools.mcp.server import McpServer
@@ -428,7 +428,7 @@ def test_a_call_that_hangs_is_cut_off_and_the_others_go_on(good: McpServer) -> N
 @pytest.mark.slow
 def test_direct_calls_of_a_tool_time_out_too(monkeypatch: pytest.MonkeyPatch, hurried: None) -> None:
     monkeypatch.setattr(module, "SLACK_SECONDS", 0.0)
-    with raw(timeout=0.3) as server, pytest.raises(ToolError, match=r"stuck took longer than 0.3 seconds"):
+    with raw(timeout=0.3) as server, pytest.raises(ToolTimeout, match=r"stuck took longer than 0.3 seconds"):
         run(server, "stuck")
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from arpo.tools.base import ToolError, ToolTimeout
 from arpo.tools.executor import Toolset, call_tool
-from arpo.tools.python.tool import build_python, format_result
+from arpo.tools.python.tool import MAX_CODE, build_python, format_result
+from arpo.tools.sandbox import zygote
 from arpo.tools.sandbox.sandbox import Sandbox, SandboxResult
 from arpo.types import Fault, ToolCall, ToolResult
 
@@ -136,3 +138,16 @@ def test_many_callers_share_the_workers(sandbox: Sandbox) -> None:
 
     assert [result.text for result in asyncio.run(all_of_them())] == [str(n + 1) for n in range(60)]
     assert toolset.stats()["python"].calls == 60
+
+
+def test_limits_that_the_sandbox_refuses_are_not_the_models_fault(sandbox: Sandbox) -> None:
+    for blocking in (True, False):
+        toolset = Toolset([replace(build_python(sandbox, timeout=100_000.0, blocking=blocking), retries=0)])
+        result = ask(toolset, "1")
+        assert (result.fault, "between 0 and 86400 seconds" in result.text) == (Fault.INFRA, True)
+
+
+def test_code_that_is_too_long_is_the_models_fault(sandbox: Sandbox) -> None:
+    result = ask(Toolset([build_python(sandbox)]), "#" * (MAX_CODE + 1))
+    assert (result.text, result.fault) == ("Error: the code is longer than 200000 characters", Fault.MODEL)
+    assert 4 * MAX_CODE <= zygote.MAX_CODE  # whatever the characters, the sandbox takes it

@@ -13,15 +13,20 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
 from arpo.errors import ArpoError
+from arpo.tools import executor
 from arpo.tools.base import Tool, ToolUnavailable
+from arpo.tools.cache import ToolCache
+from arpo.tools.executor import Toolset
 from arpo.tools.search import PROVIDERS, Document, build_search, http_search, web_search
 from arpo.tools.search import remote as remote_module
+from arpo.types import Fault, ToolCall
 
 KEY = "sk-secret-4711"
 
@@ -164,6 +169,22 @@ def test_hits_without_text(server: Server, hits: list[Any]) -> None:
 def test_answers_that_are_not_json(server: Server, body: bytes) -> None:
     server.body = body
     assert failure(http_search(server.url)) == f"{server.url} did not answer with JSON"
+
+
+@pytest.mark.parametrize("status", [200, 502])
+def test_an_error_page_in_place_of_json_is_retried_and_not_cached(
+    server: Server, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executor, "FIRST_PAUSE_SECONDS", 0.0)
+    server.status, server.body = status, b"<html>502 Bad Gateway</html>"
+    call = ToolCall("search", {"query": "mira tolven"})
+    with Toolset([http_search(server.url)], ToolCache(tmp_path / "c", "on")) as toolset:
+        result = asyncio.run(toolset.call(call))
+        assert (result.fault, result.attempts, len(server.requests)) == (Fault.INFRA, 3, 3)
+        server.status = 200
+        server.answer({"result": [[{"document": {"contents": "Mira\nleads it"}}]]})
+        result = asyncio.run(toolset.call(call))
+        assert (result.fault, result.cached) == (None, False)
 
 
 def test_replies_that_are_too_large(server: Server) -> None:

@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 
 from arpo.errors import ArpoError
-from arpo.tools.base import CHARS_PER_TOKEN, Tool, ToolError, ToolUnavailable, tool
+from arpo.tools.base import CHARS_PER_TOKEN, Tool, ToolError, ToolTimeout, ToolUnavailable, tool
 from arpo.tools.browse.condense import CONDENSE_SECONDS, Condenser
 from arpo.tools.browse.fetch import Fetcher, Page, Resolver, system_resolver
 from arpo.tools.browse.reader import fit, replace_surrogates, shorten
@@ -101,7 +101,9 @@ async def parse_page(page: Page, question: str, max_chars: int) -> tuple[str, st
             process.stdin.close()
             line = await process.stdout.readline()
             await process.wait()
-    except (TimeoutError, ValueError):
+    except TimeoutError:
+        raise ToolTimeout(f"reading the page took longer than {READ_SECONDS:g} seconds") from None
+    except ValueError:
         pass
     finally:
         with contextlib.suppress(ProcessLookupError):

@@ -41,7 +41,7 @@ from mcp.shared.message import SessionMessage
 from pydantic import TypeAdapter, ValidationError
 
 from arpo.errors import ArpoError
-from arpo.tools.base import Tool, ToolError, ToolUnavailable
+from arpo.tools.base import Tool, ToolError, ToolTimeout, ToolUnavailable
 from arpo.types import ToolSpec
 
 MAX_TOOLS = 1000
@@ -182,7 +182,7 @@ class _ConnectionManager:
             raise ToolUnavailable(f"{self.title}: {error.message}{connection.notes()}") from None
         except TimeoutError:
             self._check_soon(connection)
-            raise ToolError(f"{name} took longer than {self.params.timeout:g} seconds") from None
+            raise ToolTimeout(f"{name} took longer than {self.params.timeout:g} seconds") from None
         except asyncio.CancelledError:
             self._check_soon(connection)
             raise
