@@ -3,6 +3,7 @@ adapter. Everything that can go wrong is an ArpoError that says what to do."""
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -52,7 +53,20 @@ def load_model(settings: Model) -> tuple[Any, Any]:
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Dropout) and module.p > 0:
             raise ArpoError(f"model.path: {path!r} has dropout ({name}): its log-probs would not be reproducible")
-    return model.to(pick_device(settings.device)).eval(), tokenizer
+    return own_memory(model.to(pick_device(settings.device))).eval(), tokenizer
+
+
+def own_memory(model: Any) -> Any:
+    """Copy what lies in CPU memory to memory that torch allocated; returns the model.
+
+    Weights from a file are views of the mapped file and start at any address. Matrix products round differently
+    depending on that, so a resumed run would drift from an undisturbed one, and truncating the file would end the
+    process.
+    """
+    for tensor in itertools.chain(model.parameters(), model.buffers()):
+        if tensor.device.type == "cpu":
+            tensor.data = tensor.data.clone()
+    return model
 
 
 def load_trainable(settings: Model, train: Train, seed: int) -> tuple[Any, Any]:

@@ -77,7 +77,7 @@ class LocalSampler:
     ) -> Evaluation:
         """The evaluation of the current weights on these tasks."""
         context, config = self.context, self.context.config
-        return await evaluate(
+        evaluation = await evaluate(
             context.agent,
             tasks,
             seeds,
@@ -88,6 +88,8 @@ class LocalSampler:
             slots,
             on_tree,
         )
+        context.agent.engine.stats()  # starts the counters anew: an evaluation belongs to no training step
+        return evaluation
 
     def step_metrics(self, step: int) -> dict[str, float]:
         """The counters of the engine since the last call."""

@@ -102,6 +102,7 @@ class Server(ThreadingHTTPServer):
     """Serves one folder."""
 
     daemon_threads = True
+    request_queue_size = 1024  # connections that wait to be accepted; beyond it, clients wait for seconds or are reset
 
     def __init__(self, folder: Folder, host: str, port: int) -> None:
         family, address = _address(host, port)

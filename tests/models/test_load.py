@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 import sys
 import time
@@ -235,3 +236,14 @@ def test_a_hub_name_without_a_network_fails_at_once(monkeypatch: pytest.MonkeyPa
 def test_a_directory_needs_no_network(base: Path, adapter: Path, lookups: list[Any]) -> None:
     load_model(Model(path=str(base), adapter=str(adapter), device="cpu"))
     assert lookups == []
+
+
+def test_no_weight_is_a_view_of_the_file(base: Path, tmp_path: Path) -> None:
+    """The file may change, and where its tensors begin does not change how products are rounded."""
+    moved = tmp_path / "model"
+    shutil.copytree(base, moved)
+    weights = load((base / "model.safetensors").read_bytes())
+    save_file(weights, moved / "model.safetensors", {"format": "pt", "moves what follows": "by eight bytes or more"})
+    model, _ = load_model(Model(path=str(moved), device="cpu"))
+    assert str(moved) not in Path("/proc/self/maps").read_text()
+    assert {tensor.data_ptr() % 64 for tensor in (*model.parameters(), *model.buffers())} == {0}

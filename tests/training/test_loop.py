@@ -147,10 +147,10 @@ def test_evaluations_on_the_way_are_logged_and_change_nothing(model_path: Path, 
     run_to_the_end(config_for(model_path, tmp_path / "plain"))
     run_to_the_end(config_for(model_path, tmp_path / "tested", "eval.every=2"))
     rows = read_run(tmp_path / "tested").read_metrics()
-    tested = [(row["step"], "test_accuracy" in row) for row in rows]
-    assert tested == [(1, False), (2, True), (3, False), (4, True)]
-    a, b = (what_it_left(tmp_path / name)[0] for name in ("plain", "tested"))
+    assert [(row["step"], "test_accuracy" in row) for row in rows] == [(1, False), (2, True), (3, False), (4, True)]
+    (a, plain, _), (b, tested, _) = (what_it_left(tmp_path / name) for name in ("plain", "tested"))
     assert all(torch.equal(a[name], b[name]) for name in a)
+    assert plain == [{key: row[key] for key in row if not key.startswith("test_")} for row in tested]
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -836,3 +837,9 @@ def test_the_benchmark_runs() -> None:
     done = subprocess.run(given, capture_output=True, text=True, check=True)
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["steps"] == 3 and found["tree_seconds"] > 0 and found["start_seconds"] > 0
+
+
+def test_a_crowd_can_connect_before_anyone_is_answered(tmp_path: Path) -> None:
+    with build_server(Folder(tmp_path), "127.0.0.1", 0) as server, ExitStack() as connections:
+        for _ in range(100):  # nothing is accepted; a short queue would let clients wait until they give up
+            connections.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=20))
