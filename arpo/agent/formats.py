@@ -25,6 +25,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
+from arpo.agent.chat_template import Chat, render_chats
 from arpo.errors import ArpoError
 from arpo.types import ToolCall, ToolSpec
 
@@ -34,6 +35,28 @@ PROTOCOL_TAGS = ("think", "answer", "result", "tool_call", "tool_response")
 ANSWER_STOP = "</answer>"
 CUT_NOTE = " [cut]"
 _SLOT_1, _SLOT_2 = "@@slot-1@@", "@@slot-2@@"  # placeholders for content in a rendered chat template; never encoded
+_GAP = "\n\n"  # between instructions and question, where both are the user's message
+
+
+def _chats() -> dict[str, Chat]:
+    """Every chat from which the texts around content are taken."""
+    system, user = {"role": "system", "content": _SLOT_1}, {"role": "user", "content": _SLOT_2}
+    talk = [{"role": "user", "content": "..."}, {"role": "assistant", "content": _SLOT_1}]
+    tagged = f"<tool_response>\n{_SLOT_2}\n</tool_response>"
+    return {
+        "system and user": ([system, user], True),
+        "system and user, no turn": ([system, user], False),
+        "user, no turn": ([user], False),
+        "combined": ([{"role": "user", "content": f"{_SLOT_1}{_GAP}{_SLOT_2}"}], True),
+        "user": ([{"role": "user", "content": f"{_SLOT_1}{_SLOT_2}"}], True),
+        "tool result": ([*talk, {"role": "tool", "content": _SLOT_2}], True),
+        "tool result of the user": ([*talk, {"role": "user", "content": tagged}], True),
+        "next question": ([*talk, user], True),
+        "answer, no turn": (talk, False),
+    }
+
+
+_CHATS = _chats()
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +147,7 @@ class JsonFormat(CallFormat):
         return f"<tool_call>\n{body}\n</tool_call>"
 
     def wrapper(self, tokenizer: Any) -> tuple[str, str]:
-        return _turn_wrapper(tokenizer, repr(getattr(tokenizer, "chat_template", None)))
+        return _turn_wrapper(tokenizer)
 
 
 def build_format(name: str, specs: Sequence[ToolSpec]) -> CallFormat:
@@ -155,11 +178,10 @@ def encode_prompt(tokenizer: Any, question: str, system: str) -> tuple[int, ...]
     If the chat template handles the system role by writing nothing for it, the instructions are left out.
     """
     system = "" if _ignores_system(tokenizer) else system
-    gap = "\n\n" if system else ""
+    gap = _GAP if system else ""
     if getattr(tokenizer, "chat_template", None):
-        separate = [{"role": "system", "content": _SLOT_1}, {"role": "user", "content": _SLOT_2}]
-        combined = [{"role": "user", "content": f"{_SLOT_1}{gap}{_SLOT_2}"}]
-        pieces = (_pieces(tokenizer, separate) if system else None) or _pieces(tokenizer, combined)
+        names = ("system and user", "combined") if system else ("user",)
+        pieces = next(filter(None, (_pieces(tokenizer, name) for name in names)), None)
         if pieces is None:
             raise ArpoError("the tokenizer's chat template cannot render a user message; give it another template")
         before, between, after = pieces
@@ -176,7 +198,7 @@ def encode_follow_up(tokenizer: Any, history: Sequence[int], question: str) -> t
 
     None if the chat template does not mark the end of a model's turn, so that no question can follow an answer.
     """
-    pieces = _follow_up_pieces(tokenizer, repr(getattr(tokenizer, "chat_template", None)))
+    pieces = _follow_up_pieces(tokenizer)
     if pieces is None:
         return None
     between, after = (_ids(tokenizer, piece) for piece in pieces)
@@ -281,48 +303,38 @@ def _instructions(tools: Iterable[str], how: str) -> str:
 
 def _ignores_system(tokenizer: Any) -> bool:
     """Whether the chat template accepts a system message and writes nothing for it."""
-    user = {"role": "user", "content": _SLOT_2}
-    with_system = [{"role": "system", "content": _SLOT_1}, user]
-    try:
-        texts = [tokenizer.apply_chat_template(talk, tokenize=False) for talk in (with_system, [user])]
-    except Exception:  # no template, or one that refuses the role
+    if not getattr(tokenizer, "chat_template", None):
         return False
-    return "system" in tokenizer.chat_template and texts[0] == texts[1]
+    texts = render_chats(tokenizer, _CHATS)
+    with_system = texts["system and user, no turn"]
+    return with_system is not None and "system" in tokenizer.chat_template and with_system == texts["user, no turn"]
 
 
-def _pieces(tokenizer: Any, messages: list[dict[str, str]]) -> tuple[str, str, str] | None:
+def _pieces(tokenizer: Any, chat: str) -> tuple[str, str, str] | None:
     """The chat template's text before, between and after the two slots; None if it raises or drops one."""
-    try:
-        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except Exception:  # templates may raise anything
-        return None
+    text = render_chats(tokenizer, _CHATS)[chat] or ""
     before, _, rest = text.partition(_SLOT_1)
     between, found, after = rest.partition(_SLOT_2)
     return (before, between, after) if found and text.count(_SLOT_1) == text.count(_SLOT_2) == 1 else None
 
 
-@lru_cache(maxsize=8)
-def _turn_wrapper(tokenizer: Any, template: str) -> tuple[str, str]:
-    """The text from the end of a turn to a tool's text, and from there to the next turn; `template` keys the cache."""
-    tagged = f"<tool_response>\n{_SLOT_2}\n</tool_response>"
+def _turn_wrapper(tokenizer: Any) -> tuple[str, str]:
+    """The text from the end of a turn to a tool's text, and from there to the next turn."""
     if getattr(tokenizer, "chat_template", None):
-        talk = [{"role": "user", "content": "..."}, {"role": "assistant", "content": _SLOT_1}]
-        for role, content in (("tool", _SLOT_2), ("user", tagged)):
-            pieces = _pieces(tokenizer, [*talk, {"role": role, "content": content}])
+        for chat in ("tool result", "tool result of the user"):
+            pieces = _pieces(tokenizer, chat)
             if pieces is not None:
                 return pieces[1:]
-    before, _, after = f"\n{tagged}\n".partition(_SLOT_2)
-    return before, after
+    return "\n<tool_response>\n", "\n</tool_response>\n"
 
 
-@lru_cache(maxsize=8)
-def _follow_up_pieces(tokenizer: Any, template: str) -> tuple[str, str] | None:
-    """The text between a turn and the user's next message, and after that message; `template` keys the cache."""
-    talk = [{"role": "user", "content": "..."}, {"role": "assistant", "content": _SLOT_1}]
-    pieces = _pieces(tokenizer, [*talk, {"role": "user", "content": _SLOT_2}])
-    if pieces is None or not tokenizer.apply_chat_template(talk, tokenize=False).partition(_SLOT_1)[2].strip():
+def _follow_up_pieces(tokenizer: Any) -> tuple[str, str] | None:
+    """The text between a turn and the user's next message, and after that message."""
+    if not getattr(tokenizer, "chat_template", None):
         return None
-    return pieces[1:]
+    pieces = _pieces(tokenizer, "next question")
+    answered = render_chats(tokenizer, _CHATS)["answer, no turn"] or ""
+    return pieces[1:] if pieces is not None and answered.partition(_SLOT_1)[2].strip() else None
 
 
 @lru_cache(maxsize=8)

@@ -1,0 +1,118 @@
+"""Renders a chat template in a process of its own, with limits on CPU time and memory.
+
+    python template_worker.py CPU_SECONDS MEMORY_BYTES MAX_TEXT < request.json > reply.json
+
+The request has the `template`, the special `tokens`, and `chats`: lists of messages, each with whether a generation
+prompt is added. The reply has a text for each chat, or null where the template raised an error. A text of more than
+MAX_TEXT characters takes too much memory.
+
+Guarantees: the process ends when a limit is reached. A template can import nothing, and cannot open a file, start a
+program or connect. It sees what Hugging Face templates expect: `raise_exception`, `strftime_now`, `tojson` without HTML
+escapes, loop controls and the `generation` tag.
+Not covered: bugs of the interpreter. This file imports nothing of the package.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from datetime import datetime
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+_FORBIDDEN = ("open", "os.", "subprocess.", "socket.", "ctypes.", "shutil.", "import")
+
+
+class _Generation(Extension):
+    """`{% generation %}`, which marks what a model wrote; here it has no effect on the text."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+class _Attributes(Namespace):
+    """Jinja's `namespace`, without names that reach into Python."""
+
+    def __init__(*args: Any, **values: Any) -> None:
+        for name in dict(*args[1:], **values):
+            _check_name(name)
+        Namespace.__init__(*args, **values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: Any) -> None:
+    if str(name).startswith("_"):
+        raise SecurityError(f"a namespace cannot have {name!r}")
+
+
+def _raise(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _to_json(value: Any, **options: Any) -> str:
+    return json.dumps(value, **{"ensure_ascii": False, **options})
+
+
+def _forbid(event: str, args: tuple[Any, ...]) -> None:
+    """Raise on forbidden events: an audit hook, which cannot be removed."""
+    if event.startswith(_FORBIDDEN):
+        raise RuntimeError(f"{event} is not allowed")
+
+
+def render(
+    template: str, tokens: dict[str, str], chats: list[tuple[list[dict[str, str]], bool]], max_text: int
+) -> list[str | None]:
+    """The text of each chat, or None where the template raises an error."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {
+        "raise_exception": _raise,
+        "strftime_now": lambda layout: datetime.now().strftime(layout),
+        "dict": lambda *args, **values: dict(*args, **values),
+        "namespace": _Attributes,
+    }
+    texts: list[str | None] = []
+    for messages, add_generation_prompt in chats:
+        given = {"tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
+        try:
+            text = environment.from_string(template).render(**tokens, **given, messages=messages)
+        except MemoryError:
+            raise
+        except Exception:  # a template may raise anything
+            texts.append(None)
+            continue
+        if len(text) > max_text:
+            raise MemoryError
+        texts.append(text)
+    return texts
+
+
+def main() -> None:
+    """Render the request on standard input."""
+    cpu_seconds, memory_bytes, max_text = map(int, sys.argv[1:])
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds))
+    request = json.load(sys.stdin)
+    warm_up = "{{ strftime_now('%d') | tojson }}{{ raise_exception('') }}"
+    render(warm_up, {}, [([], False)], max_text)  # imports what is imported on first use
+    sys.addaudithook(_forbid)
+    json.dump(render(request["template"], request["tokens"], request["chats"], max_text), sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
