@@ -36,6 +36,7 @@ from arpo.tools.sandbox.sandbox import Sandbox, SandboxError, SandboxResult
 MARK = f"attack-{os.getpid()}"
 HALVES = (b"what was said ", b"by another call")
 SAID = b"".join(HALVES).decode()
+LENGTHS, SECONDS = (3173, 2741), 57.3  # of that call
 LIMITS = {"memory_mb": 64, "scratch_mb": 8, "max_output": 4096}
 PRELUDE = """
 import ctypes, errno, mmap, os, resource, select, signal, socket, struct, subprocess, sys, threading, time
@@ -78,14 +79,19 @@ def forbidden(name, *args):
         through(f"{name} {args} gave {result}")
 """
 PLAIN_CALL = """
-import builtins, json, os, random, sys
+import builtins, json, os, random, sys, zlib
 def shown(value): return value if isinstance(value, (str, int)) else type(value).__name__
-free = os.statvfs(".")
-here = os.getcwd()
+here, folder, apart = os.getcwd(), os.stat("."), []
 settings = sorted((name, value.replace(here, "HERE")) for name, value in os.environ.items())
-print(json.dumps([os.listdir(), os.umask(0), settings, random.random(), len(sys.path),
-    [shown(getattr(builtins, name)) for name in dir(builtins)], sorted(sys.modules), sys.getrecursionlimit(),
-    oct(os.stat(".").st_mode), [free.f_bfree, free.f_ffree] if APART else 0]))
+seen = [[shown(getattr(builtins, name)) for name in dir(builtins)], sorted(sys.modules)]
+listed = os.listdir()
+if APART:  # a file system and processes of its own
+    free = os.statvfs(".")
+    open("new", "w").close()
+    apart = [free.f_bfree, free.f_ffree, folder.st_ino, os.stat("new").st_ino, os.getpid()]
+print(json.dumps([listed, apart, oct(folder.st_mode), folder.st_nlink, folder.st_size, folder.st_mtime > 1e9,
+    os.umask(0), settings, random.random(), len(sys.path), sys.getrecursionlimit(),
+    zlib.crc32(json.dumps(seen).encode())]))  # all of it fits into the output
 """
 
 
@@ -213,9 +219,9 @@ class Arena:
             code += "\nprint('held')"
         try:
             if "halves" in attack.code:
-                sandbox.run(f"import sys\nprint(sys.stdin.read() * 20)  # {SAID}", 60.0, SAID * 20)
+                earlier_call(sandbox)
             seconds = 0.4 if attack.ends == ("timeout",) else 60.0
-            result = beside_others(sandbox, code) if attack.meanwhile else sandbox.run(code, seconds)
+            result = beside_others(sandbox, code, seconds) if attack.meanwhile else sandbox.run(code, seconds)
             state, plain = self.state(), self.plain_call(sandbox)
         except SandboxError as error:
             return str(error)
@@ -243,7 +249,7 @@ class Arena:
     def plain_call(self, sandbox: Sandbox) -> SandboxResult | str:
         """What a call that looks around prints."""
         result = sandbox.run(f"APART = {self.tier == 'namespaces'}\n{PLAIN_CALL}", 60.0)
-        return result.stdout if result.status == "ok" else result
+        return result.stdout if result.status == "ok" and not result.truncated else result
 
     def close(self) -> None:
         """Take everything down."""
@@ -254,6 +260,19 @@ class Arena:
         for path in (*self.new.values(), self.home_file):
             with contextlib.suppress(OSError):
                 os.unlink(path)
+
+
+def earlier_call(sandbox: Sandbox) -> None:
+    """Make a call whose code, input, outputs, file names, length of outputs and time limit another looks for."""
+    code = f"""
+import sys
+text = sys.stdin.read() * 99  # {SAID}
+open(text[:{len(SAID)}], "w").close()
+print(text[:{LENGTHS[0] - 1}])
+sys.stderr.write(text[:{LENGTHS[1]}])
+"""
+    result = sandbox.run(code, SECONDS, SAID * 20)
+    assert (len(result.stdout), len(result.stderr)) == LENGTHS, result
 
 
 def heard(listener: socket.socket) -> bool:
@@ -280,15 +299,15 @@ def named_processes() -> list[str]:
 
 
 def left_files() -> list[str]:
-    """What lies in the scratch folders of workers, where these are on disk."""
-    folders = Path(tempfile.gettempdir()).glob("arpo-sandbox-*/*")
+    """What lies in the scratch folders of calls, where these are on disk."""
+    folders = Path(tempfile.gettempdir()).glob("arpo-sandbox-*/*/*")
     return [str(path) for folder in folders if folder.is_dir() for path in folder.iterdir()]
 
 
-def beside_others(sandbox: Sandbox, code: str) -> SandboxResult:
+def beside_others(sandbox: Sandbox, code: str, seconds: float) -> SandboxResult:
     """Run the code while another caller makes plain calls, all of which must succeed."""
     results: list[SandboxResult] = []
-    attacker = threading.Thread(target=lambda: results.append(sandbox.run(code, 60.0)))
+    attacker = threading.Thread(target=lambda: results.append(sandbox.run(code, seconds)))
     attacker.start()
     while attacker.is_alive():
         other = sandbox.run("import os\nprint(1 + 1, os.listdir())", 60.0)

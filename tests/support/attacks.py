@@ -746,6 +746,15 @@ os._exit(0)
 
 ### finds what an earlier call said
 halves = [half[::-1] for half in W["halves"]]  # never side by side in this process
+number, seconds = bytes([0x65, 0x0C]), bytes([0xA6, 0x4C, 0x40])  # 3173 bytes of output and 57.3 seconds, in part
+kind = [struct.pack("P", id(kind)) for kind in (int, float)]
+traces = {
+    "text": halves,
+    "lengths in the response": (bytes(2) + number[::-1], bytes([0, 0, 0x0A, 0xB5])),
+    "length as an object": (kind[0], struct.pack("n", 1) + number + bytes(2)),
+    "time limit in the request": (seconds[::-1], b"\x66" * 5),
+    "time limit as an object": (kind[1], b"\x66" * 5 + seconds),
+}
 reading, writing = os.pipe()
 def pages(address, step):
     while libc.write(writing, ctypes.c_void_p(address), 4096) == 4096:
@@ -758,8 +767,77 @@ for start in {start & ~4095 for start in starts}:
     for step in (4096, -4096):
         for page in pages(start, step):
             looked += 1
-            at = page.find(halves[0])
-            if at >= 0 and page[at + len(halves[0]) :].startswith(halves[1]):
-                through(f"found it after {looked} pages")
+            for name, (first, second) in traces.items():
+                at = page.find(first)
+                while at >= 0:
+                    if page.startswith(second, at + len(first)):
+                        through(f"found the {name} after {looked} pages")
+                    at = page.find(first, at + 1)
 assert looked > 100, looked
+
+### opens its streams again
+for fd, device in enumerate(("stdin", "stdout", "stderr")):
+    for place in ("/proc/self/fd", "/proc/thread-self/fd", f"/proc/{os.getpid()}/fd", "/dev/fd"):
+        for flags in (os.O_RDONLY, os.O_WRONLY, os.O_RDWR):
+            refused(os.open, f"{place}/{fd}", flags | os.O_NONBLOCK)
+            refused(os.open, f"/dev/{device}", flags | os.O_NONBLOCK)
+            refused(os.open, f"fd/{fd}", flags | os.O_NONBLOCK, dir_fd=os.open("/", os.O_PATH))
+
+### takes its output away from the worker + -> timeout
+try:
+    stolen = os.open("/proc/self/fd/1", os.O_RDONLY | os.O_NONBLOCK)
+    for number in range(1000):
+        try:
+            os.write(1, b"x")
+            time.sleep(number % 50 * 1e-6)  # between the worker's poll and its read
+            os.read(stolen, 9)
+        except BlockingIOError:
+            pass
+except OSError:
+    pass
+while True:
+    pass
+
+### makes its streams block or not
+import fcntl
+for fd in range(3):
+    fcntl.fcntl(fd, fcntl.F_SETFL, os.O_NONBLOCK)
+    os.set_blocking(fd, True)
+    forbidden("fcntl", fd, 1031, 4096)
+    forbidden("fcntl", fd, 1031, 1 << 20)
+    try:
+        os.fchmod(fd, 0o666)
+    except OSError:
+        pass
+    refused(os.open, f"/proc/self/fd/{fd}", os.O_RDWR | os.O_NONBLOCK)
+
+### locks what all calls can read
+import fcntl
+for kind in (fcntl.LOCK_EX, fcntl.LOCK_SH):
+    with open(os.__file__) as first, open(os.__file__) as second:
+        fcntl.flock(first, kind)
+        fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)  # would fail if the first one held a lock
+for command in (36, 37, 38, 1024, 1026, 1036, 1038):
+    forbidden("fcntl", os.open(os.__file__, os.O_RDONLY), command, ctypes.create_string_buffer(64))
+
+### leaves traces on scratch itself
+for number in range(900):
+    os.close(os.open(f"{number}-" + "x" * 200, os.O_CREAT | os.O_WRONLY))
+for number in range(900):
+    os.unlink(f"{number}-" + "x" * 200)
+for change, value in ((os.utime, (1, 1)), (os.chmod, 0o700)):
+    try:
+        change(".", value)
+    except OSError:
+        pass
+
+### sees what the machine does
+refused(os.getloadavg)
+forbidden(99 if X86 else 179, ctypes.create_string_buffer(200))
+area = mmap.mmap(-1, 4096)
+forbidden(27 if X86 else 232, ctypes.addressof(ctypes.c_char.from_buffer(area)), 4096, ctypes.create_string_buffer(1))
+
+### sees how full the disk is [landlock]
+refused(os.statvfs, ".")
+refused(os.statvfs, "/")
 """

@@ -99,10 +99,10 @@ def running(sandbox: Sandbox, name: str, but: frozenset[int] = frozenset()) -> d
     def there() -> bool:
         for pid in set(marked(name, family(zygote_pid(sandbox)))) - but:
             found[:] = line(zygote_pid(sandbox), pid)
-        return len(found) >= 3
+        return len(found) >= 4
 
     assert until(there)
-    return {"guard": found[0], "zygote": found[-3], "worker": found[-2], "cell": found[-1]}
+    return {"guard": found[0], "zygote": found[-4], "worker": found[-3], "spawner": found[-2], "cell": found[-1]}
 
 
 def in_thread(function: Callable[[], SandboxResult]) -> Future[SandboxResult]:

@@ -244,6 +244,39 @@ print(open("f.txt").read(), base.execute("select x from t").fetchall(), sorted(o
     assert sandbox.run("import os; print(os.listdir())").stdout == "[]\n"
 
 
+def test_every_call_has_new_scratch(sandbox: Sandbox) -> None:
+    code = """
+import os
+seen = os.stat(".")
+print(os.getcwd(), seen.st_ino, seen.st_size, seen.st_nlink, oct(seen.st_mode), os.listdir())
+for number in range(500): open(f"{number}" + "x" * 200, "w").close()
+print(os.stat(f"0" + "x" * 200).st_ino)
+"""
+    with contextlib.closing(opened(sandbox.tier, workers=1, packages=())) as one_worker:
+        seen = [one_worker.run(code).stdout.split() for _ in range(3)]
+    if sandbox.tier == "namespaces":
+        assert seen[0] == seen[1] == seen[2]  # inode numbers, too
+    else:
+        assert len({place for place, *_ in seen}) == 3
+        assert seen[0][2:6] == seen[1][2:6] == seen[2][2:6]
+
+
+def test_locks_do_nothing(sandbox: Sandbox) -> None:
+    code = """
+import fcntl, sqlite3
+with open("file", "w") as first, open("file", "w") as second:
+    fcntl.flock(first, fcntl.LOCK_EX)
+    fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    fcntl.lockf(first, fcntl.LOCK_EX)
+for _ in range(2):
+    with sqlite3.connect("base.db") as base:
+        base.execute("create table if not exists t (x)"); base.execute("insert into t values (7)")
+print(base.execute("select count(*) from t").fetchall())
+"""
+    result = sandbox.run(code)
+    assert (result.stdout, result.stderr) == ("[(2,)]\n", "")
+
+
 def test_an_event_loop_can_be_run_inside(sandbox: Sandbox) -> None:
     code = "import asyncio\nasync def f(): await asyncio.sleep(0.01); return 5\nprint(asyncio.run(f()))"
     assert sandbox.run(code).stdout == "5\n"

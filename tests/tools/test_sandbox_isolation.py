@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import socket
 import struct
 from pathlib import Path
 
 import pytest
 
-from arpo.tools.sandbox import isolation, scratch, seccomp
+from arpo.tools.sandbox import isolation, scratch, seccomp, zygote
 
 
 def test_clearing_follows_no_link_and_removes_everything(tmp_path: Path) -> None:
@@ -44,6 +45,29 @@ def test_clearing_follows_no_link_and_removes_everything(tmp_path: Path) -> None
     scratch.remove(str(folder))
     scratch.remove(str(folder))
     assert not folder.exists()
+
+
+def test_the_worker_never_blocks_on_a_stream() -> None:
+    stdin, out, err = (os.pipe() for _ in range(3))
+    ends = [stdin[1], out[0], err[0], os.open("/dev/null", os.O_RDONLY)]
+    process = zygote._ConfinedProcess(socket.socket(), 1, "", ends)
+    output = zygote._Output(2)
+    try:
+        assert not output.read(process.out)  # as when something else has read what was there
+        assert (output.total, output.ended) == (0, False)
+        os.write(out[1], b"abc")
+        assert output.read(process.out)
+        assert (bytes(output.data), output.total, output.ended) == (b"ab", 3, False)
+        os.write(process.stdin, bytes(1 << 16))
+        with pytest.raises(BlockingIOError):
+            os.write(process.stdin, b"x")
+        os.close(out[1])
+        assert not output.read(process.out)
+        assert output.ended
+    finally:
+        process.spawner.close()
+        for fd in (*ends, stdin[0], err[1]):
+            os.close(fd)
 
 
 def test_bytes_on_disk_are_counted(tmp_path: Path) -> None:
@@ -143,7 +167,10 @@ def test_the_filter_looks_at_arguments(machine: str, namespaces: bool) -> None:
     values = {*range(0, 70), 1024, 1025, 1026, 1030, 1031, 1032, *range(0x5400, 0x5460), 0x8901, 0x53564D41, 1 << 31}
     values |= {random.Random(0).getrandbits(32) for _ in range(300)}
     high = 1 << 32
-    assert {value for value in values if allowed("fcntl", 5, value)} == {0, 1, 2, 3, 4, 5, 6, 7, 1030, 1032}
+    assert {value for value in values if allowed("fcntl", 5, value)} == {0, 1, 2, 3, 4, 5, 1030, 1032}
+    locks = {value for value in values if decided(program, machine, number["fcntl"], 5, value) == seccomp.DO_NOTHING}
+    assert locks == {6, 7}
+    assert {decided(program, machine, number[name], 5, 2) for name in ("flock", "fadvise64")} == {seccomp.DO_NOTHING}
     assert {value for value in values if allowed("ioctl", 5, value)} == {0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451}
     assert {value for value in values if allowed("prctl", value)} == {15, 16, 0x53564D41}
     assert {value for value in values if allowed("prlimit64", value, 8)} == {0}
@@ -170,6 +197,14 @@ def test_the_filter_looks_at_arguments(machine: str, namespaces: bool) -> None:
     assert allowed("mmap", 0, 4096, 3, shared | anonymous)
     for kind in (shared, shared_checked, shared | 0x4000):
         assert allowed("mmap", 0, 4096, 1, kind, 3) is namespaces
+
+
+def test_only_with_namespaces_is_the_space_on_the_file_system_shown() -> None:
+    for machine in seccomp.AUDIT_ARCH:
+        for name in ("statfs 137 43", "fstatfs 138 44"):
+            (number,) = seccomp.numbers(name, machine)
+            assert decided(seccomp.program(True, machine), machine, number) == seccomp.ALLOW
+            assert decided(seccomp.program(False, machine), machine, number) == seccomp.DENY
 
 
 def test_the_filter_of_this_machine_is_the_one_tested() -> None:

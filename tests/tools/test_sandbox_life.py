@@ -59,7 +59,7 @@ def test_a_cancelled_call_ends_at_once_and_leaves_nothing(fresh: Sandbox, tmp_pa
         assert [result.stdout for result in results] == ["1\n"] * 4
 
     asyncio.run(cancelled())
-    assert until(lambda: len(list(tmp_path.glob("arpo-*/*"))) <= 2 and not list(tmp_path.glob("arpo-*/*/file")))
+    assert until(lambda: len(list(tmp_path.glob("arpo-*/*"))) <= 2 and not list(tmp_path.glob("arpo-*/*/*/file")))
 
 
 def test_a_call_that_is_cancelled_while_it_waits_never_runs(fresh: Sandbox) -> None:
@@ -271,6 +271,16 @@ def test_a_supervisor_with_many_open_files() -> None:
         for fd in held:
             os.close(fd)
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_a_call_does_not_see_the_locks_of_another(fresh: Sandbox) -> None:
+    lock = "from fcntl import *\nimport os, struct\nfile = open(os.__file__)\nlockf(file, LOCK_SH)\nflock(file, {0})\n"
+    holder = in_thread(lambda: fresh.run(lock.format("LOCK_EX") + WAITING.format("arpo-locks"), 600))
+    pid = running(fresh, "arpo-locks")["cell"]
+    seen = "print(struct.unpack_from('h', fcntl(file, F_GETLK, struct.pack('hhqqixxxx', 1, 0, 0, 0, 0))))"
+    assert fresh.run(lock.format("LOCK_EX | LOCK_NB") + seen).stdout == "(2,)\n"  # F_UNLCK
+    os.kill(pid, signal.SIGUSR1)
+    assert holder.result(60).stdout == "done\n"
 
 
 def test_the_process_as_seen_from_outside(fresh: Sandbox) -> None:

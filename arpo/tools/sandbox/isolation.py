@@ -98,8 +98,7 @@ def build_root(at: str, readable: list[str]) -> None:
 
 
 def mount_scratch(at: str, size: int) -> None:
-    """Mount a tmpfs of `size` bytes at `at`, for one worker."""
-    linux.unshare(linux.NEW_MOUNT)
+    """Mount a new tmpfs of `size` bytes at `at`."""
     flags = linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC
     linux.mount("scratch", at, "tmpfs", flags, f"size={size},nr_inodes={MAX_FILES},mode=777")
 
@@ -110,18 +109,19 @@ class Confinement:
     `max_memory` is the whole address space and `max_scratch` the size of scratch, in bytes.
     """
 
-    def __init__(self, tier: str, max_memory: int, max_scratch: int, readable: list[str], scratch: str) -> None:
+    def __init__(self, tier: str, max_memory: int, max_scratch: int, readable: list[str]) -> None:
         self.tier, self.max_memory, self.max_scratch = tier, max_memory, max_scratch
-        self.ruleset = -1
+        self.rules: list[bytes] = []
         if tier != "none":
             namespaces = tier == "namespaces"
             self.program = seccomp.program(namespaces)
             if linux.landlock_version() >= LANDLOCK_NEEDED:
-                readable = ["/"] if namespaces else readable
-                self.ruleset = linux.landlock_ruleset([*readable, *DEVICES[1:]], [scratch, DEVICES[0]])
+                readable = [*(["/"] if namespaces else readable), *DEVICES[1:]]
+                self.rules = [linux.landlock_rule(path, linux.LANDLOCK_READ) for path in readable]
+                self.rules.append(linux.landlock_rule(DEVICES[0], linux.LANDLOCK_WRITE))
 
-    def apply(self) -> None:
-        """Confine this process for good."""
+    def apply(self, scratch: str) -> None:
+        """Confine this process, which may write only to the directory `scratch`, for good."""
         namespaces = self.tier == "namespaces"
         if namespaces and os.getuid() == 0:
             os.setgroups([])
@@ -147,8 +147,8 @@ class Confinement:
         linux.no_new_privileges()
         if not namespaces:
             linux.set_dumpable(True)  # for the worker, which counts the bytes written
-        if self.ruleset >= 0:
-            linux.landlock_apply(self.ruleset)
+        if self.rules:
+            linux.landlock_restrict([*self.rules, linux.landlock_rule(scratch, linux.LANDLOCK_WRITE)])
         linux.die_with_parent()
         linux.install_filter(self.program)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+import mmap
 import os
 import platform
 import struct
@@ -29,6 +31,7 @@ _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
 # Landlock: all rights on files, by version of its interface
 LANDLOCK_ALL = {1: 0x1FFF, 2: 0x3FFF, 3: 0x7FFF, 4: 0x7FFF, 5: 0xFFFF}
 LANDLOCK_READ = 0x4 | 0x8  # read files (also needed to map a library), list directories
+LANDLOCK_WRITE = 0xFFFF  # everything
 LANDLOCK_FILE = 0x1 | 0x2 | 0x4 | 0x4000 | 0x8000  # what can be granted on something that is not a directory
 
 
@@ -76,12 +79,22 @@ def bind(source: str, target: str, flags: int) -> None:
         mount("none", target, None, MS_REMOUNT | MS_BIND | flags | present)
 
 
+def unmount(target: str) -> None:
+    """Unmount what is mounted at `target`; it is gone when nothing uses it any more."""
+    _check(_libc.umount2(os.fsencode(target), ctypes.c_int(_DETACH)), f"umount {target}")
+
+
 def pivot_to(root: str) -> None:
     """Make `root` the root directory and unmount the old one."""
     os.chdir(root)
     _syscall("pivot_root", b".", b".")
-    _check(_libc.umount2(b".", ctypes.c_int(_DETACH)), "umount")
+    unmount(".")
     os.chdir("/")
+
+
+def wait_into(pid: int, status: mmap.mmap) -> None:
+    """Wait for a child and have the kernel write its wait status into `status`, and nowhere else."""
+    _check(_libc.waitpid(ctypes.c_int(pid), (ctypes.c_int * 1).from_buffer(status), 0), "waitpid")
 
 
 def drop_capabilities() -> None:
@@ -112,6 +125,7 @@ def install_filter(program: bytes) -> None:
     _syscall("seccomp", 1, 0, sock_fprog)
 
 
+@functools.cache
 def landlock_version() -> int:
     """Return the version of Landlock's interface; 0 if there is none."""
     try:
@@ -120,23 +134,19 @@ def landlock_version() -> int:
         return 0
 
 
-def landlock_ruleset(readable: list[str], writable: list[str]) -> int:
-    """Return the descriptor of a ruleset that denies all other files, and the network."""
+def landlock_rule(path: str, rights: int) -> bytes:
+    """Return a rule that grants rights on a path, and all below it; keeps a descriptor of the path open."""
+    granted = rights & LANDLOCK_ALL[min(landlock_version(), 5)]
+    fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    return struct.pack("=Qi", granted if os.path.isdir(path) else granted & LANDLOCK_FILE, fd)
+
+
+def landlock_restrict(rules: list[bytes]) -> None:
+    """Deny this process and its children all files but those of the rules, and the network."""
     version = landlock_version()
-    every = LANDLOCK_ALL[min(version, 5)]
-    attributes = struct.pack("QQQ", every, 3 if version >= 4 else 0, 3 if version >= 6 else 0)
+    attributes = struct.pack("QQQ", LANDLOCK_ALL[min(version, 5)], 3 if version >= 4 else 0, 3 if version >= 6 else 0)
     size = 24 if version >= 6 else 16 if version >= 4 else 8
     ruleset = _syscall("landlock_create_ruleset", attributes[:size], ctypes.c_size_t(size), 0)
-    for paths, rights in ((readable, LANDLOCK_READ), (writable, every)):
-        for path in paths:
-            fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
-            granted = rights & every if os.path.isdir(path) else rights & every & LANDLOCK_FILE
-            rule = struct.pack("=Qi", granted, fd)
-            _syscall("landlock_add_rule", ruleset, 1, rule, 0)
-            os.close(fd)
-    return ruleset
-
-
-def landlock_apply(ruleset: int) -> None:
-    """Restrict this process and its children to the ruleset."""
+    for rule in rules:
+        _syscall("landlock_add_rule", ruleset, 1, rule, 0)
     _syscall("landlock_restrict_self", ruleset, 0)

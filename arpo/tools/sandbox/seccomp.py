@@ -2,8 +2,11 @@
 
 Everything else fails with EPERM: sockets, programs, processes, signals to others, shared memory, namespaces, keys,
 tracing. Of some calls the arguments are checked. Without namespaces the list is shorter: no threads (nothing would
-limit their number), no change of permissions or times (no file system would refuse it), and no disk space but by
-writing (the worker counts the bytes written).
+limit their number), no change of permissions or times (no file system would refuse it), no look at the space that is
+left on the disk, and no disk space but by writing (the worker counts the bytes written).
+
+Locks on files, and advice about them, would reach other calls through the libraries, which all calls share. They
+succeed and do nothing: a call is alone with its own files.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import struct
 from collections.abc import Sequence
 
 ALLOW, KILL = 0x7FFF0000, 0x80000000
-DENY, ABSENT = 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
+DENY, ABSENT, DO_NOTHING = 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS, 0x00050000
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 X32_BIT = 0x40000000
 
@@ -23,32 +26,33 @@ _TABLE = """
 read 0 63, write 1 64, close 3 57, fstat 5 80, lseek 8 62, mprotect 10 226, munmap 11 215, brk 12 214,
 rt_sigaction 13 134, rt_sigprocmask 14 135, rt_sigreturn 15 139, rt_sigpending 127 136, rt_sigtimedwait 128 137,
 rt_sigsuspend 130 133, sigaltstack 131 132, pread64 17 67, pwrite64 18 68, readv 19 65, writev 20 66, preadv 295 69,
-pwritev 296 70, sched_yield 24 124, mremap 25 216, msync 26 227, mincore 27 232, madvise 28 233, dup 32 23, dup2 33 -,
+pwritev 296 70, sched_yield 24 124, mremap 25 216, msync 26 227, madvise 28 233, dup 32 23, dup2 33 -,
 dup3 292 24, pause 34 -, nanosleep 35 101, clock_nanosleep 230 115, getitimer 36 102, setitimer 38 103, alarm 37 -,
 getpid 39 172, getppid 110 173, gettid 186 178, getuid 102 174, geteuid 107 175, getgid 104 176, getegid 108 177,
-getresuid 118 148, getresgid 120 150, getgroups 115 158, getpgrp 111 -, uname 63 160, flock 73 32, fsync 74 82,
+getresuid 118 148, getresgid 120 150, getgroups 115 158, getpgrp 111 -, uname 63 160, fsync 74 82,
 fdatasync 75 83, ftruncate 77 46, getdents 78 -, getdents64 217 61, getcwd 79 17, chdir 80 49, fchdir 81 50,
 rename 82 -, renameat 264 38, renameat2 316 276, mkdir 83 -, mkdirat 258 34, rmdir 84 -, creat 85 -, open 2 -,
 openat 257 56, link 86 -, linkat 265 37, symlink 88 -, symlinkat 266 36, unlink 87 -, unlinkat 263 35, readlink 89 -,
-readlinkat 267 78, stat 4 -, lstat 6 -, newfstatat 262 79, statx 332 291, statfs 137 43, fstatfs 138 44, access 21 -,
-faccessat 269 48, faccessat2 439 439, umask 95 166, gettimeofday 96 169, getrusage 98 165, sysinfo 99 179,
+readlinkat 267 78, stat 4 -, lstat 6 -, newfstatat 262 79, statx 332 291, access 21 -,
+faccessat 269 48, faccessat2 439 439, umask 95 166, gettimeofday 96 169, getrusage 98 165,
 times 100 153, time 201 -, clock_gettime 228 113, clock_getres 229 114, futex 202 98, set_robust_list 273 99,
 set_tid_address 218 96, rseq 334 293, exit 60 93, exit_group 231 94, getrandom 318 278, poll 7 -, ppoll 271 73,
 select 23 -, pselect6 270 72, epoll_create 213 -, epoll_create1 291 20, epoll_ctl 233 21, epoll_wait 232 -,
 epoll_pwait 281 22, eventfd 284 -, eventfd2 290 19, pipe 22 -, pipe2 293 59, timerfd_create 283 85,
 timerfd_settime 286 86, timerfd_gettime 287 87, sched_getaffinity 204 123, getcpu 309 168, getrlimit 97 163,
-membarrier 324 283, copy_file_range 326 285, sendfile 40 71, fadvise64 221 223, shutdown 48 210,
+membarrier 324 283, copy_file_range 326 285, sendfile 40 71, shutdown 48 210,
 close_range 436 436, restart_syscall 219 128
 """
 _WITH_NAMESPACES = """
 chmod 90 -, fchmod 91 52, fchmodat 268 53, fchmodat2 452 452, utime 132 -, utimes 235 -, futimesat 261 -,
-utimensat 280 88, fallocate 285 47
+utimensat 280 88, fallocate 285 47, statfs 137 43, fstatfs 138 44
 """  # only with namespaces
 _ARGUMENT_CHECKED = """
 fcntl 72 25, ioctl 16 29, prctl 157 167, prlimit64 302 261, clone 56 220, clone3 435 435, socketpair 53 199,
-sendto 44 206, recvfrom 45 207, mmap 9 222
-"""  # allowed or not by their arguments, see below
-_FCNTL = (0, 1, 2, 3, 4, 5, 6, 7, 1030, 1032)  # duplicates, flags and locks; not F_SETOWN, which sends signals
+sendto 44 206, recvfrom 45 207, mmap 9 222, flock 73 32, fadvise64 221 223
+"""  # see below
+_FCNTL = (0, 1, 2, 3, 4, 5, 1030, 1032)  # duplicates, flags, F_GETLK; not F_SETOWN, which sends signals
+_FCNTL_LOCKS = (6, 7)  # F_SETLK, F_SETLKW
 _IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # terminal?, its size, bytes to read, blocking, close-on-exec
 _PRCTL = (15, 16, 0x53564D41)  # names of threads and of memory
 _THREAD, _SHARED, _ANONYMOUS = 0x10000, 0x01, 0x20
@@ -103,7 +107,9 @@ def _argument_checks(machine: str, namespaces: bool) -> list[tuple[int, list[Ins
     thread = _masked(0, _THREAD | _NEW_NAMESPACES, _THREAD, ALLOW, DENY)
     mapping = _masked(3, _SHARED | _ANONYMOUS, _SHARED, DENY, ALLOW)
     return [
-        (number["fcntl"], _one_of(1, _FCNTL)),
+        (number["fcntl"], _one_of(1, _FCNTL, _FCNTL_LOCKS)),
+        (number["flock"], [(_RETURN, 0, 0, DO_NOTHING)]),
+        (number["fadvise64"], [(_RETURN, 0, 0, DO_NOTHING)]),
         (number["ioctl"], _one_of(1, _IOCTL)),
         (number["prctl"], _one_of(0, _PRCTL)),
         (number["prlimit64"], _one_of(0, (0,))),  # only its own limits
@@ -116,10 +122,13 @@ def _argument_checks(machine: str, namespaces: bool) -> list[tuple[int, list[Ins
     ]
 
 
-def _one_of(argument: int, values: Sequence[int]) -> list[Instruction]:
-    """Allow if the lower 32 bits of an argument are one of the values."""
-    tests: list[Instruction] = [(_EQUAL, len(values) - i, 0, value) for i, value in enumerate(values)]
-    return [(_LOAD, 0, 0, 16 + 8 * argument), *tests, (_RETURN, 0, 0, DENY), (_RETURN, 0, 0, ALLOW)]
+def _one_of(argument: int, allowed: Sequence[int], do_nothing: Sequence[int] = ()) -> list[Instruction]:
+    """Allow if the lower 32 bits of an argument are one of the values; do nothing if they are one of the others."""
+    code: list[Instruction] = [(_LOAD, 0, 0, 16 + 8 * argument)]
+    for values, action in ((do_nothing, DO_NOTHING), (allowed, ALLOW)):
+        for value in values:
+            code += [(_EQUAL, 0, 1, value), (_RETURN, 0, 0, action)]
+    return [*code, (_RETURN, 0, 0, DENY)]
 
 
 def _masked(argument: int, mask: int, value: int, equal: int, other: int) -> list[Instruction]:

@@ -1,11 +1,11 @@
 """The process that confined code is forked from, and the workers that fork it.
 
 The supervisor starts `main` with an empty environment. The zygote sets up the isolation, imports common modules, and
-forks a worker for every socket that it receives. A worker serves one call at a time: a process that is already
-confined (`_ConfinedProcess`) waits for the code. When it has ended, or its time is up, everything in its PID
-namespace is killed, scratch is cleared, the response is sent, and the next process is forked: a copy of the worker,
-without the memory that holds the bytes of calls. The status of a call comes from `waitpid` and goes over a socket
-that the confined process never holds.
+forks a worker for every socket that it receives. A worker serves one call at a time and has a spawner, which keeps a
+confined process (`_ConfinedProcess`) ready that waits for the code. When it has ended, or its time is up, everything in
+its PID namespace is killed, and the spawner forks the next one, with new scratch. Confined processes are copies of the
+spawner, which never sees a byte of a call, so they inherit none. The status of a call comes from `waitpid` and goes
+over sockets that the confined process never holds.
 
 A request is the header `REQUEST` (bytes of code, bytes of stdin, seconds, flags) and the bytes; a response is
 `RESPONSE` (status, seconds, truncated, bytes of stdout, bytes of stderr) and the bytes.
@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 
 from arpo.tools.sandbox import interpreter, isolation, linux, scratch
 
-REQUEST, RESPONSE = struct.Struct("!IId?"), struct.Struct("!Bd?II")
+REQUEST, RESPONSE, WAIT_STATUS = struct.Struct("!IId?"), struct.Struct("!Bd?II"), struct.Struct("i")
 STATUSES = ("ok", "error", "timeout", "memory", "killed")
 OK, ERROR, TIMEOUT, MEMORY, KILLED = range(5)
 MAX_CODE, MAX_STDIN, CHUNK = 1 << 20, 1 << 24, 1 << 16
@@ -126,115 +126,160 @@ def _set_up(settings: dict[str, Any]) -> tuple[int, int] | None:
 
 def _worker(settings: dict[str, Any], supervisor: socket.socket, pid_namespace: int, base_memory: int) -> NoReturn:
     """Serve one call after the other until the supervisor closes the connection."""
+    namespaces = settings["tier"] == "namespaces"
+    folder = isolation.scratch_dir(settings["readable"]) if namespaces else f"{settings['root']}/{os.urandom(8).hex()}"
     try:
         linux.die_with_parent()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        namespaces = settings["tier"] == "namespaces"
-        if namespaces:
-            folder = isolation.scratch_dir(settings["readable"])
-            isolation.mount_scratch(folder, settings["scratch"])
-        else:
-            folder = os.path.join(settings["root"], os.urandom(8).hex())
+        if not namespaces:
             os.mkdir(folder, 0o700)
-        os.environ.update(HOME=folder, TMPDIR=folder)
-        os.chdir(folder)
-        memory, limit = base_memory + settings["memory"], settings["scratch"]
-        confinement = isolation.Confinement(settings["tier"], memory, limit, settings["readable"], folder)
-        buffers = _Buffers(settings["output"])
+        spawner, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        spawner_pid = os.fork()
+        if spawner_pid == 0:
+            spawner.close()
+            supervisor.close()
+            _spawner(settings, theirs, folder, pid_namespace, base_memory)
+        theirs.close()
         try:
-            while True:
-                process = _ConfinedProcess(confinement, pid_namespace)
-                request = _receive(supervisor, buffers.request)
-                if request is None:
-                    break
-                response = process.serve(supervisor, request, buffers, None if namespaces else folder)
-                scratch.clear(folder)
-                if supervisor.sendmsg(response) != sum(map(len, response)):
-                    break
+            while (process := _ConfinedProcess.receive(spawner)) and (request := _receive(supervisor)):
+                response = process.serve(supervisor, request, settings)
+                if not namespaces:
+                    scratch.remove(process.folder)
+                supervisor.sendall(response)
         finally:
+            os.kill(spawner_pid, signal.SIGKILL)
+            os.waitpid(spawner_pid, 0)
             if not namespaces:
                 scratch.remove(folder)
     except ConnectionError:  # the supervisor closed the connection during a call
         pass
     except BaseException as error:
-        with contextlib.suppress(OSError):
-            print(f"worker: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        _print_error("worker", error)
     os._exit(1)
 
 
-class _Buffers:
-    """The bytes of a call in a worker, in memory that the process of the next call does not inherit."""
+def _spawner(
+    settings: dict[str, Any], worker: socket.socket, folder: str, pid_namespace: int, base_memory: int
+) -> NoReturn:
+    """Make confined processes for a worker, one after the other.
 
-    def __init__(self, output: int) -> None:
-        self.request = self._not_inherited(REQUEST.size + MAX_CODE + MAX_STDIN)
-        self.chunk = self._not_inherited(CHUNK)
-        self.out, self.err = self._not_inherited(output), self._not_inherited(output)
+    They are copies of this process. It must hold nothing of a call: the kernel writes the wait status to memory that
+    they do not inherit, from where it goes to the worker.
+    """
+    try:
+        linux.die_with_parent()
+        namespaces = settings["tier"] == "namespaces"
+        memory, limit = base_memory + settings["memory"], settings["scratch"]
+        confinement = isolation.Confinement(settings["tier"], memory, limit, settings["readable"])
+        status = mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE)
+        status.madvise(mmap.MADV_DONTFORK)
+        if namespaces:
+            linux.unshare(linux.NEW_MOUNT)
+            isolation.mount_scratch(folder, limit)
+        while True:
+            place = folder if namespaces else f"{folder}/{os.urandom(8).hex()}"
+            if not namespaces:
+                os.mkdir(place, 0o700)
+            pid, fds = _spawn(confinement, place, pid_namespace)
+            socket.send_fds(worker, [f"{pid} {place}".encode()], fds)
+            for fd in fds:
+                os.close(fd)
+            linux.wait_into(pid, status)
+            worker.send(memoryview(status)[: WAIT_STATUS.size])
+            if namespaces:
+                linux.unmount(folder)
+                isolation.mount_scratch(folder, limit)
+    except ConnectionError:  # the worker has ended
+        pass
+    except BaseException as error:
+        _print_error("spawner", error)
+    os._exit(1)
 
-    def _not_inherited(self, size: int) -> memoryview:
-        area = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE)
-        area.madvise(mmap.MADV_DONTFORK)
-        return memoryview(area)[:size]
+
+def _spawn(confinement: isolation.Confinement, folder: str, pid_namespace: int) -> tuple[int, list[int]]:
+    """Fork a process, wait until it is confined; return its pid and stdin, stdout, stderr and pidfd for the worker."""
+    theirs_in, stdin = os.pipe()
+    out, theirs_out = os.pipe()
+    err, theirs_err = os.pipe()
+    for fd in (stdin, out, err):
+        os.fchmod(fd, 0)  # cannot be opened again through /proc
+    if pid_namespace >= 0:
+        linux.setns(pid_namespace, linux.NEW_PID)
+        linux.unshare(linux.NEW_PID)
+    pid = os.fork()
+    if pid == 0:
+        _run_confined(confinement, folder, (theirs_in, theirs_out, theirs_err))
+    for fd in (theirs_in, theirs_out, theirs_err):
+        os.close(fd)
+    if os.read(out, 1) != b"r":
+        raise RuntimeError(f"a process could not be confined: {os.read(err, 1000).decode(errors='replace')}")
+    return pid, [stdin, out, err, os.pidfd_open(pid)]
 
 
-def _receive(supervisor: socket.socket, buffer: memoryview) -> memoryview | None:
-    """Return the next complete request; None when the supervisor has closed the connection."""
-    received, needed = 0, REQUEST.size
-    while received < needed:
-        count = supervisor.recv_into(buffer[received:])
-        if not count:
-            return None
-        received += count
-        if received >= REQUEST.size:
-            code, stdin, _, _ = REQUEST.unpack_from(buffer)
+def _print_error(who: str, error: BaseException) -> None:
+    with contextlib.suppress(OSError):
+        print(f"{who}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+
+
+def _receive(supervisor: socket.socket) -> bytearray:
+    """Return the next complete request; nothing when the supervisor has closed the connection."""
+    data, needed = bytearray(), REQUEST.size
+    while len(data) < needed:
+        part = supervisor.recv(CHUNK)
+        if not part:
+            return bytearray()
+        data += part
+        if len(data) >= REQUEST.size:
+            code, stdin, _, _ = REQUEST.unpack_from(data)
             needed = REQUEST.size + int(code) + int(stdin)
-    return buffer[:needed]
+    return data
 
 
 class _ConfinedProcess:
     """A process that is confined and waits for its code."""
 
-    def __init__(self, confinement: isolation.Confinement, pid_namespace: int) -> None:
-        self.max_scratch = confinement.max_scratch
-        theirs_in, self.stdin = os.pipe()
-        self.out, theirs_out = os.pipe()
-        self.err, theirs_err = os.pipe()
-        if pid_namespace >= 0:
-            linux.setns(pid_namespace, linux.NEW_PID)
-            linux.unshare(linux.NEW_PID)
-        self.pid = os.fork()
-        if self.pid == 0:
-            _run_confined(confinement, (theirs_in, theirs_out, theirs_err))
-        for fd in (theirs_in, theirs_out, theirs_err):
-            os.close(fd)
-        self.pidfd = os.pidfd_open(self.pid)
+    def __init__(self, spawner: socket.socket, pid: int, folder: str, fds: list[int]) -> None:
+        self.spawner, self.pid, self.folder = spawner, pid, folder
+        self.stdin, self.out, self.err, self.pidfd = fds
+        for fd in (self.stdin, self.out, self.err):
+            os.set_blocking(fd, False)  # whatever the code does to the other end
 
-    def serve(
-        self, supervisor: socket.socket, request: memoryview, buffers: _Buffers, folder: str | None
-    ) -> tuple[bytes, memoryview, memoryview]:
-        """Run the request and return the parts of the response. Monitors `folder` if scratch is on disk."""
-        if os.read(self.out, 1) != b"r":
-            raise RuntimeError(f"a process could not be confined: {os.read(self.err, 1000).decode(errors='replace')}")
-        if select.select([self.pidfd], [], [], 0)[0]:
+    @classmethod
+    def receive(cls, spawner: socket.socket) -> _ConfinedProcess:
+        """Return the next process that the spawner has made."""
+        message, fds, _, _ = socket.recv_fds(spawner, 4096, 4)
+        if not message:
+            raise ConnectionError("the spawner has ended")
+        pid, _, folder = message.decode().partition(" ")
+        return cls(spawner, int(pid), folder, fds)
+
+    def serve(self, supervisor: socket.socket, request: bytearray, settings: dict[str, Any]) -> bytes:
+        """Run the request and return the response."""
+        if select.select([self.spawner], [], [], 0)[0]:
             raise RuntimeError("a process was killed while it waited for its code")
-        disk = None if folder is None else scratch.DiskMonitor(folder, self.max_scratch, self.pid)
+        disk = None
+        if settings["tier"] != "namespaces":
+            disk = scratch.DiskMonitor(self.folder, settings["scratch"], self.pid)
         seconds = REQUEST.unpack_from(request)[2]
         started = time.monotonic()
-        outputs = {self.out: _Output(buffers.out, buffers.chunk), self.err: _Output(buffers.err, buffers.chunk)}
+        outputs = {self.out: _Output(settings["output"]), self.err: _Output(settings["output"])}
         try:
             forced = self._watch(supervisor, request, outputs, started + seconds, disk)
         finally:
-            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
-            _, wait_status = os.waitpid(self.pid, 0)
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+            ended = self.spawner.recv(WAIT_STATUS.size)
             if disk:
                 disk.close()
         took = time.monotonic() - started
         for fd, output in outputs.items():
-            os.set_blocking(fd, False)
-            with contextlib.suppress(BlockingIOError):  # without isolation, something may still hold the other end
-                while not output.ended and output.total < 4 * CHUNK + output.max_total:
-                    output.read(fd)
+            while not output.ended and output.total < 4 * CHUNK + output.max_total and output.read(fd):
+                pass
         for fd in {self.stdin, self.out, self.err, self.pidfd} - {-1}:
             os.close(fd)
+        if not ended:
+            raise ConnectionError("the spawner has ended")
+        (wait_status,) = WAIT_STATUS.unpack(ended)
         if forced is not None:
             status = forced
         elif os.WIFSIGNALED(wait_status):
@@ -242,23 +287,22 @@ class _ConfinedProcess:
         else:
             status = {interpreter.OK: OK, interpreter.MEMORY: MEMORY}.get(os.WEXITSTATUS(wait_status), ERROR)
         cut = any(output.total > len(output.data) for output in outputs.values())
-        out, err = (output.data[: output.total] for output in outputs.values())
-        return RESPONSE.pack(status, took, cut, len(out), len(err)), out, err
+        out, err = (output.data for output in outputs.values())
+        return b"".join((RESPONSE.pack(status, took, cut, len(out), len(err)), out, err))
 
     def _watch(
         self,
         supervisor: socket.socket,
-        request: memoryview,
+        request: bytearray,
         outputs: dict[int, _Output],
         deadline: float,
         disk: scratch.DiskMonitor | None,
     ) -> int | None:
         """Feed and read the process until it ends by itself (None) or has to be killed (the status)."""
         poller = select.poll()
-        for fd in (self.pidfd, supervisor.fileno(), self.stdin, *outputs):
+        for fd in (self.spawner.fileno(), supervisor.fileno(), self.stdin, *outputs):
             poller.register(fd, select.POLLOUT if fd == self.stdin else select.POLLIN)
-        os.set_blocking(self.stdin, False)
-        unsent = request
+        unsent = memoryview(request)
         next_check = time.monotonic() + DISK_CHECK_SECONDS if disk else math.inf
         while True:
             now = time.monotonic()
@@ -274,6 +318,8 @@ class _ConfinedProcess:
             if self.stdin in ready:
                 try:
                     unsent = unsent[os.write(self.stdin, unsent) :]
+                except BlockingIOError:
+                    pass
                 except BrokenPipeError:  # it has closed its stdin
                     unsent = unsent[:0]
                 if not unsent:
@@ -286,32 +332,37 @@ class _ConfinedProcess:
                     poller.unregister(fd)
             if any(output.total > output.max_total for output in outputs.values()):
                 return KILLED
-            if self.pidfd in ready:
+            if self.spawner.fileno() in ready:  # which sends the status of a process that has ended
                 return None
 
 
 class _Output:
-    """The first bytes of an output, as many as `data` holds, and their total number."""
+    """The first `limit` bytes of an output, and the total number of its bytes."""
 
-    def __init__(self, data: memoryview, chunk: memoryview) -> None:
-        self.data, self.chunk, self.max_total = data, chunk, MAX_OUTPUT_FACTOR * len(data)
+    def __init__(self, limit: int) -> None:
+        self.data, self.limit, self.max_total = bytearray(), limit, MAX_OUTPUT_FACTOR * limit
         self.total, self.ended = 0, False
 
-    def read(self, fd: int) -> None:
-        """Read what is available; nothing means that the output has ended."""
-        count = os.readv(fd, [self.chunk])
-        room = self.data[self.total : self.total + count]
-        room[:] = self.chunk[: len(room)]
-        self.total += count
-        self.ended = not count
+    def read(self, fd: int) -> bool:
+        """Read what is available; return whether that was anything. No bytes mean that the output has ended."""
+        try:
+            part = os.read(fd, CHUNK)
+        except BlockingIOError:  # the other end is still open, or something else has read it
+            return False
+        self.data += part[: self.limit - len(self.data)]
+        self.total += len(part)
+        self.ended = not part
+        return bool(part)
 
 
-def _run_confined(confinement: isolation.Confinement, fds: tuple[int, int, int]) -> NoReturn:
+def _run_confined(confinement: isolation.Confinement, folder: str, fds: tuple[int, int, int]) -> NoReturn:
     """In the new process: confine it, wait for the code, run it."""
     try:
         for number, fd in enumerate(fds):
             os.dup2(fd, number)
-        confinement.apply()
+        os.environ.update(HOME=folder, TMPDIR=folder)
+        os.chdir(folder)
+        confinement.apply(folder)
         os.closerange(3, 1024)
         os.write(1, b"r")
         code, _, _, show_last = REQUEST.unpack(_read_exactly(REQUEST.size))
