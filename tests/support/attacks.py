@@ -775,6 +775,11 @@ for start in {start & ~4095 for start in starts}:
                     at = page.find(first, at + 1)
 assert looked > 100, looked
 
+### wants to be killed later than others
+for pid in ("self", "thread-self", os.getpid()):
+    refused(open, f"/proc/{pid}/oom_score_adj", "w")
+    refused(open, f"/proc/{pid}/oom_adj", "w")
+
 ### opens its streams again
 for fd, device in enumerate(("stdin", "stdout", "stderr")):
     for place in ("/proc/self/fd", "/proc/thread-self/fd", f"/proc/{os.getpid()}/fd", "/dev/fd"):

@@ -302,8 +302,56 @@ def test_the_process_as_seen_from_outside(fresh: Sandbox) -> None:
         assert status["Groups"].split() == []
     assert {int(status[name], 16) for name in ("CapInh", "CapPrm", "CapEff", "CapAmb")} == {0}
     assert (status["NoNewPrivs"].strip(), status["Seccomp"].strip()) == ("1", "2")
+    assert Path(f"/proc/{pid}/oom_score_adj").read_text() == "1000\n"
     os.kill(pid, signal.SIGUSR1)
     assert call.result(60).stdout == "done\n"
+
+
+def test_calls_that_run_at_once_fit_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def workers(machine_mb: int, **limits: int) -> int:
+        monkeypatch.setattr(module, "machine_memory", lambda: machine_mb << 20)
+        return Sandbox(**limits).workers  # type: ignore[arg-type]
+
+    assert workers(8 * 576, memory_mb=512, scratch_mb=64) == 4
+    assert workers(8 * 576 - 1, memory_mb=512, scratch_mb=64) == 3
+    assert workers(8 * 576, memory_mb=512, scratch_mb=64, workers=2) == 2
+    assert workers(8 * 576, memory_mb=512, scratch_mb=64, workers=5) == 4
+    assert workers(100, memory_mb=512, scratch_mb=64, workers=5) == 1
+    assert workers(1 << 30) == max(8, 2 * (os.cpu_count() or 1))
+
+
+def test_a_call_without_room_in_memory_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "machine_memory", lambda: 1)
+    with contextlib.closing(opened("landlock", workers=2, packages=())) as sandbox:
+        first = in_thread(lambda: sandbox.run(WAITING.format("arpo-first"), 600))
+        pid = running(sandbox, "arpo-first")["cell"]
+        second = in_thread(lambda: sandbox.run("print('second')"))
+        with pytest.raises(TimeoutError):
+            second.result(0.05)
+        os.kill(pid, signal.SIGUSR1)
+        assert first.result(60).stdout == "done\n"
+        assert second.result(60).stdout == "second\n"
+
+
+def test_memory_is_limited_by_the_machine_and_by_cgroups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert 0 < module.machine_memory() <= machine
+    monkeypatch.setattr(module, "Path", lambda *parts: tmp_path.joinpath(*(part.lstrip("/") for part in parts)))
+    assert module.machine_memory() == machine  # nothing is known of cgroups
+    files = {
+        "proc/self/cgroup": "5:memory:/job\n3:cpu:/job\n0::/a/b:c\n",
+        "sys/fs/cgroup/a/b:c/memory.max": "max\n",
+        "sys/fs/cgroup/a/memory.max": "70000\n",
+        "sys/fs/cgroup/memory/job/memory.limit_in_bytes": "9223372036854771712\n",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": "60000\n",
+        "sys/fs/cgroup/cpu/job/memory.max": "50\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert module.machine_memory() == 60000
+    (tmp_path / "sys/fs/cgroup/memory/memory.limit_in_bytes").unlink()
+    assert module.machine_memory() == 70000
 
 
 WITHOUT = """

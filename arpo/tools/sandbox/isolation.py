@@ -5,8 +5,8 @@ visible, scratch on a small tmpfs, plus all of the next tier. "landlock": the ma
 Landlock lets through Python's libraries and scratch on disk, and a shorter list of system calls. "none": only limits
 on memory and files.
 
-"landlock" does not hide that a file or a process exists: code can ask for size and times of a path that it knows. Code
-started by root there keeps uid 0, without root's capabilities.
+"landlock" does not hide that a file or a process exists: code can ask for size and times of a path that it knows, also
+below /proc, but opens none. Code started by root there keeps uid 0, without root's capabilities.
 """
 
 from __future__ import annotations
@@ -35,6 +35,11 @@ def missing_support(tier: str) -> str | None:
         found = f"version {version}" if version else "none"
         return f"Landlock version {LANDLOCK_NEEDED} is needed (Linux 6.2, switched on), there is {found}"
     return None
+
+
+def be_killed_first() -> None:
+    """Have the kernel kill this process and its children before all others when memory runs out."""
+    _write("/proc/self/oom_score_adj", "1000")
 
 
 def enter_namespaces() -> None:

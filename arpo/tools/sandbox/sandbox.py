@@ -10,12 +10,16 @@ refuses and says what is missing. A worker is a socket and serves one call at a 
 died while idle is not used. A zygote that has died, or whose worker did not answer in time, is replaced with all its
 workers.
 
-Guarantees: no call sees the network, the machine's files, environment or processes, or traces of another call.
-Nothing of a call is left when it returns. Its output cannot forge its status. The same code gives the same output,
-unless it asks for the time, for entropy or for addresses of objects. A worker that dies is replaced, and its call is
-made once more.
-Not covered: side channels, kernel bugs, and fairness between calls that use much CPU. In the tier "landlock", names,
-sizes and times of files that the code can guess are not hidden.
+Guarantees: no call sees the network, the machine's files, environment or processes, or traces of another call: its
+memory, scratch and process are new. Nothing of a call is left when it returns. Its output cannot forge its status. The
+same code gives the same output, unless it asks for the time, for entropy or for addresses of objects. A worker that
+dies is replaced, and its call is made once more. Calls that run at once fit into half of the machine's memory (each
+sandbox counts its own calls), and the kernel kills them first when memory runs out.
+Not covered: kernel bugs; fairness between calls that use much CPU or disk; side channels: time, the load of processor
+and caches, and numbers that the kernel counts for the whole machine (inode numbers of pipes, numbers of file systems).
+In the tier "landlock", code can also ask for names, sizes and times of files that it can guess, and which processes
+exist and how many files they have open. It sees the machine's name, its own process id, and inode numbers on the disk,
+which depend on what other calls do. So two calls that agree on how can pass bits to each other.
 """
 
 from __future__ import annotations
@@ -84,9 +88,11 @@ class SandboxError(Exception):
 class Sandbox:
     """Runs code in new confined processes, up to `workers` at a time; use `with`, or `start` and `close`.
 
-    A call may use `memory_mb` above what Python itself needs and `scratch_mb` of files; of each output the first
-    `max_output` bytes are kept. Code that names one of `packages` is forked from a process that has imported just
-    those. `tier` demands one tier; `unsafe_no_isolation` allows to run without isolation where there is none.
+    A call may use `memory_mb` above what Python itself needs and `scratch_mb` of files. There are at most as many
+    workers as half of the machine's memory has room for, and at least one. A call waits for a worker, and its time
+    begins when it has got one. Of each output the first `max_output` bytes are kept. Code that names one of `packages`
+    is forked from a process that has imported just those. `tier` demands one tier; `unsafe_no_isolation` allows to run
+    without isolation where there is none.
     """
 
     def __init__(
@@ -103,7 +109,8 @@ class Sandbox:
         if tier is not None and tier not in TIERS:
             raise ArpoError(f"there is no sandbox tier {tier!r}; use one of: {', '.join(TIERS)}")
         self.tier: str | None = None
-        self.workers = workers or max(8, 2 * (os.cpu_count() or 1))
+        room = machine_memory() // 2 // ((memory_mb + scratch_mb) << 20)
+        self.workers = max(1, min(workers or max(8, 2 * (os.cpu_count() or 1)), room))
         self._limits = {"memory": memory_mb << 20, "scratch": scratch_mb << 20, "output": max_output}
         self._packages = {name: re.compile(rf"\b{re.escape(name)}\b") for name in packages}
         self._allowed_tiers = (tier,) if tier else (*TIERS, "none") if unsafe_no_isolation else TIERS
@@ -433,3 +440,24 @@ def library_dirs() -> list[str]:
     python = [sysconfig.get_path("stdlib"), f"{sys.base_prefix}/lib", f"{sys.prefix}/lib", *site.getsitepackages()]
     found = [path for path in (*python, *SYSTEM_LIBRARIES) if os.path.isdir(path)]
     return [path for path in dict.fromkeys(found) if not any(path.startswith(f"{other}/") for other in found)]
+
+
+def machine_memory() -> int:
+    """Return the bytes of memory that this process may use: those of the machine, or fewer if a cgroup limits it."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controller, path = line.split(":", 2)
+            if controller in ("", "memory"):  # version 2 or 1
+                group = Path("/sys/fs/cgroup", controller, path.lstrip("/"))
+                for file in ("memory.max", "memory.limit_in_bytes"):
+                    limits += [limit for folder in (group, *group.parents) if (limit := _number(folder / file))]
+    return min(limits)
+
+
+def _number(path: Path) -> int:
+    """Return the number in a file; 0 if there is none."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # "max"
+        return 0

@@ -90,6 +90,7 @@ def _set_up(settings: dict[str, Any]) -> tuple[int, int] | None:
     """
     pid_namespace = -1
     os.umask(0o022)
+    isolation.be_killed_first()
     if settings["tier"] != "none" and (missing := isolation.missing_support(settings["tier"])):
         raise OSError(missing)
     if settings["tier"] == "namespaces":
@@ -255,7 +256,7 @@ class _ConfinedProcess:
 
     def serve(self, supervisor: socket.socket, request: bytearray, settings: dict[str, Any]) -> bytes:
         """Run the request and return the response."""
-        if select.select([self.spawner], [], [], 0)[0]:
+        if select.select([self.pidfd], [], [], 0)[0]:
             raise RuntimeError("a process was killed while it waited for its code")
         disk = None
         if settings["tier"] != "namespaces":
