@@ -5,7 +5,7 @@ SEED ?= 0
 # Slow tests are handed out one by one, the others file by file: see tests/conftest.py.
 PARALLEL := -n logical --dist loadgroup --no-loadscope-reorder
 
-.PHONY: demo test test-fast check format clean bench-sandbox bench-search bench-engine bench-gpu bench-tree bench-math bench-view bench-plan bench-cluster test-kernels test-mcp-npm test-browser test-vllm
+.PHONY: demo chaos test test-fast check format clean bench-sandbox bench-search bench-engine bench-gpu bench-tree bench-math bench-view bench-plan bench-cluster test-kernels test-mcp-npm test-browser test-vllm
 
 demo: .venv/installed  ## watch a small agent learn, a few minutes
 	$(BIN)/arpo demo --seed $(SEED)
@@ -15,6 +15,9 @@ test: .venv/installed-dev  ## all tests, on all cores
 
 test-fast: .venv/installed-dev  ## the tests that take less than a second each, on all cores
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow"
+
+chaos: .venv/installed-dev  ## kill runs, fill disks, damage files, break tools; some minutes, JSON on the last line
+	$(BIN)/python tests/chaos
 
 bench-sandbox: .venv/installed  ## the sandbox against a new interpreter per call; JSON on the last line
 	$(BIN)/python benchmarks/bench_sandbox.py
