@@ -10,6 +10,7 @@ Not covered: other architectures, experts, split models, GGUF adapters, big-endi
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from arpo.errors import ArpoError
+from arpo.models.checks import require_memory
 from arpo.models.gguf_file import Array, GgufFile, read_gguf
 from arpo.models.gguf_tokenizer import end_of_turn_ids, read_tokenizer, special_ids
 
@@ -57,7 +59,9 @@ def _build_model(file: GgufFile, dtype: torch.dtype) -> Any:
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config)
     state: dict[str, torch.Tensor] = {}
-    for parameter, name in _tensor_names(file, family, skeleton).items():
+    names = _tensor_names(file, family, skeleton)
+    require_memory(sum(math.prod(file.tensors[name].shape) for name in names.values()), dtype)
+    for parameter, name in names.items():
         values = file.dequantize(best_embeddings if name == "token_embd.weight" and tied else name)
         if family == "llama" and ".self_attn.q_proj." in parameter:
             values = _unpermute(values, config.num_attention_heads)

@@ -20,6 +20,7 @@ _LLAMA3_SPLIT = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _SPLITS = {"llama-bpe": _LLAMA3_SPLIT, "qwen2": _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")}
+_MAX_SPLIT_CHARS = 10**9  # characters in all ways to split a token; Gemma's 262,144 tokens have about 10**7
 _END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>")
 _SPECIALS = {"bos": "bos_token_id", "eos": "eos_token_id", "pad": "padding_token_id", "unk": "unknown_token_id"}
 
@@ -131,6 +132,8 @@ def _sentencepiece(file: GgufFile, family: str, vocab: dict[str, int], kinds: li
 
 def _merges(scores: dict[str, float]) -> list[tuple[str, str]]:
     """Return every pair of tokens that merges into a token, best score first."""
+    if sum(len(token) ** 2 for token in scores) > _MAX_SPLIT_CHARS:
+        raise ValueError("its tokens are too long")
     found = [
         (score, at, len(token) - at, token)
         for token, score in scores.items()

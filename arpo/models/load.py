@@ -12,13 +12,24 @@ from typing import Any
 
 import torch
 from huggingface_hub import HfApi
-from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from arpo.config.files import expand_user
 from arpo.config.schema import Model, Train
 from arpo.errors import ArpoError
+from arpo.models.checks import (
+    CONFIG,
+    INDEX,
+    WEIGHTS,
+    check_directory,
+    check_sizes,
+    num_stored_values,
+    read_object,
+    require_memory,
+    weight_files,
+)
 from arpo.models.gguf import load_gguf
 from arpo.models.lora import add_adapter, load_adapter, merge_adapter
 from arpo.models.resolve import ADAPTER_CONFIG
@@ -109,10 +120,21 @@ def _load_hugging_face(path: str, dtype: torch.dtype) -> tuple[Any, Any]:
         )
     hub_error = None if is_path else _hub_error(path)
     local = is_path or hub_error is not None  # without a network, a model in the cache can still be loaded
+    given: dict[str, Any] = {"trust_remote_code": False, "local_files_only": local}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=local)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False, local_files_only=local)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        directory = Path(path) if is_path else _download(path, local)
+        check_directory(directory)
+        tokenizer = AutoTokenizer.from_pretrained(path, **given)
+        _require_weights(directory, AutoConfig.from_pretrained(path, **given), dtype)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, use_safetensors=True, output_loading_info=True, **given
+        )
+        _check_loaded(model, tokenizer, report)
+    except ArpoError as error:
+        raise ArpoError(f"model.path: {error}") from error
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # broken files make these libraries raise anything; of tokenizers even panics
         if hub_error is not None:
             raise ArpoError(
                 f"model.path: {path!r} is neither a local model nor available on the hub ({hub_error}): "
@@ -120,6 +142,48 @@ def _load_hugging_face(path: str, dtype: torch.dtype) -> tuple[Any, Any]:
             ) from error
         raise ArpoError(f"model.path: {path!r} could not be loaded: {_first_line(error)}") from error
     return model, tokenizer
+
+
+def _download(name: str, local: bool) -> Path:
+    """The directory of a hub model in the cache, with its config and weights; they are downloaded if need be."""
+
+    def fetch(file: str, required: bool = True) -> str | None:
+        found: str | None = cached_file(
+            name, file, local_files_only=local, _raise_exceptions_for_missing_entries=required
+        )
+        return found
+
+    directory = Path(str(fetch(CONFIG))).parent
+    check_sizes(read_object(directory / CONFIG))
+    if fetch(WEIGHTS, required=False) is None and fetch(INDEX, required=False) is not None:
+        for file in weight_files(directory):
+            fetch(file.name)
+    return directory
+
+
+def _require_weights(directory: Path, config: Any, dtype: torch.dtype) -> None:
+    """Raise ValueError unless the files can hold all weights of the model, and the model fits into memory."""
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    described = sum(parameter.numel() for parameter in skeleton.parameters())
+    stored = num_stored_values(weight_files(directory))
+    if described > stored:
+        raise ValueError(
+            f"{CONFIG} describes a model of {described:,} weights, but its files hold only {stored:,}: they do not "
+            "belong together, or are incomplete"
+        )
+    require_memory(described, dtype)
+
+
+def _check_loaded(model: Any, tokenizer: Any, report: dict[str, Any]) -> None:
+    """Raise ValueError if weights are missing, or the tokenizer has ids without an embedding."""
+    missing = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
+    if missing:
+        raise ValueError(f"its files hold no weights of the right shape for {missing[0]!r}")
+    rows, added = model.get_input_embeddings().weight.shape[0], tokenizer.added_tokens_decoder
+    ids = [number for number in tokenizer.get_vocab().values() if number >= rows]
+    if any(number not in added for number in ids) or (tokenizer.eos_token_id or 0) >= rows:
+        raise ValueError(f"its tokenizer has ids up to {max(ids)}, but the model has only {rows} embeddings")
 
 
 def _hub_error(name: str) -> str | None:
@@ -141,5 +205,5 @@ def _looks_like_a_path(path: str) -> bool:
     )
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0][:300]
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0][:300] or type(error).__name__

@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from arpo.errors import ArpoError
+from arpo.models.checks import read_object
 from arpo.models.resolve import ADAPTER_CONFIG
 from arpo.runs.storage import writing
 
@@ -78,7 +79,7 @@ def save_adapter(model: Any, directory: Path) -> None:
 def load_adapter(model: Any, directory: Path) -> None:
     """Copy the weights of the adapter in `directory` into the model's own, which must have the same settings."""
     _check_adapter(model, directory)
-    saved = json.loads((directory / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    saved = read_object(directory / ADAPTER_CONFIG)
     ours = json.loads(json.dumps(model.peft_config["default"].to_dict(), default=sorted))
     for key, value in saved.items():
         value = sorted(value) if isinstance(value, list) else value
@@ -142,7 +143,7 @@ def merge_adapter(model: Any, directory: Path) -> Any:
             config.megatron_config = None  # it would import a module that the file names
             wrapped = PeftModel(model, config, autocast_adapter_dtype=False)
             result = wrapped.load_adapter(str(directory), "default", autocast_adapter_dtype=False)
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+    except Exception as error:  # a broken adapter makes PEFT raise anything
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise _misfit(directory, " ".join(lines[:2])[:300]) from error
     mismatch = [*result.missing_keys, *result.unexpected_keys]
@@ -169,9 +170,9 @@ def _require_peft(setting: str) -> None:
 
 def _check_adapter(model: Any, directory: Path) -> None:
     try:
-        settings = json.loads((directory / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        settings = read_object(directory / ADAPTER_CONFIG)
         kind = settings["peft_type"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError):
         raise ArpoError(
             f"model.adapter: {str(directory)!r} is not an adapter: give a directory that PEFT saved ({ADAPTER_CONFIG})"
         ) from None
@@ -185,8 +186,13 @@ def _check_adapter(model: Any, directory: Path) -> None:
     try:
         with safe_open(weights, framework="pt") as tensors:
             names = list(tensors.keys())
-    except SafetensorError as error:
+            largest = max((tensors.get_slice(name).get_shape()[0] for name in names if ".lora_A." in name), default=0)
+    except (SafetensorError, IndexError) as error:
         raise ArpoError(f"model.adapter: {str(weights)!r} is damaged: {error}") from error
+    patterns = settings.get("rank_pattern") or {}
+    for rank in (settings.get("r"), *(patterns.values() if isinstance(patterns, dict) else [patterns])):
+        if type(rank) is not int or not 1 <= rank <= largest:  # PEFT makes matrices of this rank before it looks
+            raise _misfit(directory, f"its rank is {rank!r:.60}, but its largest matrix has the rank {largest}")
     if model.config.tie_word_embeddings and any(".embed_tokens." in name or ".lm_head." in name for name in names):
         raise ArpoError(
             f"model.adapter: {str(directory)!r} changes tied embeddings, so it cannot be merged: "

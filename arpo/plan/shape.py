@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from arpo.config.files import expand_user, parse_json, read_limited
+from arpo.config.files import expand_user
 from arpo.errors import ArpoError
+from arpo.models.checks import check_sizes, read_object
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,7 @@ def find_shape(model: str) -> Shape:
             "Qwen3-14B, or a directory with a Hugging Face config.json"
         )
     try:
-        values = parse_json(read_limited(path).decode())
+        values = read_object(path)
     except (OSError, ValueError) as error:
         raise ArpoError(f"{path}: cannot be read: {error}") from None
     return shape_from_config(path.parent.name or model, values)
@@ -118,6 +119,7 @@ def shape_from_config(name: str, config: Any) -> Shape:
     if any(config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts")):
         raise ArpoError(f"{name}: mixture-of-experts models are not supported by arpo plan")
     try:
+        check_sizes(config)
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
         return Shape(
             name,

@@ -65,3 +65,15 @@ def test_data_that_is_no_regular_file(suffix: str, kind: str, arpo: Arpo) -> Non
     _make(kind, f"odd{suffix}")
     said = {"pipe": "is a pipe; write its content to a file first", "device": "is a device, expected a file"}[kind]
     assert said in mistake(arpo("data", "check", f"odd{suffix}"))
+
+
+@pytest.mark.parametrize("command", ["train", "sft", "eval", "rollout", "chat", "plan", "entropy"])
+def test_a_model_of_an_absurd_size_is_refused_by_every_command(command: str, arpo: Arpo) -> None:
+    Path("odd").mkdir()
+    Path("odd", "config.json").write_text('{"model_type": "llama", "hidden_size": 1000000000}')
+    Path("traces.jsonl").write_text(
+        '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<answer>b</answer>"}]}\n'
+    )
+    given = ("odd",) if command == "chat" else ("small.toml", "model.path=odd")
+    said = mistake(arpo(command, *given))
+    assert "odd" in said and "hidden_size = 1000000000" in said

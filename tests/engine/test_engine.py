@@ -204,6 +204,8 @@ def test_a_thousand_requests_through_a_small_kv_cache() -> None:
 
 def test_the_kv_cache_has_the_requested_size() -> None:
     assert small(kv_cache_tokens=70).kv_cache_tokens == 64  # whole blocks
+    with pytest.raises(ArpoError, match=r"rollout.kv_cache_tokens: .* tokens take .* TB, and this device has .* GB"):
+        small(kv_cache_tokens=10**12)
     with pytest.raises(ArpoError, match="at least 64 tokens"):
         small(kv_cache_tokens=40)
 

@@ -90,7 +90,7 @@ def test_models_are_found_by_size_name_hub_name_and_directory(tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("{", "cannot be read"), ("[]", "no model settings"), ('{"hidden_size": 8}', "decoder-only"),
+    [("{", "cannot be read"), ("[]", "holds no JSON object"), ('{"hidden_size": 8}', "decoder-only"),
      ('{"num_experts": 8}', "mixture-of-experts")],
 )  # fmt: skip
 def test_unsupported_models_are_refused(tmp_path: Path, content: str, message: str) -> None:

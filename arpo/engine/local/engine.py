@@ -26,6 +26,7 @@ from arpo.engine.local.runner import StepOutput, build_runner
 from arpo.engine.local.scheduler import Batch, Request, Scheduler
 from arpo.engine.stops import TurnEnds
 from arpo.errors import ArpoError
+from arpo.models.checks import show_bytes
 from arpo.models.network import check_supported
 from arpo.types import Completion, SamplingParams
 
@@ -65,6 +66,12 @@ class LocalEngine:
         num_blocks = (kv_cache_tokens or default_kv_cache_tokens(model, max_num_seqs)) // BLOCK_SIZE
         if num_blocks < 2:
             raise ArpoError(f"rollout.kv_cache_tokens: the engine needs room for at least {2 * BLOCK_SIZE} tokens")
+        size = num_blocks * BLOCK_SIZE * kv_bytes_per_token(model.config, next(model.parameters()).dtype)
+        if size > total_memory(device):
+            raise ArpoError(
+                f"rollout.kv_cache_tokens: {num_blocks * BLOCK_SIZE:,} tokens take {show_bytes(size)}, and this device "
+                f"has {show_bytes(total_memory(device))}: give fewer, or 0 for as many as fit"
+            )
         self._cache = KVCache(model.config, num_blocks, next(model.parameters()).dtype, device)
         self._runner = build_runner(model, self._cache, max_num_seqs)
         prefill = prefill_tokens or PREFILL_TOKENS[device.type]
@@ -192,13 +199,20 @@ class LocalEngine:
                 self._scheduler.finish(request)
 
 
+def total_memory(device: torch.device) -> int:
+    """Return the bytes of memory of a GPU, or of this machine."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def default_kv_cache_tokens(model: Any, max_num_seqs: int) -> int:
     """Return the tokens of a full context for every sequence, at most a quarter of RAM or half of free GPU memory."""
     parameter = next(model.parameters())
     if parameter.is_cuda:
         memory = torch.cuda.mem_get_info(parameter.device)[0] // 2
     else:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+        memory = total_memory(parameter.device) // 4
     context = -(-int(model.config.max_position_embeddings) // BLOCK_SIZE) * BLOCK_SIZE
     wanted = max(max_num_seqs * context, 2 * BLOCK_SIZE)
     return min(wanted, memory // kv_bytes_per_token(model.config, parameter.dtype))
