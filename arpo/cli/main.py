@@ -15,6 +15,7 @@ from arpo.cli.sampling import chat, rollout
 from arpo.cli.study import compare, entropy
 from arpo.cli.training import demo, export, sft, train
 from arpo.cli.view import show, view
+from arpo.config.loading import mask_override
 from arpo.errors import ArpoError, Collapsed
 from arpo.runs.storage import disk_error
 from arpo.trainer.dist import launch
@@ -32,7 +33,9 @@ def main() -> None:
     try:
         if launch.world_size() > 1 and "train" not in sys.argv[1:2]:
             raise ArpoError("only `arpo train` runs on several ranks: leave out torchrun, or use --nproc-per-node 1")
-        app()
+        arguments = sys.argv[1:]
+        sys.argv[1:] = map(mask_override, arguments)  # trackers upload them
+        app(arguments)
     except Collapsed as collapse:
         print(f"stopped: {collapse}", file=sys.stderr)
         sys.exit(3)

@@ -42,7 +42,7 @@ def plan(
     from arpo.plan.planner import make_plan
 
     own_run = is_run_dir(target)
-    config = load_config(target / CONFIG_FILE if own_run else target, overrides or [])
+    config = load_config(target / CONFIG_FILE if own_run else target, overrides or [], allow_masked=True)
     if source is not None and not is_run_dir(source):
         raise ArpoError(f"--from: {source} is not a run (a directory with config.json and metrics.jsonl)")
     found = make_plan(

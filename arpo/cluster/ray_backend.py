@@ -23,6 +23,7 @@ import numpy as np
 from arpo.cluster.sampler import RaySampler, WorkerDied
 from arpo.cluster.scheduler import Machine, Placement
 from arpo.cluster.worker import DONE, MISTAKE, Reply, Worker
+from arpo.config.masking import mask_message, masked
 from arpo.config.schema import Config
 from arpo.errors import ArpoError
 from arpo.figures.text import printable
@@ -80,9 +81,9 @@ def _init_ray(address: str) -> Any:
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        first = str(error).strip().partition("\n")[0][:200]
+        shown, first = masked(address, "address"), mask_message(str(error).strip().partition("\n")[0])[:200]
         raise ArpoError(
-            f"cluster.address: there is no Ray cluster at {address!r} ({first}); `ray start --head` starts one"
+            f"cluster.address: there is no Ray cluster at {shown!r} ({first}); `ray start --head` starts one"
         ) from error
     return ray
 
@@ -93,8 +94,9 @@ def _require_listener(address: str) -> None:
     try:
         socket.create_connection((host, int(port)), timeout=10).close()
     except (OSError, ValueError, OverflowError) as error:
+        shown = masked(address, "address")
         raise ArpoError(
-            f'cluster.address: no answer from {address!r} ({error}); give host:port of a Ray head, or "auto" on one of '
+            f'cluster.address: no answer from {shown!r} ({error}); give host:port of a Ray head, or "auto" on one of '
             "its machines"
         ) from None
 

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 from arpo.cluster.scheduler import MAX_DEATHS, Assign, Machine, Placement, PoisonTask, Scheduler, missing_workers
 from arpo.cluster.worker import DONE, MISTAKE, Reply, encode_request, weights_of
+from arpo.config.masking import masked
 from arpo.config.schema import Config
 from arpo.errors import ArpoError
 from arpo.evaluation.evaluate import Evaluation
@@ -94,7 +95,7 @@ class RaySampler:
     ) -> None:
         self._backend, self._config, self._model = backend, config, model
         self._address, self._reporter = address, reporter
-        self._settings = json.dumps(config.resolved()).encode()
+        self._settings = json.dumps(config.resolved(reveal=True)).encode()  # workers call the tools
         self._slots = config.rollout.concurrency
         self._scheduler = Scheduler()
         self._jobs: dict[int, _Job] = {}
@@ -248,7 +249,7 @@ class RaySampler:
         running = [worker.machine.id for worker in self._workers.values()]
         missing = missing_workers(usable, running, self._config.cluster.actors, self._config.model.device)
         if not known:
-            self._reporter.message(f"The Ray cluster {self._address}:")
+            self._reporter.message(f"The Ray cluster {masked(self._address, 'address')}:")
         for machine in joined:
             count = sum(placement.machine == machine.id for placement in missing)
             address = f"cluster: joined: {machine.address}" if known else machine.address

@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import load, save
 
 from arpo.config.loading import config_from_resolved
+from arpo.config.masking import mask_message
 from arpo.errors import ArpoError
 from arpo.runs.trees import pack_trees
 from arpo.training.context import open_context
@@ -42,7 +43,7 @@ def _replies(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[R
         except ArpoError as error:
             return MISTAKE, str(error)
         except Exception:
-            return BUG, traceback.format_exc()
+            return BUG, mask_message(traceback.format_exc())
 
     return call
 

@@ -4,7 +4,8 @@ Later layers win: defaults, preset, file, command line. A preset is one of the p
 (`preset = "mine.toml"`). The preset of an algorithm in a comparison lies above the file.
 
 Guarantees: every value is checked for type and range, and none is converted silently. All mistakes are reported
-together in one `ArpoError`, one line each, with the source of the value.
+together in one `ArpoError`, one line each, with the source of the value. No secret is in a message, and a secret that
+was masked when the settings were saved must be given again.
 Not covered: whether a path, model or tool that a setting names exists.
 
     config = load_config(Path("run.toml"), ["rollout.num_trajectories=8", "model.path=Qwen/Qwen3-0.6B"])
@@ -25,6 +26,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from arpo.config.files import expand_user, nesting_depth, parse_json, parse_toml, read_limited
+from arpo.config.masking import MASK, has_mask, mask_message, masked
 from arpo.config.schema import Config
 from arpo.errors import ArpoError
 
@@ -64,10 +66,13 @@ RENAMED_VALUES = {
 """Old values by the new name of the setting, likewise."""
 
 
-def load_config(path: Path | None, overrides: Sequence[str] = (), algorithm: str | None = None) -> Config:
+def load_config(
+    path: Path | None, overrides: Sequence[str] = (), algorithm: str | None = None, *, allow_masked: bool = False
+) -> Config:
     """Load the configuration in `path` (TOML, or a run's config.json; None: defaults) with `key.sub=value` overrides.
 
     The preset `algorithm`, and the defaults of the settings that define an algorithm, take precedence over the file.
+    With `allow_masked`, for use without tools and servers, secrets that the file lacks need not be given again.
     """
     problems: list[str] = []
     from_file = {} if path is None else _read_file(path)
@@ -78,8 +83,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), algorithm: str
         if not equals or not key or key.count(".") > MAX_DEPTH:
             problems.append(f"{COMMAND_LINE}: got {_show(text)}, expected key=value, like rollout.num_trajectories=8")
             continue
-        nested = functools.reduce(lambda inner, part: {part: inner}, reversed(key.split(".")), _parse(key, value))
-        from_command = _merge(from_command, nested)
+        from_command = _merge(from_command, _nest(key, _parse(key, value)))
     layers = [(COMMAND_LINE, from_command), (str(path), from_file)]
     complete = path is not None and path.suffix == ".json"  # a run's config.json contains its preset
     if algorithm is not None:
@@ -96,7 +100,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), algorithm: str
             problems.append(f"{_source(layers, ['preset'])}: preset: got {_show(preset)}, expected {expected}")
         else:
             layers.append((f"preset {_show(preset)}", values))
-    return _check(layers, problems)
+    return _check(layers, problems, allow_masked)
 
 
 def presets() -> list[str]:
@@ -138,24 +142,32 @@ def _preset_folder() -> Traversable:
 
 def config_from_resolved(values: Mapping[str, Any]) -> Config:
     """The configuration whose `resolved()` is `values`."""
-    return _check([("saved configuration", dict(values))], [])
+    return _check([("saved configuration", dict(values))], [], allow_masked=True)
 
 
-def shareable(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A resolved configuration without the environment variables of MCP servers, which often hold keys."""
-    tools = config.get("tools", {})
-    servers = [{**server, "env": dict.fromkeys(server.get("env", {}), "(left out)")} for server in tools.get("mcp", [])]
-    return {**config, "tools": {**tools, "mcp": servers}} if servers else dict(config)
+def mask_override(text: str) -> str:
+    """An argument of the command line without secrets."""
+    key, _, value = text.partition("=")
+    given = _parse(key, value)
+    try:
+        hidden = masked({key.rpartition(".")[2]: given})
+    except RecursionError:
+        return MASK
+    [shown] = hidden.values()
+    return mask_message(text) if isinstance(shown, str) or shown == given else f"{key}={json.dumps(shown, default=str)}"
 
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """The settings in which two resolved configurations differ, as lines: `train.lr: 1e-06 -> 1e-05`."""
+    """The settings in which two resolved configurations differ, as lines: `train.lr: 1e-06 -> 1e-05`.
+
+    Secrets are masked, so settings that differ in nothing else are equal.
+    """
     return [f"{key}: {left} -> {right}" for key, left, right in changes(a, b)]
 
 
 def changes(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """The same as (key, old value, new value), with values as written in a settings file, or "unset"."""
-    left, right = _flatten(a), _flatten(b)
+    left, right = _flatten(masked(a)), _flatten(masked(b))
     return [
         (key, _show(left[key]) if key in left else "unset", _show(right[key]) if key in right else "unset")
         for key in dict.fromkeys([*left, *right])
@@ -224,7 +236,7 @@ def _read_file(path: Path) -> dict[str, Any]:
     except ValueError as error:  # of tomllib, with the line, or of int() for absurdly long numbers
         raise ArpoError(f"{path}: not valid {'JSON' if path.suffix == '.json' else 'TOML'}: {error}") from None
     if not isinstance(values, dict):
-        raise ArpoError(f"{path}: expected settings by name, got {_show(values)}")
+        raise ArpoError(f"{path}: expected settings by name, got {type(values).__name__}")
     return values
 
 
@@ -243,24 +255,42 @@ def _parse(key: str, text: str) -> Any:
     return parsed["value"]
 
 
-def _check(layers: Layers, problems: list[str]) -> Config:
+def _nest(key: str, value: Any) -> dict[str, Any]:
+    """The layer that sets one setting."""
+    nested: dict[str, Any] = functools.reduce(lambda inner, part: {part: inner}, reversed(key.split(".")), value)
+    return nested
+
+
+def _check(layers: Layers, problems: list[str], allow_masked: bool) -> Config:
     """Merge the layers and validate; raise with all problems, including those found earlier."""
     merged: dict[str, Any] = functools.reduce(_merge, (values for _, values in reversed(layers)), {})
+    if not allow_masked:
+        problems = [*problems, *_masked_problems(merged, layers)]
     try:
         config = Config.model_validate(merged)
     except ValidationError as error:
         lines = [_problem(dict(detail), layers, merged) for detail in error.errors(include_url=False)]
         problems = list(dict.fromkeys([*problems, *filter(None, lines)]))
     if problems:
-        raise ArpoError("\n".join(problems).encode("utf-8", "backslashreplace").decode())
+        raise ArpoError(mask_message("\n".join(problems)).encode("utf-8", "backslashreplace").decode())
     return config
+
+
+def _masked_problems(merged: Mapping[str, Any], layers: Layers) -> list[str]:
+    lost = [key for key, value in _flatten(merged).items() if key in _settings() and has_mask(value)]
+    return [
+        f"{_source(layers, key.split('.'))}: {key}: secrets are not saved with a run; give this setting again, in a "
+        "settings file or on the command line (${NAME} in its place is read from the environment variable NAME, and "
+        "need not be given again)"
+        for key in lost
+    ]
 
 
 def _problem(detail: Mapping[str, Any], layers: Layers, merged: Any) -> str | None:
     path = detail["loc"] if detail["type"] == "extra_forbidden" else _setting_path(detail["loc"])
     path = detail.get("ctx", {}).get("path", path)
     key, value = _key(path), _lookup(merged, path)
-    source, given = _source(layers, path), _show(value)
+    source, given = _source(layers, path), _show(masked(value, key.rpartition(".")[2]))
     if detail["type"] == "conflict":
         return f"{_source(layers, path, detail['ctx']['other'])}: {key}: got {given}, expected {detail['msg']}"
     if detail["type"] == "one_way":
@@ -277,7 +307,7 @@ def _problem(detail: Mapping[str, Any], layers: Layers, merged: Any) -> str | No
     if renamed_value:
         return f"{source}: {key}: the value {given} was renamed to {_show(renamed_value)}"
     if detail["type"] == "extra_forbidden":
-        return f"{source}: {key}: got {given}, but there is no such setting; {_nearest_setting(key)}"
+        return f"{source}: {key}: there is no such setting; {_nearest_setting(key)}"  # its value may be a key
     schema = _settings().get(key)
     if schema is None:
         return f"{source}: {key}: got {given}, expected a section with {', '.join(_siblings(key + '.'))}"
@@ -350,7 +380,8 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _show(value: Any) -> str:
-    """A value as the user would write it, on one line, shortened if long."""
+    """A value as the user would write it, on one line, shortened if long; URLs are masked."""
+    value = masked(value)
     if isinstance(value, datetime.date | datetime.time):
         return value.isoformat()
     try:

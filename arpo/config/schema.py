@@ -2,10 +2,14 @@
 
 Functions take the section they need (`decide(Branching(...), ...)`), so each setting is described once. Reading
 settings from files and the command line is in `arpo.config.loading`.
+
+Guarantees: dumps, `repr` and validation errors of settings hold no secrets (`arpo.config.masking` says what these are).
+Only attributes, and `resolved(reveal=True)`, have the true values.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -14,11 +18,16 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    SerializationInfo,
+    SerializerFunctionWrapHandler,
     ValidationInfo,
     field_validator,
+    model_serializer,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
+
+from arpo.config.masking import masked
 
 
 def _without_nul(value: str) -> str:
@@ -47,9 +56,17 @@ def setting(default: Any, description: str, **limits: Any) -> Any:
 
 
 class Section(BaseModel):
-    """Base of all sections: frozen, strict about types, and unknown names are errors."""
+    """Base of all sections: frozen, strict about types, and unknown names are errors. Secrets are masked in dumps."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
+
+    @model_serializer(mode="wrap")
+    def _dump(self, handler: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
+        values: dict[str, Any] = handler(self)
+        return values if (info.context or {}).get("reveal") else masked(values)
+
+    def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
+        return [(name, masked(value, name or "")) for name, value in super().__repr_args__()]
 
     @staticmethod
     def at_most(value: int, info: ValidationInfo, section: str, other: str) -> int:
@@ -555,6 +572,7 @@ class Config(Section):
             object.__setattr__(self, "rollout", rollout)  # the one default that depends on another section
         return self
 
-    def resolved(self) -> dict[str, Any]:
-        """Every setting with its value, ready for JSON."""
-        return self.model_dump(mode="json")
+    def resolved(self, reveal: bool = False) -> dict[str, Any]:
+        """Every setting with its value, ready for JSON; secrets are masked, except with `reveal`, for a process that
+        uses them."""
+        return self.model_dump(mode="json", context={"reveal": reveal})

@@ -25,6 +25,7 @@ from typing import Any
 from arpo.agent.agent import build_agent, call_format, fit_prompts
 from arpo.agent.examples import read_examples
 from arpo.algorithm.rollout import rollout
+from arpo.config.masking import masked
 from arpo.config.schema import Branching, Config, Eval, Rewards
 from arpo.data.benchmarks import BENCHMARKS, load_benchmark
 from arpo.data.task_set import TaskSet
@@ -202,7 +203,8 @@ def answer_settings(config: Config) -> dict[str, Any]:
 
 def agent_name(config: Config) -> str:
     """The agent's name in the results."""
-    return f"{config.eval.endpoint_model} at {config.eval.endpoint}" if config.eval.endpoint else config.model.path
+    endpoint: str | None = masked(config.eval.endpoint, "endpoint")
+    return f"{config.eval.endpoint_model} at {endpoint}" if endpoint else config.model.path
 
 
 def _endpoint(settings: Eval) -> ChatClient | None:

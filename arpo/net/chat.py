@@ -46,7 +46,7 @@ class ChatClient:
     `name` and `setting` (the setting that holds the URL) are used in error messages.
     """
 
-    url: str
+    url: str = field(repr=False)
     model: str
     key_env: str | None = None
     timeout: float = 300.0

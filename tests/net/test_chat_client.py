@@ -146,7 +146,9 @@ def test_a_refusal_quotes_the_endpoint_without_the_key(server: ChatServer) -> No
     server.reply = lambda request: (400, f"context\n too \x1b[2Jlong for {KEY}".encode())
     with pytest.raises(HttpError) as caught:
         chat(server)
-    assert str(caught.value) == "the endpoint refuses the request with HTTP status 400: context too [2Jlong for ***"
+    assert (
+        str(caught.value) == "the endpoint refuses the request with HTTP status 400: context too [2Jlong for (masked)"
+    )
     assert len(server.requests) == 1
 
 

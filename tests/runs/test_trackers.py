@@ -19,7 +19,7 @@ from trees import two_branches
 import arpo.training.loop
 from arpo.builtin.model import build_model
 from arpo.cli.display import ConsoleReporter
-from arpo.config.loading import load_config, shareable
+from arpo.config.loading import load_config
 from arpo.config.schema import Config
 from arpo.errors import ArpoError
 from arpo.models.save import save_pretrained
@@ -263,15 +263,6 @@ def test_a_picture_that_cannot_be_drawn_stops_nothing(
     resume_run(run_dir, config("wandb", trees=1), 1, 2)
     assert fakes["wandb"].steps == [1, 2]
     assert "warning: the tree of step 1 could not be drawn: no ink" in capsys.readouterr().out
-
-
-def test_no_secret_of_an_mcp_server_is_sent() -> None:
-    settings = load_config(None, ['tools.mcp=[{command="x", env={KEY="secret"}}]']).resolved()
-    sent = shareable(settings)
-    assert "secret" in json.dumps(settings)
-    assert "secret" not in json.dumps(sent)
-    assert sent["tools"]["mcp"][0]["env"] == {"KEY": "(left out)"}
-    assert sent["train"] == settings["train"]
 
 
 def test_run_names() -> None:

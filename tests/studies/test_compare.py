@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import multiprocessing
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ import warm_process
 from training_runs import SMALL, config_for
 
 import arpo.studies.compare.runner
+from arpo.config.schema import Config
 from arpo.errors import ArpoError
 from arpo.runs import run_dir as runlog
 from arpo.studies.compare.runner import COLD_START, ComparisonPlan, compare, plan_from_options
@@ -53,7 +55,7 @@ class Processes:
         self.started: list[str] = []
         self.dies: dict[str, list[int]] = {}  # exit codes of the next attempts
 
-    async def spawn(self, plan: ComparisonPlan, directory: Path, untrained: bool) -> int:
+    async def spawn(self, plan: ComparisonPlan, directory: Path, config: Config, untrained: bool) -> int:
         name = f"{directory.parent.name} {directory.name}"
         self.started.append(name)
         await asyncio.sleep(0)
@@ -216,12 +218,34 @@ def test_a_comparison_from_before_a_setting_existed_can_be_resumed(config: Path,
     assert all(not trial.problem for trial in run(plan_for(config, "arpo,grpo", seeds=2)).trials)
 
 
+def test_runs_get_secrets_that_no_file_has_and_another_key_is_no_other_comparison(
+    config: Path, processes: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[str | None] = []
+    spawn = processes.spawn
+
+    async def look(plan: ComparisonPlan, directory: Path, config: Config, untrained: bool) -> int:
+        given.append(config.tools.search)
+        return await spawn(plan, directory, config, untrained)
+
+    monkeypatch.setattr(arpo.studies.compare.runner, "_spawn", look)
+    for seeds, key in ((1, "kanarie4711"), (2, "rotated0815")):
+        plan = plan_for(config, "grpo", seeds=seeds, more=[f"tools.search=http://me:{key}@host/retrieve?key={key}"])
+        assert all(not trial.problem for trial in run(plan).trials)
+        assert set(given[-2:]) == {f"http://me:{key}@host/retrieve?key={key}"}
+        assert key not in repr(plan)
+    stored = "".join(path.read_text() for path in plan.out.rglob("*.json"))
+    assert "(masked)@host" in stored and "kanarie4711" not in stored and "rotated0815" not in stored
+    with pytest.raises(ArpoError, match="other settings"):
+        run(plan_for(config, "grpo", seeds=2, more=["tools.search=http://me:kanarie4711@elsewhere/retrieve?key=1"]))
+
+
 def test_a_collapse_is_reported_as_one_and_errors_are_shown_in_full(config: Path, processes: Processes) -> None:
     processes.dies = {"arpo seed-3": [3], "dapo seed-3": [2]}
     spawn = processes.spawn
 
-    async def say(plan: ComparisonPlan, directory: Path, untrained: bool) -> int:
-        code = await spawn(plan, directory, untrained)
+    async def say(plan: ComparisonPlan, directory: Path, config: Config, untrained: bool) -> int:
+        code = await spawn(plan, directory, config, untrained)
         if code:
             (directory / "log.txt").write_text("step 1\nerror: the run collapsed.\nreward \x1b[31mfell\n")
         return code
@@ -243,12 +267,12 @@ def test_a_mistake_in_the_settings_ends_the_comparison_at_once(config: Path, pro
 def test_two_at_a_time(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made, running, most = Processes(), 0, 0
 
-    async def spawn(plan: ComparisonPlan, directory: Path, untrained: bool) -> int:
+    async def spawn(plan: ComparisonPlan, directory: Path, config: Config, untrained: bool) -> int:
         nonlocal running, most
         running += 1
         most = max(most, running)
         await asyncio.sleep(0.01)
-        code = await made.spawn(plan, directory, untrained)
+        code = await made.spawn(plan, directory, config, untrained)
         running -= 1
         return code
 
@@ -311,10 +335,10 @@ def test_from_end_to_end(model_path: Path, tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 def test_a_trial_stops_and_saves_when_its_parent_is_gone(model_path: Path, tmp_path: Path) -> None:
     config = config_for(model_path, tmp_path / "run", "train.steps=100000", "run.checkpoint_every=100000")
-    (tmp_path / "config.json").write_text(json.dumps(config.resolved()))
     code = "import runpy; runpy.run_module('arpo.studies.compare.trial', run_name='__main__')"
-    given = [str(tmp_path / "config.json"), str(tmp_path / "result.json"), "--samples", "1"]
+    given = [str(tmp_path / "result.json"), "--samples", "1"]
     stdin, starter = multiprocessing.Pipe(duplex=False)
+    os.write(starter.fileno(), json.dumps(config.resolved(reveal=True)).encode() + b"\n")
     process = warm_process.start(code, *given, output=tmp_path / "output.txt", stdin=stdin)
     stdin.close()
     try:

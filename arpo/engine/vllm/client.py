@@ -49,7 +49,7 @@ class VllmClient:
             timeout=REPLY_SECONDS,
             max_bytes=MAX_REPLY_BYTES,
         )
-        self.url, self.idle_timeout = url, idle_timeout
+        self.url, self.name, self.idle_timeout = url, self._http.name, idle_timeout
 
     async def weight_version(self) -> str | None:
         """Return the version that the server's weights were given, if any."""
@@ -70,10 +70,10 @@ class VllmClient:
                 f"--dtype {required.dtype}": dtype != required.dtype,
             }
         except (LookupError, TypeError):
-            raise Unavailable(f"{self.url} does not say how it was started") from None
+            raise Unavailable(f"{self.name} does not say how it was started") from None
         missing = [option for option, lacking in lacks.items() if lacking]
         if missing:
-            raise ArpoError(f"rollout.servers: {self.url} must be started with {' '.join(missing)}")
+            raise ArpoError(f"rollout.servers: {self.name} must be started with {' '.join(missing)}")
 
     async def load_weights(self, directory: Path, version: str) -> None:
         """Make the server load the weights in `directory`, empty its prefix cache, and report this version."""
@@ -108,10 +108,10 @@ class VllmClient:
                 try:
                     tokens, versions = parse_event(line[5:])
                 except (LookupError, TypeError, AttributeError, ValueError, OverflowError, RecursionError):
-                    raise Unavailable(f"{self.url} does not answer in the form of its endpoint") from None
+                    raise Unavailable(f"{self.name} does not answer in the form of its endpoint") from None
                 if versions - {version}:
                     raise ArpoError(
-                        f"rollout.servers: the weights of {self.url} changed while it sampled; is it shared?"
+                        f"rollout.servers: the weights of {self.name} changed while it sampled; is it shared?"
                     )
                 for token in tokens:
                     yield token
@@ -123,7 +123,7 @@ class VllmClient:
         try:
             answer = json.loads(reply) if reply else {}
         except (ValueError, RecursionError):
-            raise Unavailable(f"{self.url} does not answer with JSON") from None
+            raise Unavailable(f"{self.name} does not answer with JSON") from None
         return answer if isinstance(answer, dict) else {}
 
     @asynccontextmanager
@@ -137,7 +137,7 @@ class VllmClient:
         except Rejected as error:
             if error.status in _NO_ENDPOINT:
                 raise ArpoError(
-                    f"rollout.servers: {self.url} answers {path} with HTTP status {error.status}; {HOW_TO_START}"
+                    f"rollout.servers: {self.name} answers {path} with HTTP status {error.status}; {HOW_TO_START}"
                 ) from None
             raise ArpoError(f"rollout.servers: {error}") from None
 

@@ -237,11 +237,11 @@ class ServerEngine:
                         partial.add(await anext(tokens))
                     server.failures = 0
         except TimeoutError:
-            raise Unavailable(f"{client.url} sampled nothing for {client.idle_timeout:g} seconds") from None
+            raise Unavailable(f"{client.name} sampled nothing for {client.idle_timeout:g} seconds") from None
         except StopAsyncIteration:
-            raise Unavailable(f"{client.url} broke off in the middle of a turn") from None
+            raise Unavailable(f"{client.name} broke off in the middle of a turn") from None
         except InvalidToken as error:
-            raise Unavailable(f"{client.url} sends {error}") from None
+            raise Unavailable(f"{client.name} sends {error}") from None
 
 
 def _block_hashes(prefix: Sequence[int]) -> list[int]:

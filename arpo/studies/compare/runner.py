@@ -59,7 +59,7 @@ class ComparisonPlan:
     """What is compared, and how."""
 
     config: Path
-    overrides: tuple[str, ...]
+    overrides: tuple[str, ...] = field(repr=False)
     algorithms: tuple[str, ...]
     seeds: tuple[int, ...]
     match: str  # tool_calls, trajectories or sampled_tokens
@@ -268,7 +268,7 @@ class _Runner:
             async with self.slots:
                 self.running.add(directory)
                 try:
-                    code = await _spawn(plan, directory, untrained=not trained)
+                    code = await _spawn(plan, directory, config, untrained=not trained)
                 finally:
                     self.running.discard(directory)
             if plan.has_result(algorithm, seed):
@@ -300,10 +300,10 @@ async def _gather(work: Sequence[Coroutine[Any, Any, object]]) -> None:
         raise several.exceptions[0] from several
 
 
-async def _spawn(plan: ComparisonPlan, directory: Path, untrained: bool) -> int:
+async def _spawn(plan: ComparisonPlan, directory: Path, config: Config, untrained: bool) -> int:
     """Start one attempt and return its exit code. Cancellation stops it and waits until it has saved."""
     command = [sys.executable, "-m", "arpo.studies.compare.trial"]
-    command += [str(directory / "config.json"), str(directory / "result.json"), "--samples", str(plan.samples)]
+    command += [str(directory / "result.json"), "--samples", str(plan.samples)]
     command += ["--untrained"] if untrained else ["--drop-models"] if plan.drop_models else []
     threads = str(max(1, (os.cpu_count() or 1) // plan.jobs))
     with (directory / "log.txt").open("ab") as log:
@@ -316,6 +316,8 @@ async def _spawn(plan: ComparisonPlan, directory: Path, untrained: bool) -> int:
             env={"OMP_NUM_THREADS": threads, **os.environ, "PYTHONUNBUFFERED": "1"},
         )
         try:
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(config.resolved(reveal=True)).encode() + b"\n")  # then it stays open
             return await process.wait()
         except asyncio.CancelledError:
             with suppress(ProcessLookupError):

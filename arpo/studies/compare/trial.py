@@ -1,6 +1,8 @@
 """One trial of a comparison, in its own process: train until the budget is spent, then evaluate on the test questions.
 
-    python -m arpo.studies.compare.trial CONFIG.json RESULT.json --samples 5 [--untrained] [--drop-models]
+    python -m arpo.studies.compare.trial RESULT.json --samples 5 [--untrained] [--drop-models]
+
+The first line of standard input holds the settings as JSON: with their secrets, which no file may hold.
 
 Guarantees: when it is started again, it resumes from the run's last checkpoint. RESULT.json is written atomically, at
 the very end. When the parent process is gone, standard input closes; the trial then saves a checkpoint and stops.
@@ -21,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from arpo.config.loading import load_config
+from arpo.config.loading import config_from_resolved
 from arpo.config.schema import Config
 from arpo.errors import ArpoError, Collapsed
 from arpo.runs.run_dir import is_run_dir, write_atomically
@@ -36,7 +38,6 @@ KS = (1, 3, 5)
 def main() -> None:
     """Run the trial. Exit codes: 2 for a mistake in the settings, 3 for a collapse, 130 when stopped."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("config", type=Path)
     parser.add_argument("result", type=Path)
     parser.add_argument("--samples", type=int, required=True)
     parser.add_argument("--untrained", action="store_true")
@@ -44,9 +45,10 @@ def main() -> None:
     arguments = parser.parse_args()
     logging.getLogger("arpo").setLevel(logging.INFO)  # not the root: other libraries log URLs, with passwords
     logging.getLogger("arpo").addHandler(logging.StreamHandler(sys.stdout))
+    settings = sys.stdin.buffer.readline()
     threading.Thread(target=_stop_when_orphaned, daemon=True).start()
     try:
-        config = load_config(arguments.config)
+        config = config_from_resolved(json.loads(settings))
         if arguments.untrained:
             with closing(open_context(config)) as context:
                 _write(arguments.result, {"step": 0, **run_async(_evaluate(context, arguments.samples))})

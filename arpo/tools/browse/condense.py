@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from arpo.config.masking import masked
 from arpo.errors import ArpoError
 from arpo.net.chat import ChatClient
 from arpo.net.http import HttpError, Rejected
@@ -65,7 +66,7 @@ def openai_condenser(
             raise ToolUnavailable(f"{client.name} gave an empty answer")
         return content
 
-    return Condenser(run, f"{model} at {base_url}, {max_tokens} tokens")
+    return Condenser(run, f"{model} at {masked(base_url, 'url')}, {max_tokens} tokens")
 
 
 def build_messages(text: str, question: str) -> list[dict[str, str]]:

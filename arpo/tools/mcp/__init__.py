@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from arpo.errors import ArpoError
+from arpo.net.http import mute_http_logs
 
 if TYPE_CHECKING:
     from arpo.tools.mcp.server import McpServer
@@ -43,6 +44,7 @@ def connect_mcp(
         raise ArpoError("MCP servers need another package: pip install mcp") from error
     for logger in ("mcp", "client"):  # of the SDK; without a handler Python prints its records
         logging.getLogger(logger).addHandler(logging.NullHandler())
+    mute_http_logs()
     from arpo.tools.mcp.server import McpServer, ServerParams
 
     return McpServer(

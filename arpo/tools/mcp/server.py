@@ -2,7 +2,8 @@
 
 Guarantees: the connection lives in its own thread, so calls may come from any event loop. The tools stay as they were
 first listed. A server that dies or hangs is restarted at the next call, once for all callers. A program gets a
-minimal environment and `env`, not that of this process; its stderr is kept for error messages and never printed.
+minimal environment and `env`, not that of this process; its stderr is kept for error messages and never printed. The
+keys that a server is given are in no result and no error message.
 `close`, or the end of the interpreter, ends the thread and the program with its process group. A message takes bounded
 memory, and one that is too long becomes an error of its request if that is known. The SDK sees only responses: requests
 of the server are refused, notifications and invalid messages are dropped.
@@ -40,6 +41,7 @@ from mcp.client.streamable_http import streamable_http_client
 from mcp.shared.message import SessionMessage
 from pydantic import TypeAdapter, ValidationError
 
+from arpo.config.masking import MASK, hide, mask_message, secrets_in
 from arpo.errors import ArpoError
 from arpo.tools.base import Tool, ToolError, ToolTimeout, ToolUnavailable
 from arpo.types import ToolSpec
@@ -70,9 +72,9 @@ class ServerParams:
 
     name: str
     command: str | None
-    args: tuple[str, ...]
+    args: tuple[str, ...] = field(repr=False)
     env: Mapping[str, str] = field(repr=False)
-    url: str | None
+    url: str | None = field(repr=False)
     headers: Mapping[str, str] = field(repr=False)
     timeout: float
     start_timeout: float
@@ -122,7 +124,10 @@ class McpServer:
             except RuntimeError:
                 call.close()
                 raise ToolUnavailable(f"{self._manager.title} is closed") from None
-            return await asyncio.wrap_future(future)
+            try:
+                return self._manager.without_secrets(await asyncio.wrap_future(future))
+            except (ToolError, ToolUnavailable) as error:
+                raise type(error)(self._manager.without_secrets(str(error))) from None
 
         try:
             return Tool(spec, run, timeout=self._manager.params.timeout, version=version, close=self.close)
@@ -138,7 +143,9 @@ class _ConnectionManager:
     """The current connection to one server, and its restarts. Runs on the event loop of the background thread."""
 
     def __init__(self, params: ServerParams, only: tuple[str, ...]) -> None:
-        self.title = f"MCP server {_without_password(params.name)}"
+        self.title = f"MCP server {_shown(params.name)}"
+        keys = {value.rpartition(" ")[2] for value in params.headers.values()}
+        self._secrets = keys | secrets_in({"url": params.url, "args": params.args, "env": params.env})
         self.closing = asyncio.Event()
         self.params = params
         self._only = only  # after the first start: the tools that were listed
@@ -148,6 +155,10 @@ class _ConnectionManager:
         self._starting: asyncio.Task[None] | None = None
         self._checking: asyncio.Task[None] | None = None
         self._error = ""
+
+    def without_secrets(self, text: str) -> str:
+        """A text of the server without the keys that it was given."""
+        return hide(text, self._secrets)
 
     async def run(self, opened: Future[_Listing]) -> None:
         """Open the first connection, then wait for `closing`."""
@@ -256,9 +267,9 @@ class _ConnectionManager:
             why = reason(error)
         connection.closed.set()
         if not ready.done():
-            url = _without_password(self.params.url or "")
+            url = _shown(self.params.url or "")
             place = "" if url in self.title else f" at {url}"
-            ready.set_exception(ArpoError(f"{self.title}{place}: {why}{connection.notes()}"))
+            ready.set_exception(ArpoError(f"{self.title}{place}: {self.without_secrets(why + connection.notes())}"))
 
     def _check_soon(self, connection: Connection) -> None:
         """After a failed call, check that the server still answers, and close the connection if not."""
@@ -280,8 +291,8 @@ class _ConnectionManager:
                 connection.close()
 
 
-def _without_password(url: str) -> str:
-    return re.sub("//[^/@]*@", "//", url)
+def _shown(text: str) -> str:
+    return mask_message(text).replace(f"{MASK}@", "")
 
 
 async def _list(session: ClientSession) -> list[mcp_types.Tool]:

@@ -45,7 +45,7 @@ def worker_loop(group: ProcessGroup) -> None:
 
 
 def open_message(config: Config, model: Model, reference: Model | None) -> bytes:
-    """The payload of "open": the settings, the model, and the reference model of the KL term."""
+    """The payload of "open": the settings, without secrets, the model, and the reference model of the KL term."""
     models = {"model": model.model_dump(mode="json"), "reference": reference and reference.model_dump(mode="json")}
     return json.dumps({"config": config.resolved(), **models}).encode()
 
