@@ -20,7 +20,6 @@ from typing import Any
 import small_run
 from report import Report
 
-from arpo.errors import ArpoError
 from arpo.viewer.folder import Folder
 from arpo.viewer.server import answer
 
@@ -72,14 +71,11 @@ def _resume(directory: Path, file: Path, undisturbed: dict[str, Any]) -> str:
         return GOOD_OUTCOMES[2] if named else f"refused without the file's name: {output[-300:]}"
     if code != 0:
         return f"exit code {code}: {output[-500:]}"
-    try:
-        found = small_run.contents(directory)
-    except ArpoError as error:
-        found = {"error": str(error)}
+    found = small_run.contents(directory)
     differs = [name for name, value in undisturbed.items() if found.get(name) != value]
     if not differs:
         return GOOD_OUTCOMES[0]
-    if differs and "weights" not in differs and named:
+    if "weights" not in differs and named:
         return GOOD_OUTCOMES[1]
     return f"other {', '.join(differs)}, and the output does not say so: {output[-300:]}"
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import warm_process
-from training_runs import what_it_left
+from training_runs import metrics_of, trees_of
 
 import arpo
-from arpo.runs.run_dir import is_run_dir, open_run_dir
+from arpo.errors import ArpoError
+from arpo.runs.run_dir import RunDir, is_run_dir, open_run_dir
 
 BOUND = 300.0  # seconds; only what hangs reaches it
 STEPS = 6
@@ -68,13 +70,18 @@ def output_file(directory: Path) -> Path:
 
 
 def contents(directory: Path) -> dict[str, Any]:
-    """Everything that a finished run leaves behind, except for what a clock measured."""
-    latest = open_run_dir(directory).latest_checkpoint()
-    if latest is None:
-        return {}
-    _, metrics, trees = what_it_left(directory)
-    digests = {
-        str(path.relative_to(latest[1])): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in latest[1].rglob("*.safetensors")
+    """Everything that a finished run leaves behind, except for what a clock measured; None for what cannot be read."""
+    run = open_run_dir(directory)
+    step, checkpoint = run.latest_checkpoint() or (0, directory)
+    weights = {
+        str(path.relative_to(checkpoint)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in checkpoint.rglob("*.safetensors")
     }
-    return {"step": latest[0], "weights": digests, "metrics": metrics, "trees": trees}
+    return {"step": step, "weights": weights, "metrics": _readable(metrics_of, run), "trees": _readable(trees_of, run)}
+
+
+def _readable(read: Callable[[RunDir], list[Any]], run: RunDir) -> list[Any] | None:
+    try:
+        return read(run)
+    except ArpoError:
+        return None

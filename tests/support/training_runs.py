@@ -16,6 +16,7 @@ from arpo.algorithm.advantage import compute_credits
 from arpo.config.loading import load_config
 from arpo.config.schema import Advantage, Config
 from arpo.rewards import RewardFn
+from arpo.runs.run_dir import RunDir
 from arpo.runs.run_dir import open_run_dir as read_run
 from arpo.training.context import RolloutContext
 from arpo.training.loop import Training, open_training, train
@@ -66,15 +67,23 @@ def with_credits_of(
 
 def what_it_left(directory: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]], list[Any]]:
     """Weights, metrics and trees, without anything that a clock measured."""
-    log = read_run(directory)
-    _, checkpoint = log.latest_checkpoint() or (0, directory)
-    metrics = [{k: v for k, v in row.items() if "seconds" not in k} for row in log.read_metrics()]
-    trees = [
+    run = read_run(directory)
+    _, checkpoint = run.latest_checkpoint() or (0, directory)
+    return load_file(checkpoint / "model" / "model.safetensors"), metrics_of(run), trees_of(run)
+
+
+def metrics_of(run: RunDir) -> list[dict[str, Any]]:
+    """The records, without anything that a clock measured."""
+    return [{k: v for k, v in row.items() if "seconds" not in k} for row in run.read_metrics()]
+
+
+def trees_of(run: RunDir) -> list[Any]:
+    """The nodes of all trees, without anything that a clock measured."""
+    return [
         [(n.kind, n.tokens, n.logprobs, n.entropies, n.decision, n.policy_version) for n in scored.tree.nodes]
-        for number in log.tree_steps()
-        for scored in log.read_trees(number)
+        for number in run.tree_steps()
+        for scored in run.read_trees(number)
     ]
-    return load_file(checkpoint / "model" / "model.safetensors"), metrics, trees
 
 
 def assert_same(a: Path, b: Path) -> None:
