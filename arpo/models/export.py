@@ -34,6 +34,7 @@ def export_model(run: Path, directory: Path, step: int | None = None) -> int:
     if directory.exists() and (not exists or any(directory.iterdir())):
         raise ArpoError(f"{directory}: is not empty; choose a new directory")
     step = steps[-1] if step is None else step
+    log.require_checkpoint(step)
     model = log.checkpoint_path(step) / "model"
     directory.parent.mkdir(parents=True, exist_ok=True)
     parent = directory if exists else directory.parent

@@ -13,8 +13,9 @@ from arpo.config.loading import config_from_resolved
 from arpo.config.schema import Config, Model
 from arpo.data.task_set import Progress, model_plugin
 from arpo.errors import ArpoError
+from arpo.runs.manifest import MANIFEST_FILE
 from arpo.runs.reporter import SILENT, Reporter
-from arpo.runs.run_dir import is_run_dir, open_run_dir
+from arpo.runs.run_dir import is_run_dir, open_run_dir, require_undamaged
 
 ADAPTER_CONFIG = "adapter_config.json"
 
@@ -54,11 +55,15 @@ def _resolve_run(model: Model) -> Model:
     """Replace the path of a run by that of its last checkpoint; an adapter comes with the base it was trained on."""
     directory = expand_user(model.path)
     if not is_run_dir(directory):
+        for path in (directory, expand_user(model.adapter or "")):
+            if path.name == "model" and (path.parent / MANIFEST_FILE).exists():
+                require_undamaged(path.parent, under="model/")
         return model
     log = open_run_dir(directory)
     checkpoint = log.latest_checkpoint()
     if checkpoint is None:
         raise ArpoError(f"model.path: the run {model.path!r} has no checkpoint yet")
+    log.require_checkpoint(checkpoint[0])
     trained = checkpoint_model_settings(checkpoint[1])
     if "path" in trained:
         return model.model_copy(update={"path": trained["path"]})

@@ -6,13 +6,19 @@
     trees/step_000001.jsonl.zst      one zstd frame with one JSON line per rollout tree (`zstd -dc` shows them)
     trees/step_000001.index.json     offsets and summaries of the frames; written last
     checkpoints/step_000001/         complete as soon as it has this name
+        model/, optimizer.safetensors or optimizer/, state.json      of the trainer
+        run/config.json, run/metrics.jsonl                           the run's files at this step
+        run/trees.json                                               the sizes of its tree files
+        manifest.json                                                the sizes and SHA-256 of all these; written last
+    checkpoints/step_000001.damaged  set aside when the run was resumed
     collapsed-1/                     a readable run: all records, and the trees, of steps that were rolled back
     tracker_wandb.json               a tracker's id for the run, and the last step sent to it
     run.lock                         held by the process that writes
 
 Guarantees: one writer at a time. A crash of the process or the machine leaves every file whole except the last line of
-metrics.jsonl, which readers skip. Readers need no lock and may read while a run is written.
-Not covered: network file systems without flock, damage by other programs, the content of checkpoints.
+metrics.jsonl, which readers skip. Readers need no lock and may read while a run is written. Damage by other programs to
+a checkpoint, and to the configuration and the metrics up to it, is found on resuming; the latter two are restored.
+Not covered: network file systems without flock.
 """
 
 from __future__ import annotations
@@ -32,11 +38,16 @@ from arpo.config.files import parse_json, read_limited, require_regular_file
 from arpo.config.masking import masked
 from arpo.errors import ArpoError
 from arpo.runs.locks import LOCK_FILE, acquire_lock
-from arpo.runs.storage import writing
+from arpo.runs.manifest import find_damage, write_manifest
+from arpo.runs.storage import StorageError, writing
 from arpo.runs.trees import TreeEntry, pack_trees, unpack_tree
 from arpo.types import ScoredTree
 
 CONFIG_FILE, METRICS_FILE = "config.json", "metrics.jsonl"
+TREES_FILE = "trees.json"  # in a checkpoint: the sizes of the run's tree files
+_TREE_NAME = re.compile(r"step_(\d{6,})\.(?:index\.json|jsonl\.zst)(?:\.tmp)?")
+MAX_JSON_BYTES = 64 << 20  # of a tree index or the results of a comparison
+RUN_FILES = "run"  # the folder in a checkpoint with the run's files at that step
 
 
 class MetricsChunk(NamedTuple):
@@ -60,6 +71,8 @@ class RunDir:
     def __init__(self, directory: Path, lock: IO[str] | None) -> None:
         self.directory = directory
         self._lock = lock
+        self._config = _read(directory / CONFIG_FILE) if lock else b""
+        self._metrics = _whole_lines(_read(directory / METRICS_FILE)) if lock else b""  # what the file must hold
 
     def __enter__(self) -> RunDir:
         return self
@@ -86,35 +99,52 @@ class RunDir:
         """Replace the configuration from this step on; the old one is kept as config-until-STEP.json."""
         self._require_lock()
         write_atomically(self.directory / f"config-until-{_step_name(step)}.json", _dump(self.config()))
-        write_atomically(self.directory / CONFIG_FILE, _dump(masked(config)))
+        self._config = _dump(masked(config))
+        write_atomically(self.directory / CONFIG_FILE, self._config)
 
     # --- metrics
 
-    def append_metrics(self, step: int, values: Mapping[str, float | int | str]) -> None:
-        """Append a record; NaN and infinity become null."""
+    def append_metrics(self, step: int, values: Mapping[str, float | int | str]) -> bool:
+        """Append a record; NaN and infinity become null. Returns whether the file was as this process had left it; if
+        another program truncated or deleted it, all records are written again."""
         self._require_lock()
         record = {"step": step, **values}
         if record["step"] != step:
             raise ValueError("`step` is not a metric")
         line = json.dumps({key: _finite(value) for key, value in record.items()}, allow_nan=False)
-        path = self.directory / METRICS_FILE
-        with writing(path), path.open("a", encoding="ascii") as file:
-            file.write(line + "\n")
+        path, before = self.directory / METRICS_FILE, len(self._metrics)
+        self._metrics += line.encode("ascii") + b"\n"
+        with writing(path), path.open("ab") as file:
+            intact = file.tell() == before
+            if intact:
+                file.write(self._metrics[before:])
+        if not intact:
+            write_atomically(path, self._metrics)
+        return intact
 
     def update_metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Add values to the last record, which must be that of this step."""
         self._require_lock()
-        *before, last = self.read_metrics()
+        *before, end = self._metrics.splitlines(keepends=True)
+        last = json.loads(end)
         if last["step"] != step:
             raise ValueError(f"the last record is that of step {last['step']}, not of step {step}")
-        lines = [json.dumps(record) + "\n" for record in (*before, {**last, **values})]
-        write_atomically(self.directory / METRICS_FILE, "".join(lines).encode("ascii"))
+        self._write_metrics(b"".join(before) + json.dumps({**last, **values}).encode("ascii") + b"\n")
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """All records without a truncated last line; any other damage is an error."""
         path = self.directory / METRICS_FILE
         lines = require_regular_file(path).read_bytes().split(b"\n")[:-1] if path.exists() else []
         return [_parse_line(path, number, line) for number, line in enumerate(lines, 1)]
+
+    def _write_metrics(self, content: bytes) -> None:
+        self._metrics = content
+        write_atomically(self.directory / METRICS_FILE, content)
+
+    def intact_records(self) -> list[dict[str, Any]]:
+        """The records of a run opened for writing without damaged ones, which may follow the last checkpoint."""
+        records = (_parse_record(line) for line in self._metrics.splitlines())
+        return [record for record in records if record is not None]
 
     def metrics_since(self, offset: int = 0) -> MetricsChunk:
         """The whole lines from this byte on; all lines if none begins there."""
@@ -212,10 +242,16 @@ class RunDir:
         with writing(final):
             final.parent.mkdir(exist_ok=True)
             for leftover in final.parent.glob("*.tmp"):
-                shutil.rmtree(leftover)
+                _remove(leftover)
             temporary.mkdir()
             try:
                 write(temporary)
+                copies = temporary / RUN_FILES
+                copies.mkdir()
+                (copies / CONFIG_FILE).write_bytes(self._config)
+                (copies / METRICS_FILE).write_bytes(self._metrics)
+                (copies / TREES_FILE).write_bytes(_dump(self._tree_sizes(step)))
+                write_manifest(temporary, step)
             except BaseException:
                 shutil.rmtree(temporary, ignore_errors=True)  # on a full disk, there is room again
                 raise
@@ -240,20 +276,66 @@ class RunDir:
 
     def _delete_checkpoint(self, step: int) -> None:
         path = self.checkpoint_path(step)
-        shutil.rmtree(path.rename(path.with_name(path.name + ".tmp")))  # so that half a deletion does not look complete
+        _remove(path.rename(path.with_name(path.name + ".tmp")))  # so that half a deletion does not look complete
+
+    def require_checkpoint(self, step: int) -> None:
+        """Raise ArpoError if a file of a step's checkpoint is damaged."""
+        require_undamaged(self.checkpoint_path(step), step)
+
+    def set_aside(self, step: int) -> Path:
+        """Rename a damaged checkpoint, so that it no longer counts as one; returns its new path."""
+        self._require_lock()
+        path = self.checkpoint_path(step)
+        aside = path.with_name(path.name + ".damaged")
+        if aside.exists() or aside.is_symlink():
+            _remove(aside)
+        return path.rename(aside)
+
+    def _tree_sizes(self, step: int) -> dict[str, int]:
+        """The sizes of all tree files up to a step."""
+        files = [path for of_step, path in self._tree_paths() if of_step <= step and path.suffix != ".tmp"]
+        return {path.name: path.stat().st_size for path in files}
+
+    def _tree_paths(self) -> list[tuple[int, Path]]:
+        """All tree files, indexes before their data, with their steps."""
+        paths = sorted((self.directory / "trees").glob("step_*"))
+        return [(int(found[1]), path) for path in paths if (found := _TREE_NAME.fullmatch(path.name))]
 
     # --- resuming
 
     def roll_back(self, step: int) -> None:
         """Delete records, trees and checkpoints of later steps, as if the run had been stopped at `step`."""
         self._require_lock()
+        lines = ((line, _parse_record(line)) for line in self._metrics.splitlines(keepends=True))
+        self._write_metrics(b"".join(line for line, record in lines if record and record["step"] <= step))
         for later in reversed([other for other in self.checkpoint_steps() if other > step]):
-            self._delete_checkpoint(later)  # first: a crash must not leave a checkpoint without its records
-        kept = [json.dumps(record) + "\n" for record in self.read_metrics() if record["step"] <= step]
-        write_atomically(self.directory / METRICS_FILE, "".join(kept).encode("ascii"))
-        for path in sorted((self.directory / "trees").glob("step_*")):  # sorted: an index is deleted before its data
-            if _step_of(path) > step:
+            self._delete_checkpoint(later)  # after a crash, one that is left has its own records
+        for of_step, path in self._tree_paths():
+            if of_step > step:
                 path.unlink()
+
+    def restore_records(self, step: int, with_config: bool) -> list[str]:
+        """Compare the run's records and trees with what the checkpoint of `step` knows of them.
+
+        Damaged records and, if it is wanted, the configuration are replaced by the checkpoint's. Returns what was found
+        and done.
+        """
+        self._require_lock()
+        path, notes = self.checkpoint_path(step), list[str]()
+        source = f"was restored from the checkpoint of step {step}"
+        if with_config:
+            self._config = (path / RUN_FILES / CONFIG_FILE).read_bytes()
+            write_atomically(self.directory / CONFIG_FILE, self._config)
+            notes.append(f"{self.directory / CONFIG_FILE} was missing or damaged; it {source}")
+        records = (path / RUN_FILES / METRICS_FILE).read_bytes()
+        if not _continues(self._metrics, records):
+            self._write_metrics(records)
+            notes.append(f"{self.directory / METRICS_FILE} had lost or changed records; it {source}")
+        trees, found = read_json(path / RUN_FILES / TREES_FILE), self._tree_sizes(step)
+        if lost := [name for name, size in trees.items() if found.get(name) != size]:
+            more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+            notes.append(f"{self.directory / 'trees' / lost[0]}{more}: saved trees are missing or damaged")
+        return notes
 
     def archive_after(self, step: int) -> Path:
         """Copy all records and the trees of later steps to a run `collapsed-N` inside this one; returns its path."""
@@ -264,10 +346,9 @@ class RunDir:
         shutil.rmtree(temporary, ignore_errors=True)
         (temporary / "trees").mkdir(parents=True)
         write_atomically(temporary / CONFIG_FILE, _dump(self.config()))
-        if (self.directory / METRICS_FILE).exists():
-            write_atomically(temporary / METRICS_FILE, (self.directory / METRICS_FILE).read_bytes())
-        for path in (self.directory / "trees").glob("step_*"):
-            if _step_of(path) > step:
+        write_atomically(temporary / METRICS_FILE, self._metrics)
+        for of_step, path in self._tree_paths():
+            if of_step > step:
                 _link(path, temporary / "trees" / path.name)
         temporary.rename(final)
         _sync(self.directory)
@@ -292,6 +373,12 @@ class RunDir:
     def _require_lock(self) -> None:
         if self._lock is None:
             raise RuntimeError(f"{self.directory} was opened read-only")
+        path = self.directory / LOCK_FILE
+        if not path.exists() or not os.path.samestat(path.stat(), os.fstat(self._lock.fileno())):
+            raise StorageError(
+                f"{self.directory}: was deleted, moved or replaced while this run was writing to it. Put it back and "
+                "continue with --resume, or begin again in another run.dir"
+            )
 
 
 def create_run_dir(directory: Path, config: Mapping[str, Any]) -> RunDir:
@@ -304,7 +391,8 @@ def create_run_dir(directory: Path, config: Mapping[str, Any]) -> RunDir:
     run_dir = RunDir(directory, acquire_lock(directory))
     try:
         require_unused(directory)  # again: another process may have been faster
-        write_atomically(directory / CONFIG_FILE, _dump(masked(config)))
+        run_dir._config = _dump(masked(config))
+        write_atomically(directory / CONFIG_FILE, run_dir._config)
     except BaseException:
         run_dir.close()
         raise
@@ -313,18 +401,30 @@ def create_run_dir(directory: Path, config: Mapping[str, Any]) -> RunDir:
 
 def open_run_dir(directory: Path, write: bool = False) -> RunDir:
     """Open a run to read it or, with `write`, to continue it, which acquires the lock."""
-    if not (directory / CONFIG_FILE).is_file():
+    run = RunDir(directory, None)
+    if not (directory / CONFIG_FILE).is_file() and not (write and run.checkpoint_steps()):  # which can restore it
         raise ArpoError(f"{directory}: not a run (it has no {CONFIG_FILE})")
     if not write:
-        return RunDir(directory, None)
+        return run
     lock = acquire_lock(directory)
     metrics = directory / METRICS_FILE
     if metrics.exists():  # remove a truncated last line before anything is appended
-        os.truncate(metrics, require_regular_file(metrics).read_bytes().rfind(b"\n") + 1)
-    run_dir = RunDir(directory, lock)
-    if (config := run_dir.config()) != read_json(directory / CONFIG_FILE):  # an old version saved secrets
-        write_atomically(directory / CONFIG_FILE, _dump(config))
-    return run_dir
+        with writing(metrics):
+            os.truncate(metrics, len(_whole_lines(require_regular_file(metrics).read_bytes())))
+    run = RunDir(directory, lock)
+    if is_run_dir(directory) and (config := run.config()) != read_json(directory / CONFIG_FILE):
+        run._config = _dump(config)  # an old version saved secrets
+        write_atomically(directory / CONFIG_FILE, run._config)
+    return run
+
+
+def require_undamaged(checkpoint: Path, step: int | None = None, under: str = "") -> None:
+    """Raise ArpoError if a file of a checkpoint whose name begins with `under` is damaged."""
+    if problem := find_damage(checkpoint, step, under):
+        raise ArpoError(
+            f"the checkpoint {checkpoint} is damaged: {problem}. Put the file back from a copy, or use an older "
+            "checkpoint; to train on, --resume goes back to the last good one"
+        )
 
 
 def is_run_dir(directory: Path) -> bool:
@@ -372,6 +472,42 @@ def _link(path: Path, copy: Path) -> None:
         shutil.copyfile(path, copy)
 
 
+def _remove(path: Path) -> None:
+    """Delete a directory, or a link or file in its place."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def _read(path: Path) -> bytes:
+    return require_regular_file(path).read_bytes() if path.exists() else b""
+
+
+def _whole_lines(content: bytes) -> bytes:
+    return content[: content.rfind(b"\n") + 1]
+
+
+def _continues(content: bytes, records: bytes) -> bool:
+    """Whether metrics begin with these records; values may have been added to the last one (`update_metrics`)."""
+    lines, expected = content.splitlines(), records.splitlines()
+    if not expected or lines[: len(expected)] == expected:
+        return True
+    if len(lines) < len(expected) or lines[: len(expected) - 1] != expected[:-1]:
+        return False
+    now, then = _parse_record(lines[len(expected) - 1]), _parse_record(expected[-1])
+    return now is not None and then is not None and now == now | then
+
+
+def _parse_record(line: bytes) -> dict[str, Any] | None:
+    """A line of metrics.jsonl; None if it is damaged."""
+    try:
+        record = parse_json(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+
+
 def _sync(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -386,7 +522,7 @@ def _dump(value: Any) -> bytes:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file; ArpoError if it is damaged."""
-    return _parse_line(path, 1, require_regular_file(path).read_bytes())
+    return _parse_line(path, 1, read_limited(path, MAX_JSON_BYTES))
 
 
 def _parse_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
@@ -405,10 +541,6 @@ def _finite(value: float | int | str) -> float | int | str | None:
 
 def _step_name(step: int) -> str:
     return f"step_{step:06d}"
-
-
-def _step_of(path: Path) -> int:
-    return int(path.name.removeprefix("step_").partition(".")[0])
 
 
 def _steps(folder: Path, pattern: str) -> list[int]:

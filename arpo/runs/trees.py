@@ -64,9 +64,10 @@ def pack_trees(trees: Sequence[ScoredTree]) -> tuple[bytes, list[TreeEntry]]:
     frames: list[bytes] = []
     entries: list[TreeEntry] = []
     offset = 0
+    compressor = zstandard.ZstdCompressor(write_checksum=True)
     for scored in trees:
         line = json.dumps(tree_to_json(scored), allow_nan=False) + "\n"
-        frame = zstandard.compress(line.encode("ascii"))
+        frame = compressor.compress(line.encode("ascii"))
         entries.append(_summarize(scored, offset, len(frame)))
         frames.append(frame)
         offset += len(frame)

@@ -6,16 +6,18 @@
             ...
 
 Guarantees: a mistake in settings, data or model leaves no run behind; a resumed run has the settings it began with,
-except for the resumable keys, and was begun by the same command; inside `save_on_error`, Ctrl-C or an error saves the
-last complete step first.
+except for the resumable keys, and was begun by the same command; it continues from the newest checkpoint that is not
+damaged, and says so if that is not the newest one; inside `save_on_error`, Ctrl-C or an error saves the last complete
+step first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from arpo.config.files import expand_user
 from arpo.config.loading import config_from_resolved, differences
@@ -23,8 +25,9 @@ from arpo.config.schema import Config
 from arpo.errors import ArpoError
 from arpo.models.resolve import checkpoint_model_settings
 from arpo.runs import run_dir
+from arpo.runs.manifest import find_damage
 from arpo.runs.reporter import SILENT, Reporter
-from arpo.runs.run_dir import RunDir
+from arpo.runs.run_dir import CONFIG_FILE, RUN_FILES, RunDir, read_json
 from arpo.runs.trackers import Trackers, require_trackers
 from arpo.trainer.checkpoint import load_checkpoint, save_checkpoint
 from arpo.trainer.trainer import Trainer
@@ -47,6 +50,7 @@ class CheckpointManager:
     trainer: Trainer
     run: RunDir
     trackers: Trackers
+    reporter: Reporter
     start_step: int  # steps done when the run was opened
     every: int  # steps between checkpoints
     keep: int  # newest checkpoints that are kept
@@ -58,7 +62,8 @@ class CheckpointManager:
 
     def record(self, step: int, metrics: Mapping[str, float | int | str]) -> None:
         """Write the metrics of a step to the run directory and the trackers."""
-        self.run.append_metrics(step, metrics)
+        if not self.run.append_metrics(step, metrics):
+            self.reporter.warning(f"{self.run.directory}: another program changed the records; they are written again")
         self.trackers.record(step, metrics)
 
     def amend(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -113,12 +118,14 @@ class RunStart:
                 run.update_config(step, config.resolved())
             trackers = stack.enter_context(closing(Trackers(config, run, step, reporter)))
             yield CheckpointManager(
-                trainer, run, trackers, step, config.run.checkpoint_every, config.run.keep_checkpoints
+                trainer, run, trackers, reporter, step, config.run.checkpoint_every, config.run.keep_checkpoints
             )
 
 
 @contextmanager
-def find_start(config: Config, resume: bool, resumable_keys: tuple[str, ...], kind_metric: str) -> Iterator[RunStart]:
+def find_start(
+    config: Config, resume: bool, resumable_keys: tuple[str, ...], kind_metric: str, reporter: Reporter = SILENT
+) -> Iterator[RunStart]:
     """Find where the run in `run.dir` starts; an existing run directory is locked inside the block.
 
     `resumable_keys` are the settings that may differ from those the run began with; `kind_metric` is a metric that all
@@ -129,9 +136,15 @@ def find_start(config: Config, resume: bool, resumable_keys: tuple[str, ...], ki
         run_dir.require_unused(_directory(config))
         yield RunStart(config, config, None, None)
         return
-    with _open_to_resume(config, resumable_keys, kind_metric) as run:
-        latest = run.latest_checkpoint()
-        checkpoint = latest[1] if latest else None
+    directory, resumable = _directory(config), ALWAYS_RESUMABLE_KEYS + resumable_keys
+    if not run_dir.is_run_dir(directory) and not RunDir(directory, None).checkpoint_steps():
+        if (directory / CONFIG_FILE).exists():
+            raise ArpoError(f"{directory / CONFIG_FILE}: is damaged; begin again in another run.dir")
+        raise ArpoError(f"{directory}: there is no run yet; leave out --resume to begin one")
+    with run_dir.open_run_dir(directory, write=True) as run:
+        checkpoint = _last_good_checkpoint(run, config, resumable, reporter)
+        if any(kind_metric not in record for record in run.intact_records()[:1]):
+            raise ArpoError(f"{directory} was begun by another command (arpo train, arpo sft): resume it with that one")
         model = config.model.model_copy(update=checkpoint_model_settings(checkpoint) if checkpoint else {})
         yield RunStart(config.model_copy(update={"model": model}), config, run, checkpoint)
 
@@ -140,28 +153,63 @@ def _directory(config: Config) -> Path:
     return expand_user(config.run.dir)
 
 
-def _open_to_resume(config: Config, resumable_keys: tuple[str, ...], kind_metric: str) -> RunDir:
-    directory = _directory(config)
-    if not run_dir.is_run_dir(directory):
-        raise ArpoError(f"{directory}: there is no run yet; leave out --resume to begin one")
-    run = run_dir.open_run_dir(directory, write=True)
+def _changed(recorded: Mapping[str, Any], config: Config, resumable: tuple[str, ...]) -> list[str]:
+    """The settings that differ from recorded ones, though they must not."""
+    before = config_from_resolved(recorded).resolved()  # with the defaults of settings added since
+    return [line for line in differences(before, config.resolved()) if not line.startswith(resumable)]
+
+
+def _last_good_checkpoint(run: RunDir, config: Config, resumable: tuple[str, ...], reporter: Reporter) -> Path | None:
+    """The newest checkpoint that is not damaged, with the run's records restored to it; None if the run has none yet.
+
+    Newer ones, which are damaged, are set aside. Raises ArpoError if the run was begun with other settings.
+    """
     try:
-        recorded = config_from_resolved(run.config()).resolved()  # with the defaults of settings added since
-        resumable = ALWAYS_RESUMABLE_KEYS + resumable_keys
-        changed = [line for line in differences(recorded, config.resolved()) if not line.startswith(resumable)]
+        changed = _changed(run.config(), config, resumable)
+    except (ArpoError, OSError) as error:  # a checkpoint has a copy
+        if not run.checkpoint_steps():
+            raise
+        changed = [str(error)]
+    damaged: dict[int, str] = {}
+    for step in reversed(run.checkpoint_steps()):
+        path = run.checkpoint_path(step)
+        problem = find_damage(path, step)
+        if problem is None and (other := _changed(read_json(path / RUN_FILES / CONFIG_FILE), config, resumable)):
+            if changed:
+                raise _other_settings(run, other)
+            problem = f"it is of another run, with {other[0]}"
+        if problem is None:
+            break
+        damaged[step] = problem
+    else:
         if changed:
-            raise ArpoError(
-                "\n".join(
-                    [
-                        f"{directory} was begun with other settings, so it can't be resumed:",
-                        *changed,
-                        "give these as they were, or choose another run.dir",
-                    ]
-                )
-            )
-        if any(kind_metric not in record for record in run.read_metrics()):
-            raise ArpoError(f"{directory} was begun by another command (arpo train, arpo sft): resume it with that one")
-    except BaseException:
-        run.close()
-        raise
-    return run
+            raise _other_settings(run, changed)
+        if damaged:
+            listed = [f"  step {step}: {problem}" for step, problem in damaged.items()]
+            advice = "put the files back from a copy, or begin again in another run.dir"
+            raise ArpoError("\n".join([f"{run.directory} has only damaged checkpoints:", *listed, advice]))
+        _require_early(run)
+        return None
+    for number, problem in damaged.items():
+        reporter.warning(
+            f"the checkpoint of step {number} is damaged: {problem}. It is now {run.set_aside(number)}, and the run "
+            f"continues from step {step}"
+        )
+    for note in run.restore_records(step, with_config=bool(changed)):
+        reporter.warning(note)
+    return path
+
+
+def _other_settings(run: RunDir, changed: Sequence[str]) -> ArpoError:
+    head = f"{run.directory} was begun with other settings, so it can't be resumed:"
+    return ArpoError("\n".join([head, *changed, "give these as they were, or choose another run.dir"]))
+
+
+def _require_early(run: RunDir) -> None:
+    """Raise if a run without checkpoints has done steps after its first checkpoint: it would begin again."""
+    every, records = config_from_resolved(run.config()).run.checkpoint_every, run.intact_records()
+    if records and records[-1]["step"] > every:
+        raise ArpoError(
+            f"{run.directory}: {records[-1]['step']} steps are recorded, but the checkpoints are gone: put the folder "
+            "checkpoints back, or begin again in another run.dir"
+        )

@@ -86,7 +86,7 @@ def open_training(
         if config.eval.every:
             require_test_tasks(tasks)
         reward = build_reward_fn(config)  # on a cluster only for its checks: the workers build their own
-        start = stack.enter_context(find_start(config, resume, RESUMABLE_KEYS, RUN_KIND_METRIC))
+        start = stack.enter_context(find_start(config, resume, RESUMABLE_KEYS, RUN_KIND_METRIC, reporter))
         model, tokenizer = load_policy(start.config, reporter)
         sampler: Sampler
         if build_sampler is None:

@@ -408,5 +408,8 @@ def test_everything_in_a_checkpoint_is_on_disk_before_it_gets_its_name(
         run_dir_module, "_sync", lambda path: synced.append((path.name, run_dir.checkpoint_path(1).exists()))
     )
     run_dir.commit_checkpoint(1, _checkpoint("x"), keep=1)
-    names = ["weights", "inner", "step_000001.tmp", "metrics.jsonl"]
-    assert synced == [(name, False) for name in names] + [("checkpoints", True), ("run", True)]
+    *before, last, parent, top = synced
+    written = ["weights", "inner", "config.json", "metrics.jsonl", "trees.json", "run", "manifest.json"]
+    assert sorted(before) == sorted((name, False) for name in [*written, "step_000001.tmp"])
+    assert before.index(("inner", False)) < before.index(("step_000001.tmp", False))
+    assert [last, parent, top] == [("metrics.jsonl", False), ("checkpoints", True), ("run", True)]

@@ -29,6 +29,7 @@ from arpo.errors import ArpoError
 from arpo.models.load import load_trainable
 from arpo.models.lora import add_adapter, disable_adapter, has_adapter, load_adapter, merge_adapter, save_adapter
 from arpo.models.resolve import checkpoint_model_settings
+from arpo.runs.manifest import write_manifest
 from arpo.runs.run_dir import open_run_dir as read_run
 from arpo.trainer.optimizer import Optimizer
 from arpo.training.context import RolloutContext, open_context
@@ -336,7 +337,8 @@ def test_the_checkpoint_of_an_adapter_is_small_and_fits_the_base(model_path: Pat
     _, checkpoint = read_run(tmp_path / "run").latest_checkpoint() or (0, tmp_path)
     names = sorted(str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file())
     assert names == [
-        "model/adapter_config.json", "model/adapter_model.safetensors", "optimizer.safetensors", "state.json"
+        "manifest.json", "model/adapter_config.json", "model/adapter_model.safetensors", "optimizer.safetensors",
+        "run/config.json", "run/metrics.jsonl", "run/trees.json", "state.json",
     ]  # fmt: skip
     assert checkpoint_model_settings(checkpoint) == {"adapter": str(checkpoint / "model")}
     settings = json.loads((checkpoint / "model" / "adapter_config.json").read_text())
@@ -408,6 +410,7 @@ def test_a_checkpoint_whose_optimiser_is_another_models(model_path: Path, tmp_pa
     _, checkpoint = read_run(tmp_path / "run").latest_checkpoint() or (0, tmp_path)
     file = checkpoint / "optimizer.safetensors"
     save_file({key: value for key, value in load_file(file).items() if "master/" not in key}, file)
+    write_manifest(checkpoint, 1)
     with pytest.raises(ArpoError, match=r"is damaged: only one of .* has 'master/"):
         run_to_the_end(config_for(model_path, tmp_path / "run", *BF16), resume=True)
 
