@@ -29,22 +29,105 @@ SYMPY_CODE = re.compile(  # what SymPy itself compiles: numbers, and products of
     r"from sympy import \*|(?:Integer|Float) \('?[0-9][0-9.eE+-]*'? ?\)"
     r"|def monomial_[a-z]+\([ABk, ]+\):\n(?:[\s(),=+*<>:-]|\b(?:[abrABk][0-9]*|[0-9]|return|if|else|None)\b)*"
 )
+NAMED_OPERATION = re.compile(
+    r"\\(?:operatorname\*?\{|i{0,2}|[bdopt])(sum|prod|int|lim|binom|choose|gcd|lcm|mod|max|min|sup|inf|det|div)(?![a-zA-Z])"
+    r"|(?<=[\d)}])\s*(!)"
+)
+MIXED_NUMBER = re.compile(r"(?<![\d.])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.])")
+# Two numbers side by side, which the library adds.
+SIDE_BY_SIDE = re.compile(r"(?<![_\d])\d+(?:\s+\d|\s*(?:\\right)?\)?\s*(?:\\left)?\(\s*-?\d)")
+FRACTION = re.compile(r"\\[a-z]*frac\s*\{?\s*-?\d|\d[\s)}]*(?:[/:]|\\over)[\s({-]*\d")
 FORBIDDEN = ("subprocess.", "socket.connect", "os.system", "os.exec", "os.posix_spawn", "os.fork", "ctypes.")
 
 
 def equal(prediction: str, golds: list[str]) -> bool:
-    """Whether the answer equals one of the gold answers."""
+    """Whether the answer equals one of the gold answers, and leaves no operation to be done."""
     from math_verify import verify
 
+    prediction, *golds = map(_plain, (prediction, *golds))
     answer = _parse(prediction)
-    return bool(answer) and any(verify(_parse(gold), answer, timeout_seconds=None) for gold in golds)
+    pairs = ((gold, _parse(gold)) for gold in golds)
+    return bool(answer) and any(
+        not _restates(prediction, gold, right) and verify(right, answer, timeout_seconds=None) for gold, right in pairs
+    )
+
+
+def _restates(prediction: str, gold: str, right: list[Any]) -> bool:
+    """Whether the answer has an operation that the gold answer does not have, such as 17*23 for 391."""
+    sides = re.split(r"(?:=|\\approx)(?![^{]*\})", prediction)
+    result = sides[-1] if sides[-1].strip() else prediction  # 17*23 = 391 leaves nothing to be done
+    if _named_operations(result) - _named_operations(gold):
+        return True
+    values = _values(right)
+    if not values or any(value.free_symbols for value in values):
+        return False  # of words, and of an expression with variables, every form counts
+    if _operations(_values(_parse(result))) - _operations(values):
+        return True
+    if SIDE_BY_SIDE.search(result) and not SIDE_BY_SIDE.search(gold):
+        return True
+    return bool(FRACTION.search(result)) and not FRACTION.search(gold) and all(map(_is_whole, values))
+
+
+def _named_operations(text: str) -> set[str]:
+    return {(match[1] or match[2]).replace("choose", "binom") for match in NAMED_OPERATION.finditer(text)}
+
+
+def _values(parsed: list[Any]) -> list[Any]:
+    """The expressions of a parsed answer; of x = 5 the right side."""
+    expressions = [expression for expression in parsed if not isinstance(expression, str)]
+    return [each.rhs if getattr(each, "rel_op", "") == "==" and each.lhs.is_Symbol else each for each in expressions]
+
+
+def _operations(values: list[Any]) -> set[str]:
+    """Operations on numbers alone, except those of a way to write one number: -2, 3/4, 5%, 6*10^7."""
+    from sympy import Add, Function, Mul, Pow, preorder_traversal
+
+    found: set[str] = set()
+    for node in (node for value in values for node in preorder_traversal(value)):
+        if isinstance(node, Add) and sum(map(_is_literal, node.args)) > 1:
+            found.add("sum")
+        elif isinstance(node, Mul):
+            numbers = [arg for arg in node.args if arg.is_Number and abs(arg) != 1]
+            if len(numbers) > 1 or sum(map(_is_power_of_ten, node.args)) > 1:
+                found.add("product")
+        elif isinstance(node, Pow) and node.base.is_Number and node.exp.is_Number:
+            if not node.exp.is_Integer:
+                found.add("root")
+            elif node.exp != -1 and not _is_power_of_ten(node):
+                found.add("power")
+        elif isinstance(node, Function) and not node.free_symbols:
+            found.add(type(node).__name__)
+    return found
+
+
+def _is_power_of_ten(node: Any) -> bool:
+    return bool(node.is_Pow and node.base == 10 and node.exp.is_Integer)
+
+
+def _is_literal(node: Any) -> bool:
+    """Whether this is one number: also a fraction, a percentage, or scientific notation."""
+    if node.is_Mul:
+        return all(map(_is_literal, node.args))
+    percent = type(node).__name__ == "UnevaluatedExpr"
+    return bool(node.is_Number or percent or (node.is_Pow and node.base.is_Number and node.exp.is_Integer))
+
+
+def _is_whole(expression: Any) -> bool:
+    from sympy import preorder_traversal
+
+    leaves = [node for node in preorder_traversal(expression) if not node.args]
+    return all(leaf.is_Integer for leaf in leaves if leaf.is_number)
+
+
+def _plain(answer: str) -> str:
+    for sign in ("$", "\\(", "\\)", "\\[", "\\]"):  # math delimiters; here the box delimits
+        answer = answer.replace(sign, " ")
+    return MIXED_NUMBER.sub(r"\1\\frac{\2}{\3}", answer)
 
 
 def _parse(answer: str) -> Any:
     from math_verify import LatexExtractionConfig, parse
 
-    for sign in ("$", "\\(", "\\)", "\\[", "\\]"):  # math delimiters; here the box delimits
-        answer = answer.replace(sign, " ")
     # Only LaTeX: the library reads plain expressions with Python's own `eval`.
     return parse(f"\\boxed{{{answer}}}", [LatexExtractionConfig(boxed_match_priority=0)], parsing_timeout=None)
 

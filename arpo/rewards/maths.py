@@ -7,6 +7,8 @@ r"""Comparison of maths answers: `\frac{2}{4}` and `0.5`, `(x+1)^2` and `x^2+2x+
 Equal strings and plain numbers are decided here. Everything else goes to `math_worker.py`, a process that calls the
 library math-verify, with limits on time and memory for each answer.
 
+An answer that is equal but not worked out (`17 \cdot 23` for 391) is not right: docs/rewards.md has the rule.
+
 Guarantees: whatever the answer is, there is a verdict within `seconds` (plus a grace period for a busy machine), and
 nothing of it is evaluated. An answer that exceeds its limits or crashes the worker is not equal, with a reason:
 "timeout", "memory", "error", "died" or "long". No process outlives this one by more than `seconds`, however it ends.
@@ -75,7 +77,14 @@ def quick_verdict(prediction: str, gold: str) -> bool | None:
     if "%" in answer + wanted:  # 50% is 0.5, but an answer in percent may well be 50
         return None
     value, target = plain_number(prediction), plain_number(gold)
-    return None if value is None or target is None else numbers_close(value, target)
+    if value is None or target is None:
+        return None
+    divides = target.denominator == 1 and _is_fraction(answer) and not _is_fraction(wanted)  # 34/2 is not yet 17
+    return numbers_close(value, target) and not divides
+
+
+def _is_fraction(text: str) -> bool:
+    return "/" in text or "frac" in text
 
 
 def _without_spaces(text: str) -> str:

@@ -36,7 +36,15 @@ EQUAL = [
     (r"\{1,2\}", r"\{2,1\}"), ("2, 1", "1,2"), ("5, 6", r"\{6,5\}"),
     ("5 cm", "5"), (r"5\text{ cm}", "5"), (r"5\,\mathrm{cm}", "5"), (r"90^\circ", "90"),
     ("1+x", "x+1"), ("(x+1)^2", "x^2+2x+1"), (r"\sqrt{8}", r"2\sqrt{2}"), ("x=5", "5"), ("y=2x+1", "2x+1"),
-    (r"\pi", "3.14159265"), ("10!", "3628800"), (r"\text{Monday}", "monday"),
+    (r"\pi", "3.14159265"), (r"\text{Monday}", "monday"),
+    ("3 1/2", "3.5"), (r"-1\frac{1}{2}", "-1.5"), (r"\frac{1.5}{2}", "0.75"), ("17.0", "17"), (r"\$1,000", "1000"),
+    (r"1.2\times 10^3", "1200"), (r"1.2 \cdot 10^{-3}", "0.0012"), (r"17\cdot 23 = 391", "391"), ("x=17*23=391", "391"),
+    (r"5\text{ cm}^2", "5"), (r"(\frac12, 3)", "(0.5, 3)"), (r"\frac{3}{2}\pi", r"3\pi/2"),
+    (r"2\cdot\sqrt{3}", r"\sqrt{12}"),
+    (r"\frac{6}{\sqrt{3}}", r"2\sqrt{3}"), (r"\frac{1}{2}+\frac{\sqrt5}{2}", r"\frac{1+\sqrt5}{2}"), ("1024", "2^{10}"),
+    ("4^5", "2^{10}"), (r"\binom{10}{7}", r"\binom{10}{3}"), ("10!", "10!"), (r"\log_2 3", r"\frac{\ln 3}{\ln 2}"),
+    (r"\frac{34}{2}", r"\frac{51}{3}"), (r"(x-1)^2+y^2=3^2", "(x-1)^2+y^2=9"),
+    (r"3\pm 2\sqrt{2}", r"3+2\sqrt2, 3-2\sqrt2"),
     (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1\\ 2\end{pmatrix}"),
 ]  # fmt: skip
 DIFFERENT = [
@@ -44,6 +52,21 @@ DIFFERENT = [
     ("5,6", "5"), ("5 or 6", "6"), ("x+1", "x-1"), ("x^2=4", "x=2"), ("Tuesday", "Monday"), (r"\frac{5", "5"),
     ("", "5"), ("-5", "5"), (r"\sqrt{2}", "1.4"), ("__import__('os').getpid()", "5"), ("{}", "5"), ("$", "5"),
     ("5", ""), ("", ""),
+]  # fmt: skip
+UNEVALUATED = [
+    (r"17 \cdot 23", "391"), ("17*23", "391"), (r"17\times 23", "391"), ("x = 17*23", "391"), ("17*23 =", "391"),
+    ("391+0", "391"),
+    (r"\sum_{k=1}^{10} k^2", "385"), (r"\prod_{k=1}^5 k", "120"), (r"\int_0^1 2x dx", "1"),
+    (r"\lim_{x\to 0} (x+1)", "1"),
+    ("2^10", "1024"), ("2^{10}", "1024"), ("2^{10}-1", "1023"), (r"2\cdot 3^2", "18"), (r"10^2\cdot 10^3", "100000"),
+    (r"\binom{10}{3}", "120"), (r"{10 \choose 3}", "120"), ("5!", "120"), ("10!", "3628800"), (r"\gcd(12,18)", "6"),
+    (r"\operatorname{lcm}(4,6)", "12"), (r"17 \mod 5", "2"), (r"\max(1,2)", "2"), ("|-5|", "5"),
+    (r"\lfloor 5.5\rfloor", "5"), (r"\sqrt{16}", "4"), (r"\sqrt{4+9}", r"\sqrt{13}"), (r"\log_2 8", "3"),
+    (r"\sin\frac{\pi}{2}", "1"), (r"\arctan 1", r"\frac{\pi}{4}"), (r"1-\frac14", r"\frac34"),
+    (r"\frac14+\frac14", "0.5"), (r"25\%+25\%", "0.5"), (r"\frac{34}{2}", "17"), ("34/2", "17"), ("(34)/2", "17"),
+    (r"17\div 5", "3.4"), ("20 20", "40"), ("17(23)", "40"), (r"\left(17\right)\left(23\right)", "40"),
+    ("(1+2, 2^2)", "(3, 4)"), (r"3\pm 2", "1, 5"), (r"\frac{17\cdot 23}{2}\pi", r"\frac{391}{2}\pi"),
+    (r"\sum_{k=1}^{3} x", "3x"), ("2+3", "x=5"),
 ]  # fmt: skip
 HANGS = "(" * 900 + "1" + ")" * 900
 HOSTILE = [
@@ -83,7 +106,7 @@ def wait_until_gone(*gone: int, seconds: float = 60.0) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("pairs", "equal"), [(EQUAL, True), (DIFFERENT, False)])
+@pytest.mark.parametrize(("pairs", "equal"), [(EQUAL, True), (DIFFERENT, False), (UNEVALUATED, False)])
 def test_answers_checked_by_hand(judge: MathJudge, pairs: list[tuple[str, str]], equal: bool) -> None:
     for prediction, gold in pairs:
         assert judge.verdict(prediction, [gold]) == Verdict(equal), (prediction, gold)
@@ -96,6 +119,7 @@ def test_equal_strings_and_plain_numbers_start_no_worker(monkeypatch: pytest.Mon
         for prediction, gold, equal in [
             (" x + 1", "$x+1$", True), ("12", "12.0", True), ("1/3", "0.333333", True), ("0.3333", "1/3", False),
             ("", "5", False), ("", "", False), (r"\frac{1}{2}", ".5", True), ("-5", "5", False), ("7", "8", False),
+            ("34/2", "17", False), (r"\frac{34}{2}", "17.0", False), ("34/2", "51/3", True), ("17", "34/2", True),
         ]:  # fmt: skip
             assert lazy.verdict(prediction, [gold]).equal is quick_verdict(prediction, gold) is equal
         assert lazy.verdict("7", ["8", "x", "7.0"]) == Verdict(True)
