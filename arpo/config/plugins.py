@@ -54,7 +54,7 @@ def _run_file(setting: str, place: str) -> ModuleType:
     sys.modules[module_name] = module  # before it runs: dataclasses look it up there
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[module_name]
         raise ArpoError(f"{setting}: {place} fails{_line(error, path)}: {_describe(error)}") from error
     return module
@@ -69,11 +69,11 @@ def _import(setting: str, place: str) -> ModuleType:
         raise ArpoError(
             f"{setting}: there is no installed module {place}; install it, or name a file: path/to/file.py:name"
         ) from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ArpoError(f"{setting}: {place} cannot be imported: {_describe(error)}") from error
 
 
-def _line(error: Exception, path: Path) -> str:
+def _line(error: BaseException, path: Path) -> str:
     """The line of the file that raised the error."""
     if isinstance(error, SyntaxError):
         return f" in line {error.lineno}"
@@ -81,5 +81,5 @@ def _line(error: Exception, path: Path) -> str:
     return f" in line {lines[-1]}" if lines else ""
 
 
-def _describe(error: Exception) -> str:
+def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error.msg if isinstance(error, SyntaxError) else error}"

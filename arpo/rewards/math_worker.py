@@ -80,7 +80,7 @@ def _values(parsed: list[Any]) -> list[Any]:
 
 def _operations(values: list[Any]) -> set[str]:
     """Operations on numbers alone, except those of a way to write one number: -2, 3/4, 5%, 6*10^7."""
-    from sympy import Add, Function, Mul, Pow, preorder_traversal
+    from sympy import Add, Function, Mul, Pow, preorder_traversal  # type: ignore[import-untyped]
 
     found: set[str] = set()
     for node in (node for value in values for node in preorder_traversal(value)):

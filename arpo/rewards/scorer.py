@@ -15,7 +15,7 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Iterable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager
 
 from arpo.rewards.hierarchical import FAULT_PREFIX, RewardFn, unjudged
@@ -61,10 +61,10 @@ class Scorer(AbstractContextManager["Scorer"]):
                 continue
             try:
                 future.set_result(self._reward(trajectory))
-            except (StopIteration, SystemExit) as error:  # asyncio cannot carry these
-                future.set_exception(RuntimeError(f"the reward function raised {type(error).__name__}"))
-            except BaseException as error:  # raised again by `score`
-                future.set_exception(error)
+            except BaseException as error:  # raised again by `score`, which must not look like Ctrl-C or an exit
+                plain = isinstance(error, Exception) and not isinstance(error, StopIteration | CancelledError)
+                named = RuntimeError(f"the reward function raised {type(error).__name__}")
+                future.set_exception(error if plain else named)
 
 
 def fault_metrics(trees: Iterable[ScoredTree]) -> dict[str, float]:

@@ -99,6 +99,7 @@ def test_errors_in_an_object_name(file: Path, tmp_path: Path) -> None:
     for source, told in [
         ("x = 1\nx = (\n", "fails in line 2: SyntaxError"),
         ("x = 1\n1 / 0\n", "fails in line 2: ZeroDivisionError: division by zero"),
+        ("x = 1\nimport sys\nsys.exit(0)\n", "fails in line 3: SystemExit: 0"),
         ("import arpo_nothing\n", "fails in line 1: ModuleNotFoundError: No module named 'arpo_nothing'"),
     ]:
         (tmp_path / "bad.py").write_text(source)
@@ -107,6 +108,8 @@ def test_errors_in_an_object_name(file: Path, tmp_path: Path) -> None:
     sys.path.insert(0, str(tmp_path))
     try:
         assert "broken_module cannot be imported: No module named 'arpo_nothing'" in refused("s", "broken_module:f")
+        (tmp_path / "exiting_module.py").write_text("raise SystemExit(0)\n")
+        assert "exiting_module cannot be imported: SystemExit: 0" in refused("s", "exiting_module:f")
     finally:
         sys.path.remove(str(tmp_path))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from concurrent.futures import CancelledError
 from itertools import combinations
 from statistics import fmean
 
@@ -68,7 +69,10 @@ def test_the_event_loop_goes_on_while_a_tree_is_scored() -> None:
     assert asyncio.run(score()) == ScoredTree(searched(), (Reward(1.0),))
 
 
-@pytest.mark.parametrize("error", [ValueError("a bug"), StopIteration(), SystemExit(3)])
+ODD = [StopIteration(), SystemExit(3), KeyboardInterrupt(), GeneratorExit(), asyncio.CancelledError(), CancelledError()]
+
+
+@pytest.mark.parametrize("error", [ValueError("a bug"), *ODD])
 def test_an_error_of_the_reward_function_is_raised_by_score(error: BaseException) -> None:
     def reward(trajectory: Trajectory) -> Reward:
         if trajectory.task.id == "1":
