@@ -29,7 +29,7 @@ def write_manifest(directory: Path, step: int) -> None:
     """Write the manifest of a complete checkpoint."""
     files = {
         name: {"bytes": (directory / name).stat().st_size, "sha256": digest}
-        for name, digest in _digests(directory, _files(directory)).items()
+        for name, digest in sha256_of(directory, _files(directory)).items()
     }
     content = {"step": step, "files": files}
     (directory / MANIFEST_FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="ascii")
@@ -62,7 +62,7 @@ def find_damage(directory: Path, step: int | None = None, under: str = "") -> st
         if (size := (directory / name).stat().st_size) != expected[name][0]:
             return f"{name} has {size:,} bytes instead of {expected[name][0]:,}"
     try:
-        digests = _digests(directory, sorted(wanted))
+        digests = sha256_of(directory, sorted(wanted))
     except OSError as error:
         if error.errno != errno.EIO:
             raise
@@ -78,8 +78,8 @@ def _files(directory: Path) -> list[str]:
     return sorted(name for name in names if name != MANIFEST_FILE)
 
 
-def _digests(directory: Path, names: Sequence[str]) -> dict[str, str]:
-    """The SHA-256 of each file. Hashing releases the interpreter's lock, so threads share the work."""
+def sha256_of(directory: Path, names: Sequence[str]) -> dict[str, str]:
+    """The SHA-256 of each file in a directory. Hashing releases the interpreter's lock, so threads share the work."""
 
     def digest(name: str) -> str:
         with (directory / name).open("rb") as file:

@@ -8,7 +8,7 @@
     checkpoints/step_000001/         complete as soon as it has this name
         model/, optimizer.safetensors or optimizer/, state.json      of the trainer
         run/config.json, run/metrics.jsonl                           the run's files at this step
-        run/trees.json                                               the sizes of its tree files
+        run/trees.json                                               the SHA-256 of its tree files
         manifest.json                                                the sizes and SHA-256 of all these; written last
     checkpoints/step_000001.damaged  set aside when the run was resumed
     collapsed-1/                     a readable run: all records, and the trees, of steps that were rolled back
@@ -23,6 +23,7 @@ Not covered: network file systems without flock.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -38,13 +39,13 @@ from arpo.config.files import parse_json, read_limited, require_regular_file
 from arpo.config.masking import masked
 from arpo.errors import ArpoError
 from arpo.runs.locks import LOCK_FILE, acquire_lock
-from arpo.runs.manifest import find_damage, write_manifest
+from arpo.runs.manifest import find_damage, sha256_of, write_manifest
 from arpo.runs.storage import StorageError, writing
 from arpo.runs.trees import TreeEntry, pack_trees, unpack_tree
 from arpo.types import ScoredTree
 
 CONFIG_FILE, METRICS_FILE = "config.json", "metrics.jsonl"
-TREES_FILE = "trees.json"  # in a checkpoint: the sizes of the run's tree files
+TREES_FILE = "trees.json"  # in a checkpoint: the SHA-256 of the run's tree files
 _TREE_NAME = re.compile(r"step_(\d{6,})\.(?:index\.json|jsonl\.zst)(?:\.tmp)?")
 MAX_JSON_BYTES = 64 << 20  # of a tree index or the results of a comparison
 RUN_FILES = "run"  # the folder in a checkpoint with the run's files at that step
@@ -72,6 +73,7 @@ class RunDir:
         self.directory = directory
         self._lock = lock
         self._config = _read(directory / CONFIG_FILE) if lock else b""
+        self._trees: dict[str, str] = {}  # the SHA-256 of the tree files that this process wrote or checked
         self._metrics = _whole_lines(_read(directory / METRICS_FILE)) if lock else b""  # what the file must hold
 
     def __enter__(self) -> RunDir:
@@ -168,8 +170,9 @@ class RunDir:
         data, index = self.tree_files(step)
         data.parent.mkdir(exist_ok=True)
         index.unlink(missing_ok=True)  # an index must never describe other data
-        write_atomically(data, content)
-        write_atomically(index, _dump({"trees": [asdict(entry) for entry in entries]}))
+        for path, written in ((data, content), (index, _dump({"trees": [asdict(entry) for entry in entries]}))):
+            write_atomically(path, written)
+            self._trees[path.name] = hashlib.sha256(written).hexdigest()
 
     def tree_steps(self) -> list[int]:
         """The steps with trees, in order."""
@@ -250,7 +253,7 @@ class RunDir:
                 copies.mkdir()
                 (copies / CONFIG_FILE).write_bytes(self._config)
                 (copies / METRICS_FILE).write_bytes(self._metrics)
-                (copies / TREES_FILE).write_bytes(_dump(self._tree_sizes(step)))
+                (copies / TREES_FILE).write_bytes(_dump(self._trees))
                 write_manifest(temporary, step)
             except BaseException:
                 shutil.rmtree(temporary, ignore_errors=True)  # on a full disk, there is room again
@@ -291,11 +294,6 @@ class RunDir:
             _remove(aside)
         return path.rename(aside)
 
-    def _tree_sizes(self, step: int) -> dict[str, int]:
-        """The sizes of all tree files up to a step."""
-        files = [path for of_step, path in self._tree_paths() if of_step <= step and path.suffix != ".tmp"]
-        return {path.name: path.stat().st_size for path in files}
-
     def _tree_paths(self) -> list[tuple[int, Path]]:
         """All tree files, indexes before their data, with their steps."""
         paths = sorted((self.directory / "trees").glob("step_*"))
@@ -313,6 +311,7 @@ class RunDir:
         for of_step, path in self._tree_paths():
             if of_step > step:
                 path.unlink()
+                self._trees.pop(path.name, None)
 
     def restore_records(self, step: int, with_config: bool) -> list[str]:
         """Compare the run's records and trees with what the checkpoint of `step` knows of them.
@@ -331,10 +330,12 @@ class RunDir:
         if not _continues(self._metrics, records):
             self._write_metrics(records)
             notes.append(f"{self.directory / METRICS_FILE} had lost or changed records; it {source}")
-        trees, found = read_json(path / RUN_FILES / TREES_FILE), self._tree_sizes(step)
-        if lost := [name for name, size in trees.items() if found.get(name) != size]:
+        trees, folder = read_json(path / RUN_FILES / TREES_FILE), self.directory / "trees"
+        found = sha256_of(folder, [name for name in trees if (folder / name).is_file()])
+        self._trees = {name: digest for name, digest in trees.items() if found.get(name) == digest}
+        if lost := sorted(trees.keys() - self._trees.keys()):
             more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
-            notes.append(f"{self.directory / 'trees' / lost[0]}{more}: saved trees are missing or damaged")
+            notes.append(f"{folder / lost[0]}{more}: saved trees are missing or damaged; training does not need them")
         return notes
 
     def archive_after(self, step: int) -> Path:
@@ -444,6 +445,8 @@ def require_unused(directory: Path) -> None:
     names = {path.name for path in directory.iterdir()}
     if CONFIG_FILE in names:
         raise ArpoError(f"{directory}: already holds a run; continue it (--resume) or choose another run.dir")
+    if RunDir(directory, None).checkpoint_steps():
+        raise ArpoError(f"{directory}: holds a run that lost its {CONFIG_FILE}; --resume restores it from a checkpoint")
     if names - {LOCK_FILE, CONFIG_FILE + ".tmp"}:  # a crash in `create_run_dir` can leave these two
         raise ArpoError(f"{directory}: is not empty and holds no run; choose another run.dir")
 
