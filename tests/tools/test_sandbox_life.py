@@ -363,7 +363,7 @@ unshare = 272 if seccomp.platform.machine() == "x86_64" else 97
 code = [(0x20, 0, 0, 0), (0x15, 0, 1, unshare), (0x06, 0, 0, seccomp.DENY),
         (0x15, 0, 1, 444), (0x06, 0, 0, seccomp.ABSENT), (0x06, 0, 0, seccomp.ALLOW)]
 linux.no_new_privileges()
-linux.install_filter(b"".join(struct.pack("HBBI", *instruction) for instruction in code))
+linux.install_filter(linux.prepare_filter(b"".join(struct.pack("HBBI", *instruction) for instruction in code)))
 try:
     with Sandbox(unsafe_no_isolation=len(sys.argv) > 1, packages=(), scratch_mb=4) as sandbox:
         print(sandbox.tier, sandbox.run("print(6 * 7)").stdout)

@@ -115,11 +115,20 @@ class Confinement:
     """
 
     def __init__(self, tier: str, max_memory: int, max_scratch: int, readable: list[str]) -> None:
-        self.tier, self.max_memory, self.max_scratch = tier, max_memory, max_scratch
+        self.tier = tier
+        limits = {
+            resource.RLIMIT_AS: max_memory,
+            resource.RLIMIT_FSIZE: max_scratch,
+            resource.RLIMIT_NOFILE: MAX_OPEN,
+            resource.RLIMIT_CORE: 1,  # with 0, a handler of core dumps would still be started
+            resource.RLIMIT_MEMLOCK: 0,
+        }
+        allowed = {kind: resource.getrlimit(kind)[1] % (1 << 64) for kind in limits}  # RLIM_INFINITY is -1
+        self.limits = [(kind, min(limit, allowed[kind])) for kind, limit in limits.items()]
         self.rules: list[bytes] = []
         if tier != "none":
             namespaces = tier == "namespaces"
-            self.program = seccomp.program(namespaces)
+            self.filter = linux.prepare_filter(seccomp.program(namespaces))
             if linux.landlock_version() >= LANDLOCK_NEEDED:
                 readable = [*(["/"] if namespaces else readable), *DEVICES[1:]]
                 self.rules = [linux.landlock_rule(path, linux.LANDLOCK_READ) for path in readable]
@@ -132,15 +141,7 @@ class Confinement:
             os.setgroups([])
             os.setresgid(INSIDE, INSIDE, INSIDE)
             os.setresuid(INSIDE, INSIDE, INSIDE)
-        for kind, value in (
-            (resource.RLIMIT_AS, self.max_memory),
-            (resource.RLIMIT_FSIZE, self.max_scratch),
-            (resource.RLIMIT_NOFILE, MAX_OPEN),
-            (resource.RLIMIT_CORE, 1),  # with 0, a handler of core dumps would still be started
-            (resource.RLIMIT_MEMLOCK, 0),
-        ):
-            allowed = resource.getrlimit(kind)[1]
-            limit = value if allowed == resource.RLIM_INFINITY else min(value, allowed)
+        for kind, limit in self.limits:
             resource.setrlimit(kind, (limit, limit))
         if self.tier == "none":
             linux.die_with_parent()
@@ -155,7 +156,7 @@ class Confinement:
         if self.rules:
             linux.landlock_restrict([*self.rules, linux.landlock_rule(scratch, linux.LANDLOCK_WRITE)])
         linux.die_with_parent()
-        linux.install_filter(self.program)
+        linux.install_filter(self.filter)
 
 
 def _write(path: str, text: str) -> None:

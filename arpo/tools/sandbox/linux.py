@@ -118,11 +118,15 @@ def set_dumpable(allowed: bool) -> None:
     _check(_libc.prctl(_PR_SET_DUMPABLE, int(allowed), 0, 0, 0), "prctl")
 
 
-def install_filter(program: bytes) -> None:
-    """Install a seccomp filter for this process and its children."""
+def prepare_filter(program: bytes) -> tuple[bytes, object]:
+    """Return a seccomp filter as `install_filter` needs it, and the buffer that it points to."""
     buffer = ctypes.create_string_buffer(program, len(program))
-    sock_fprog = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(buffer))
-    _syscall("seccomp", 1, 0, sock_fprog)
+    return struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(buffer)), buffer
+
+
+def install_filter(prepared: tuple[bytes, object]) -> None:
+    """Install a seccomp filter for this process and its children."""
+    _syscall("seccomp", 1, 0, prepared[0])
 
 
 @functools.cache

@@ -53,7 +53,14 @@ START_SECONDS = 60.0
 GRACE_SECONDS = 10.0  # after the timeout of a call, before its worker counts as broken
 SYSTEM_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo")
 MAX_SECONDS = 86400
-_START = "import sys; sys.path.insert(0, sys.argv.pop(1)); from arpo.tools.sandbox.zygote import main; main()"
+_START = """
+import os, sys
+sys.path.insert(0, sys.argv.pop(1))
+register, os.register_at_fork = os.register_at_fork, lambda **_: None
+from arpo.tools.sandbox.zygote import main
+os.register_at_fork = register
+main()
+"""  # what `random` and `threading` do in every forked process is not needed, and would take much of its time
 _ENVIRONMENT = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 _PROBES = """
 import os, socket

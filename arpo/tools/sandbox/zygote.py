@@ -110,6 +110,7 @@ def _set_up(settings: dict[str, Any]) -> tuple[int, int] | None:
         with contextlib.suppress(Exception):  # the code that imports it will see the error
             importlib.import_module(name)
             exec(_SYMPY_WARM_UP if name == "sympy" else "", {})
+    random.seed(0)
     if "numpy" in sys.modules:
         importlib.import_module("numpy.random").seed(0)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
@@ -120,6 +121,7 @@ def _set_up(settings: dict[str, Any]) -> tuple[int, int] | None:
         socket.sethostname("sandbox")
     elif settings["tier"] == "landlock":
         linux.set_dumpable(False)
+    interpreter.warm_up()
     gc.collect()
     gc.freeze()  # objects made so far are shared with every call; do not touch them
     return pid_namespace, base_memory
@@ -174,15 +176,17 @@ def _spawner(
         confinement = isolation.Confinement(settings["tier"], memory, limit, settings["readable"])
         status = mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE)
         status.madvise(mmap.MADV_DONTFORK)
+        place = os.environ["HOME"] = os.environ["TMPDIR"] = folder
         if namespaces:
             linux.unshare(linux.NEW_MOUNT)
             isolation.mount_scratch(folder, limit)
         while True:
-            place = folder if namespaces else f"{folder}/{os.urandom(8).hex()}"
             if not namespaces:
+                place = os.environ["HOME"] = os.environ["TMPDIR"] = f"{folder}/{os.urandom(8).hex()}"
                 os.mkdir(place, 0o700)
             pid, fds = _spawn(confinement, place, pid_namespace)
-            socket.send_fds(worker, [f"{pid} {place}".encode()], fds)
+            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("4i", *fds))
+            worker.sendmsg([f"{pid} {place}".encode()], [rights])
             for fd in fds:
                 os.close(fd)
             linux.wait_into(pid, status)
@@ -361,14 +365,12 @@ def _run_confined(confinement: isolation.Confinement, folder: str, fds: tuple[in
     try:
         for number, fd in enumerate(fds):
             os.dup2(fd, number)
-        os.environ.update(HOME=folder, TMPDIR=folder)
         os.chdir(folder)
         confinement.apply(folder)
         os.closerange(3, 1024)
         os.write(1, b"r")
         code, _, _, show_last = REQUEST.unpack(_read_exactly(REQUEST.size))
         text = _read_exactly(code)
-        random.seed(0)
     except BaseException as error:
         os.write(2, f"{type(error).__name__}: {error}".encode())
         os._exit(interpreter.ERROR)
