@@ -16,6 +16,7 @@ from arpo.cli.study import compare, entropy
 from arpo.cli.training import demo, export, sft, train
 from arpo.cli.view import show, view
 from arpo.config.loading import mask_override
+from arpo.config.masking import mask_message
 from arpo.errors import ArpoError, Collapsed
 from arpo.runs.storage import disk_error
 from arpo.trainer.dist import launch
@@ -40,7 +41,7 @@ def main() -> None:
         print(f"stopped: {collapse}", file=sys.stderr)
         sys.exit(3)
     except ArpoError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {mask_message(str(error))}", file=sys.stderr)
         sys.exit(2)
     except Exception as error:  # a full disk, a folder without permission
         problem: object = disk_error(error)
@@ -48,7 +49,7 @@ def main() -> None:
             problem = f"{error.filename}: {error.strerror}"
         if problem is None:
             raise
-        print(f"error: {problem}", file=sys.stderr)
+        print(f"error: {mask_message(str(problem))}", file=sys.stderr)
         sys.exit(2)
     except (KeyboardInterrupt, asyncio.CancelledError):
         print("stopped", file=sys.stderr)

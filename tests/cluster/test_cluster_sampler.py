@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import re
 import sys
 import threading
@@ -32,7 +33,7 @@ from arpo.cluster.ray_backend import RayBackend, connect, failure_reason
 from arpo.cluster.sampler import IDLE_SECONDS, MAX_FAILED_STARTS, RaySampler, WorkerDied, _Worker, merge_stats
 from arpo.cluster.scheduler import Machine, Placement
 from arpo.cluster.worker import BUG, DONE, MISTAKE, Worker, decode_request, encode_request, load_weights, weights_of
-from arpo.config.loading import load_config
+from arpo.config.loading import config_from_resolved, load_config
 from arpo.config.schema import Advantage, Config, Loss
 from arpo.errors import ArpoError, Diverged
 from arpo.models.lora import add_adapter
@@ -40,6 +41,7 @@ from arpo.models.save import save_pretrained
 from arpo.runs.reporter import SILENT, Reporter
 from arpo.runs.run_dir import open_run_dir as read_run
 from arpo.runs.trees import pack_trees
+from arpo.trainer.dist.worker import open_message
 from arpo.trainer.forward_backward import forward_backward
 from arpo.trainer.trainer import Trainer
 from arpo.training.loop import check_settings, in_thread, open_training, sample_step, train
@@ -108,6 +110,13 @@ async def answers(method: str, *args: Any) -> Any:
 def sampler_of(backend: Any, *overrides: str, reporter: Reporter = SILENT) -> RaySampler:
     settings = ["cluster.address=made-up", "rollout.num_trajectories=4", "rollout.concurrency=4", *overrides]
     return RaySampler(backend, load_config(None, settings), MODEL, "made up", reporter)
+
+
+def test_workers_get_the_secrets_of_settings_but_ranks_do_not() -> None:
+    config = load_config(None, ["cluster.address=made-up", "tools.search=http://me:kanarie@host/?key=kanarie"])
+    sampler = RaySampler(LocalBackend(), config, MODEL, "made up")
+    assert config_from_resolved(json.loads(sampler._settings)) == config
+    assert b"kanarie" not in open_message(config, config.model, None)
 
 
 async def sampled(sampler: RaySampler, step: int = 1, tasks: Sequence[Task] = TASKS) -> list[str]:

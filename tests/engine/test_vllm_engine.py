@@ -37,7 +37,9 @@ from arpo.types import Completion, SamplingParams
 
 pytest.importorskip("httpx2")
 
+from arpo.engine.vllm.client import VllmClient
 from arpo.engine.vllm.servers import ServerEngine
+from arpo.net.http import Unavailable
 
 PREFIX = [5, 6, 7]
 PARAMS = SamplingParams(max_tokens=12, seed=3)
@@ -229,6 +231,14 @@ def test_invalid_addresses_are_refused(url: str) -> None:
     with pytest.raises(ArpoError, match=r"rollout\.servers") as caught:
         choose(engine="vllm", servers=(url,))
     assert "secret" not in str(caught.value)
+
+
+def test_messages_about_a_server_have_no_query() -> None:
+    client = VllmClient("http://127.0.0.1:9?key=kanarie4711", 1.0)
+    with pytest.raises(Unavailable) as caught:
+        asyncio.run(client.weight_version())
+    assert "127.0.0.1:9" in str(caught.value) and client.name == "http://127.0.0.1:9"
+    assert "kanarie" not in str(caught.value)
 
 
 # Servers.

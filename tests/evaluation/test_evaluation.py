@@ -25,7 +25,7 @@ from arpo.config.loading import load_config
 from arpo.data.benchmarks import BENCHMARKS, PUBLISHED
 from arpo.errors import ArpoError
 from arpo.evaluation import benchmarks as module
-from arpo.evaluation.benchmarks import BenchmarkPlan, answer_settings, load_questions
+from arpo.evaluation.benchmarks import BenchmarkPlan, agent_name, answer_settings, load_questions
 from arpo.evaluation.report import (
     NO_FIGURE,
     Results,
@@ -464,6 +464,13 @@ def test_the_json_and_the_table_hold_everything() -> None:
 def test_published_rows_are_of_known_sets_and_each_once() -> None:
     keys = [(row.benchmark, row.method, row.model, row.measure) for row in PUBLISHED]
     assert len(set(keys)) == len(keys) and {key[0] for key in keys} <= BENCHMARKS.keys()
+
+
+def test_the_secrets_of_an_endpoint_are_in_no_name_and_no_settings() -> None:
+    given = ["eval.endpoint=http://me:kanarie@host/v1?key=kanarie", "eval.endpoint_model=mine"]
+    config = load_config(None, given)
+    assert agent_name(config) == "mine at http://(masked)@host/v1?key=(masked)"
+    assert "kanarie" not in str(answer_settings(config))
 
 
 # On the real files, where they are: ARPO_DATA names the folder.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -128,6 +129,27 @@ def test_addresses_that_cannot_work(url: str) -> None:
     with pytest.raises(ArpoError, match=r"^a\.b: got .* expected an address like http://localhost:8000/v1") as caught:
         HttpClient(url, setting="a.b", timeout=1, max_bytes=1)
     assert "u:p" not in str(caught.value)
+
+
+def test_secrets_of_a_url_are_sent_but_not_shown(
+    server: ChatServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MY_KEY", "kanarie4711")
+    server.reply = lambda _: (400, b"no kanarie4711 at http://me:x@host/?a=kanari")
+    for url in (f"{server.url}?key=kanarie4711", f"{server.url}?key=${{MY_KEY}}"):
+        client = HttpClient(url, setting="a.b", timeout=60, max_bytes=1000)
+        with caplog.at_level(logging.DEBUG), pytest.raises(HttpError) as caught:
+            asyncio.run(client.request("POST", json={}))
+        assert server.paths[-1] == "/v1?key=kanarie4711"
+        assert str(caught.value).endswith("400: no (masked) at http://(masked)@host/?a=(masked)")
+        assert "kanari" not in str(caught.value) + caplog.text + client.name
+    monkeypatch.delenv("MY_KEY")
+    with pytest.raises(ArpoError, match=r"^a\.b: the environment variable MY_KEY is not set"):
+        HttpClient(url, setting="a.b", timeout=60, max_bytes=1000)
+    for wrong in ("ftp://me:kanarie@host?key=kanarie", "me:kanarie@host", "http://me:kan/arie@host"):
+        with pytest.raises(ArpoError, match="expected an address") as refused:
+            HttpClient(wrong, setting="a.b", timeout=60, max_bytes=1000)
+        assert "arie" not in str(refused.value)
 
 
 def test_credentials_in_a_url_only_where_they_are_allowed() -> None:

@@ -31,8 +31,10 @@ pytest.importorskip("mcp")
 from mcp_server import RAW_TOOLS, sdk_server
 
 import arpo.tools.mcp.server as module
+from arpo.config.loading import load_config
 from arpo.errors import ArpoError
 from arpo.tools.base import ToolTimeout, ToolUnavailable
+from arpo.tools.build import build_tools
 from arpo.tools.executor import Toolset, call_tool
 from arpo.tools.mcp import connect_mcp
 from arpo.tools.mcp.server import McpServer
@@ -733,6 +735,39 @@ def test_headers_go_with_every_request_and_nowhere_else(web: Web) -> None:
     assert {headers.get("authorization", headers.get("Authorization")) for _, headers in web.seen} == {web.token}
     assert web.asked("delete") == 1
     assert "s3cret" not in repr(server._manager.params)
+
+
+def test_keys_that_a_program_was_given_are_in_no_result_and_no_error() -> None:
+    env = {"API_KEY": "kanarie4711", "MODE": "read-only"}
+    with raw(env=env) as server:
+        seen = json.loads(call(server, "environment").text)
+        assert (seen["API_KEY"], seen["MODE"]) == ("(masked)", "read-only")
+        assert call(server, "echo", text="to kanarie4711").text == "to (masked)"
+    code = "import os, sys; sys.exit(f'no license\\n{sys.argv[1:]}\\n' + os.environ['API_KEY'] * 30)"
+    args = ["-c", code, "--token", "kanarie4711", "https://me:kanarie4711@host/?k=kanarie4711"]
+    with pytest.raises(ArpoError, match="no license") as error:
+        connect_mcp(name="x", command=sys.executable, args=args, env=env)
+    assert "(masked)" in str(error.value) and "4711" not in str(error.value)
+
+
+def test_variables_of_the_environment_in_the_settings_of_a_server(web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", "kanarie4711")
+    config = load_config(
+        None,
+        [
+            "tools.enabled=[]",
+            "reward.bonus=0.0",
+            f'tools.mcp=[{{command = "{sys.executable}", args = ["{SCRIPT}", "raw", "x", "/dev/null", "${{MY_KEY}}"], '
+            f'env = {{A_KEY = "${{MY_KEY}}"}}, only = ["environment"]}}, {{url = "{web.url}?key=${{MY_KEY}}"}}]',
+        ],
+    )
+    assert "kanarie4711" not in str(config.resolved(reveal=True))
+    with build_tools(config) as tools:
+        assert "(masked)" in asyncio.run(tools.call(ToolCall("environment", {}))).text
+        assert "kanarie4711" not in repr(tools)
+    monkeypatch.delenv("MY_KEY")
+    with pytest.raises(ArpoError, match=r"tools\.mcp\.args: the environment variable MY_KEY is not set"):
+        build_tools(config)
 
 
 def test_a_server_that_lost_the_session_is_initialized_again_once(web: Web) -> None:

@@ -164,6 +164,15 @@ def test_old_runs_hold_secrets_that_are_masked_when_read_and_removed_when_resume
     assert CANARY not in "".join(capfd.readouterr()) + everything_under(run)
 
 
+def test_a_mistake_is_reported_without_the_password_in_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.toml").write_text(SMALL_TOML)
+    url = f"https://me:{CANARY}@host/rows.jsonl?key={CANARY}"
+    for given in (f"data.train={url}", f"model.path={url}", url):
+        assert call("train", tmp_path / "run.toml", given, f"run.dir={tmp_path / 'run'}") == 2
+        said = "".join(capfd.readouterr())
+        assert "(masked)" in said and CANARY not in said, given
+
+
 def test_a_tracker_that_fails_shows_no_password(
     search: Search, model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

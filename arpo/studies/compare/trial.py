@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from arpo.config.loading import config_from_resolved
+from arpo.config.masking import mask_message
 from arpo.config.schema import Config
 from arpo.errors import ArpoError, Collapsed
 from arpo.runs.run_dir import is_run_dir, write_atomically
@@ -55,7 +56,7 @@ def main() -> None:
         else:
             _train_and_evaluate(config, arguments.result, arguments.samples, arguments.drop_models)
     except ArpoError as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(f"error: {mask_message(str(error))}\n")
         sys.exit(3 if isinstance(error, Collapsed) else 2)
     except asyncio.CancelledError:
         sys.stderr.write("stopped\n")

@@ -23,7 +23,7 @@ import re
 import signal
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -190,7 +190,7 @@ class _ConnectionManager:
             if error.code != mcp_types.CONNECTION_CLOSED:
                 raise ToolUnavailable(f"{self.title}: {error.message}") from None
             self._check_soon(connection)
-            raise ToolUnavailable(f"{self.title}: {error.message}{connection.notes()}") from None
+            raise ToolUnavailable(f"{self.title}: {error.message}{connection.notes(self.without_secrets)}") from None
         except TimeoutError:
             self._check_soon(connection)
             raise ToolTimeout(f"{name} took longer than {self.params.timeout:g} seconds") from None
@@ -269,7 +269,8 @@ class _ConnectionManager:
         if not ready.done():
             url = _shown(self.params.url or "")
             place = "" if url in self.title else f" at {url}"
-            ready.set_exception(ArpoError(f"{self.title}{place}: {self.without_secrets(why + connection.notes())}"))
+            why = mask_message(self.without_secrets(why) + connection.notes(self.without_secrets))
+            ready.set_exception(ArpoError(f"{self.title}{place}: {why}"))
 
     def _check_soon(self, connection: Connection) -> None:
         """After a failed call, check that the server still answers, and close the connection if not."""
@@ -404,9 +405,9 @@ class Connection:
         more = text if isinstance(text, bytes) else f"\n{text}\n".encode(errors="replace")
         self._notes = (self._notes + more[-NOTES_BYTES:])[-NOTES_BYTES:]
 
-    def notes(self) -> str:
+    def notes(self, without_secrets: Callable[[str], str]) -> str:
         """Return the last notes, one per line, safe to print."""
-        lines = [line for line in self._notes.decode(errors="replace").splitlines() if line.strip()]
+        lines = [line for line in without_secrets(self._notes.decode(errors="replace")).splitlines() if line.strip()]
         clean = ("".join(char if char.isprintable() else " " for char in line) for line in lines[-NOTES_LINES:])
         return "".join(f"\n  {line[-200:]}" for line in clean)
 
