@@ -18,6 +18,7 @@ from arpo.models.load import load_model
 from arpo.models.resolve import ADAPTER_CONFIG, resolve_model
 from arpo.models.save import save_pretrained
 from arpo.runs.run_dir import open_run_dir
+from arpo.runs.storage import writing
 
 
 def export_model(run: Path, directory: Path, step: int | None = None) -> int:
@@ -36,21 +37,25 @@ def export_model(run: Path, directory: Path, step: int | None = None) -> int:
     step = steps[-1] if step is None else step
     log.require_checkpoint(step)
     model = log.checkpoint_path(step) / "model"
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    parent = directory if exists else directory.parent
-    with tempfile.TemporaryDirectory(dir=parent, prefix=directory.name + ".") as temporary:
-        complete = Path(temporary) / "model"
-        if (model / ADAPTER_CONFIG).is_file():
-            base = resolve_model(config_from_resolved(log.config()))
-            save_pretrained(*load_model(base.model_copy(update={"adapter": str(model)})), complete)
-        else:
-            shutil.copytree(model, complete)
-        _make_readable(complete)
-        if exists:
-            for file in sorted(complete.iterdir(), key=lambda file: file.name == "config.json"):
-                file.rename(directory / file.name)
-        else:
-            complete.rename(directory)
+    merged = None
+    if (model / ADAPTER_CONFIG).is_file():
+        base = resolve_model(config_from_resolved(log.config()))
+        merged = load_model(base.model_copy(update={"adapter": str(model)}))
+    with writing(directory):
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        parent = directory if exists else directory.parent
+        with tempfile.TemporaryDirectory(dir=parent, prefix=directory.name + ".") as temporary:
+            complete = Path(temporary) / "model"
+            if merged is not None:
+                save_pretrained(*merged, complete)
+            else:
+                shutil.copytree(model, complete)
+            _make_readable(complete)
+            if exists:
+                for file in sorted(complete.iterdir(), key=lambda file: file.name == "config.json"):
+                    file.rename(directory / file.name)
+            else:
+                complete.rename(directory)
     return step
 
 

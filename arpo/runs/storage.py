@@ -60,11 +60,13 @@ def _storage_error(error: Exception, code: int, path: Path | None) -> StorageErr
     if isinstance(error, ArpoError):  # it says which rank
         head = str(error)
     else:
-        head = f"{place}: cannot be written: {os.strerror(code)}" if place else f"a file: {os.strerror(code)}"
-    return StorageError(f"{head}. {_advice(code, place or Path.cwd())}")
+        head = f"{place}: cannot be written: {os.strerror(code)}" if place else os.strerror(code)
+    return StorageError(f"{head}. {_advice(code, place)}")
 
 
-def _advice(code: int, path: Path) -> str:
+def _advice(code: int, path: Path | None) -> str:
+    if path is None:
+        return f"Check the disks that are written to (`df` shows how full they are), {AGAIN}"
     folder = next((each for each in (path, *path.absolute().parents) if each.is_dir()), Path("/"))
     if code == errno.EFBIG:
         return f"Files of this size are not allowed (`ulimit -f` shows the limit): raise the limit, {AGAIN}"

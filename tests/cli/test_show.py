@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
+from cli_runs import Arpo
 from trees import branched, searched
 
 from arpo.cli import display
@@ -120,3 +126,31 @@ def test_errors_say_what_exists(run: Path, capsys: pytest.CaptureFixture[str]) -
     assert told(run / "nowhere") == f"error: {run / 'nowhere'}: not a run (it has no config.json of one)\n"
     create_run_dir(run.parent / "new", {"rollout": {}}).close()
     assert "holds no trees; arpo train saves them unless run.save_trees=false" in told(run.parent / "new")
+
+
+def overwrite(content: bytes, path: Path) -> None:
+    path.write_bytes(content)
+
+
+def replace_by_a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.slow
+def test_a_damaged_run_is_shown_as_far_as_it_goes_or_named(arpo: Arpo, trained: Path, tmp_path: Path) -> None:
+    """By every command that reads runs; an exception would end this test."""
+    damages: list[Callable[[Path], None]] = [
+        Path.unlink,
+        lambda path: os.truncate(path, 0),
+        lambda path: os.truncate(path, path.stat().st_size // 2),
+        *(partial(overwrite, content) for content in (b"\xff\x00{]\n" * 3, b"NaN\n", b"[" * 100_000)),
+        replace_by_a_folder,
+    ]
+    names = ["config.json", "metrics.jsonl", "run.lock", "trees/step_000002.jsonl.zst", "trees/step_000002.index.json"]
+    for number, (name, damage) in enumerate(itertools.product(names, damages)):
+        run = shutil.copytree(trained, tmp_path / "runs" / str(number))
+        damage(run / name)
+        for command in (("show", run), ("show", run, "--list"), ("view", run, "--export", tmp_path / "page.html")):
+            done = arpo(*command)
+            assert done.code == 0 or (done.code == 2 and done.err.startswith("error: ")), (name, number, done)

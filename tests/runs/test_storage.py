@@ -83,4 +83,4 @@ def test_any_command_on_a_full_disk_ends_with_one_message(arpo: Arpo, monkeypatc
 
     monkeypatch.setattr(arpo_training, "load_config", full)
     said = mistake(arpo("train", "small.toml"))
-    assert FULL in said and "free some space" in said and "Traceback" not in said
+    assert FULL in said and "repeat the command" in said and "Traceback" not in said

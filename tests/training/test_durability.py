@@ -27,6 +27,7 @@ from arpo.runs.manifest import write_manifest
 from arpo.runs.reporter import Reporter
 from arpo.runs.run_dir import RunDir, create_run_dir, open_run_dir
 from arpo.runs.run_dir import open_run_dir as read_run
+from arpo.runs.storage import StorageError
 from arpo.trainer.trainer import Trainer
 from arpo.training.checkpoints import find_start
 from arpo.training.loop import RESUMABLE_KEYS, RUN_KIND_METRIC, open_training, train
@@ -416,6 +417,20 @@ def test_weights_of_a_damaged_checkpoint_are_not_used(model_path: Path, four_ste
     assert not (tmp_path / "out").exists()
     assert export_model(directory, tmp_path / "out", 2) == 2
     assert resolve_model(config_for(directory / "checkpoints/step_000002/model", tmp_path / "new"))
+
+
+@pytest.mark.slow
+def test_an_export_to_a_full_disk_leaves_nothing(
+    four_steps: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(source: Path, copy: Path) -> None:
+        copy.mkdir()
+        raise shutil.Error([(str(source), str(copy), "[Errno 28] No space left on device: 'x'")])
+
+    monkeypatch.setattr(shutil, "copytree", full)
+    with pytest.raises(StorageError, match=r"out: cannot be written: No space left on device\. The file system /"):
+        export_model(four_steps, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow

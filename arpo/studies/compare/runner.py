@@ -36,7 +36,7 @@ from arpo.errors import ArpoError
 from arpo.figures.text import printable
 from arpo.runs.locks import acquire_lock
 from arpo.runs.reporter import SILENT, Progress, Reporter
-from arpo.runs.run_dir import is_run_dir, open_run_dir, read_json, write_atomically
+from arpo.runs.run_dir import open_run_dir, read_json, write_atomically
 from arpo.studies.compare.stats import Comparison, Point, TrialResult
 
 COLD_START = "cold-start"
@@ -282,7 +282,7 @@ class _Runner:
         while True:
             notes = []
             for directory in sorted(self.running):
-                if is_run_dir(directory / "run"):
+                with suppress(ArpoError, OSError, LookupError):  # not begun, or damaged: its end will say so
                     records = open_run_dir(directory / "run").read_metrics()
                     spent = sum(record[self.plan.match] for record in records)
                     notes.append(f"{directory.parent.name} {directory.name}: step {len(records)}, {spent:,.0f}")
