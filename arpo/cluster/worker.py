@@ -60,7 +60,7 @@ class Worker:
         if Path(directory).is_dir():
             os.chdir(directory)
         torch.set_num_threads(max(1, cpus))
-        config = config_from_resolved(json.loads(settings))
+        config = config_from_resolved(json.loads(settings), allow_masked=False)
         self._sampler = LocalSampler(await asyncio.to_thread(open_context, config))
         self._slots = asyncio.Semaphore(config.rollout.concurrency)
         return os.getpid()

@@ -140,9 +140,9 @@ def _preset_folder() -> Traversable:
     return resources.files("arpo.config").joinpath("presets")
 
 
-def config_from_resolved(values: Mapping[str, Any]) -> Config:
-    """The configuration whose `resolved()` is `values`."""
-    return _check([("saved configuration", dict(values))], [], allow_masked=True)
+def config_from_resolved(values: Mapping[str, Any], *, allow_masked: bool = True) -> Config:
+    """The configuration whose `resolved()` is `values`; without `allow_masked`, for use, it must have its secrets."""
+    return _check([("saved configuration", dict(values))], [], allow_masked)
 
 
 def mask_override(text: str) -> str:

@@ -112,6 +112,7 @@ def test_no_setting_shows_a_secret(key: str) -> None:
     assert CANARY not in "".join(shown) and all(MASK in text for text in shown[:4])
     rotated = load_config(None, [override.replace(CANARY, "rotated0815")])
     assert not differences(config.resolved(), rotated.resolved())
+    assert not differences(config.resolved(reveal=True), rotated.resolved())  # an old version saved them
     if "host" in override and not key.endswith(("_env", ".env")):
         moved = load_config(None, [override.replace("host", "elsewhere")])
         assert differences(config.resolved(), moved.resolved())

@@ -308,7 +308,7 @@ def test_from_end_to_end(model_path: Path, tmp_path: Path) -> None:
     config = tmp_path / "small.toml"
     config.write_text("")
     settings = [*SMALL, f"model.path={model_path}", "model.device=cpu", "train.steps=2", "rollout.num_trajectories=2"]
-    command = ["compare", str(config), *settings]
+    command = ["compare", str(config), *settings, "reward.judge_url=http://me:kanarie@host/?key=kanarie"]
     command += ["--algorithms", "grpo,arpo-always", "--seeds", "1", "--samples", "3", "--match", "trajectories"]
     command += ["--out", str(tmp_path / "out"), "--drop-models"]
 
@@ -326,6 +326,7 @@ def test_from_end_to_end(model_path: Path, tmp_path: Path) -> None:
         assert log.checkpoint_steps() == []
         result = json.loads((tmp_path / "out" / name / "seed-0" / "result.json").read_bytes())
         assert set(result["pass_at"]) == {"1", "3"} and result["samples"] == 3
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"kanarie" in path.read_bytes()]
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*/seed-0/*")}
     compare()
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*/seed-0/*")}

@@ -49,7 +49,7 @@ def main() -> None:
     settings = sys.stdin.buffer.readline()
     threading.Thread(target=_stop_when_orphaned, daemon=True).start()
     try:
-        config = config_from_resolved(json.loads(settings))
+        config = config_from_resolved(json.loads(settings), allow_masked=False)
         if arguments.untrained:
             with closing(open_context(config)) as context:
                 _write(arguments.result, {"step": 0, **run_async(_evaluate(context, arguments.samples))})
