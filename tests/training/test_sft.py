@@ -356,7 +356,7 @@ def test_a_run_is_a_model_for_another_one(folder: Path) -> None:
 def test_ctrl_c_ends_cleanly_with_a_checkpoint(folder: Path) -> None:
     config = folder / "config.json"
     config.write_text(
-        json.dumps(sums_config(folder, *FAST, "sft.epochs=5000", "run.checkpoint_every=100000").resolved())
+        json.dumps(sums_config(folder, *FAST, "sft.epochs=1000", "run.checkpoint_every=100000").resolved())
     )
     process = warm_process.start(warm_process.CLI, "sft", str(config), output=folder / "output.txt")
     try:
