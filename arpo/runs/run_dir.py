@@ -360,7 +360,12 @@ class RunDir:
     def tracker_state(self, name: str) -> TrackerState | None:
         """The state of a tracker; None if nothing was sent to it."""
         path = self.directory / f"tracker_{name}.json"
-        return TrackerState(**read_json(path)) if path.exists() else None
+        if not path.exists():
+            return None
+        match read_json(path):
+            case {"id": str(name), "step": int(step)}:
+                return TrackerState(name, step)
+        raise ArpoError(f"{path}: is damaged; delete it, and the tracker starts a new run")
 
     def write_tracker_state(self, name: str, state: TrackerState | None) -> None:
         """Save the state of a tracker, or delete it; it survives crashes and is not rolled back."""

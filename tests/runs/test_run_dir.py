@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from arpo.errors import ArpoError
 from arpo.runs import run_dir as run_dir_module
-from arpo.runs.run_dir import RunDir, create_run_dir, open_run_dir
+from arpo.runs.run_dir import RunDir, TrackerState, create_run_dir, open_run_dir
 from arpo.runs.trees import pack_trees, tree_from_json, tree_to_json, unpack_tree
 from arpo.types import (
     Credit,
@@ -330,6 +330,16 @@ def test_roll_back_leaves_the_files_of_a_run_stopped_there(tmp_path: Path) -> No
 
 
 # --- checkpoints
+
+
+@pytest.mark.parametrize("bad", ["{}", '{"id": 1, "step": 2}', '{"id": "x", "step": "2"}', "[]", "", '{"id": "x", "st'])
+def test_a_damaged_tracker_state_is_named(tmp_path: Path, bad: str) -> None:
+    run_dir = create_run_dir(tmp_path / "run", {})
+    run_dir.write_tracker_state("wandb", TrackerState("x", 2))
+    assert run_dir.tracker_state("wandb") == TrackerState("x", 2)
+    (tmp_path / "run" / "tracker_wandb.json").write_text(bad)
+    with pytest.raises(ArpoError, match=r"tracker_wandb\.json: .*damaged"):
+        run_dir.tracker_state("wandb")
 
 
 def test_checkpoints_keep_the_newest(tmp_path: Path) -> None:
