@@ -30,10 +30,13 @@ def _checks() -> list[tuple[str, bool, str]]:
     import torch
 
     from arpo.builtin.cold_start import cache_dir
+    from arpo.models.threads import describe_threads, set_num_threads
+
+    set_num_threads()
 
     return [
         ("arpo", True, f"{arpo.__version__} on Python {platform.python_version()}, {platform.platform()}"),
-        ("torch", True, f"{torch.__version__}, {torch.get_num_threads()} threads on {os.cpu_count()} cores"),
+        ("torch", True, f"{torch.__version__}, {describe_threads()}"),
         ("memory", True, _memory()),
         ("disk", *_disk(Path.cwd())),
         ("cuda", *_cuda()),

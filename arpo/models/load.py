@@ -33,6 +33,7 @@ from arpo.models.checks import (
 from arpo.models.gguf import load_gguf
 from arpo.models.lora import add_adapter, load_adapter, merge_adapter
 from arpo.models.resolve import ADAPTER_CONFIG
+from arpo.models.threads import set_num_threads
 from arpo.types import derive_seed
 
 transformers_logging.disable_progress_bar()  # loading is quick, and arpo shows its own progress
@@ -49,6 +50,7 @@ def pick_device(device: str) -> torch.device:
 
 def load_model(settings: Model) -> tuple[Any, Any]:
     """Return the causal LM, on its device, in eval mode and merged with its adapter, and its tokenizer."""
+    set_num_threads()
     path = os.path.expanduser(settings.path)
     dtype = getattr(torch, settings.dtype)
     if path.lower().endswith(".gguf"):

@@ -24,6 +24,7 @@ from arpo.data.task_set import TaskSet
 from arpo.errors import ArpoError, Diverged
 from arpo.evaluation.evaluate import Evaluation, select_tasks
 from arpo.models.resolve import load_policy, resolve_model
+from arpo.models.threads import describe_threads
 from arpo.rewards import fault_metrics, unjudged
 from arpo.runs.reporter import SILENT, Reporter
 from arpo.trainer.dist.process_group import ProcessGroup
@@ -129,6 +130,8 @@ async def train(training: Training) -> int:
         reporter.message(f"Nothing to do: the run has spent {spent:,} of {budget:,} {unit}.")
         return step
     await sampler.sync_weights(step)
+    if training.trainer.model.device.type == "cpu":
+        reporter.message(f"Computing on the CPU with {describe_threads()}.")
     reporter.training_starts("train")
     if step and config.eval.every and step % config.eval.every == 0 and "test_accuracy" not in records[-1]:
         checkpoints.amend(step, await _evaluate_step(training, step))  # the run was stopped before this evaluation

@@ -25,6 +25,7 @@ from arpo.agent.traces import read_traces
 from arpo.config.schema import Config, Loss
 from arpo.data.rows import list_problems, refuse_bad_rows
 from arpo.models.resolve import load_policy
+from arpo.models.threads import describe_threads
 from arpo.runs.reporter import SILENT, Reporter
 from arpo.tools.build import build_tools
 from arpo.trainer.trainer import Trainer
@@ -122,6 +123,8 @@ async def train_sft(run: SFTRun) -> int:
         reporter.message(f"Nothing to do: the run is at step {step} of {last}.")
         return step
     reporter.message(f"{len(run.examples):,} traces, {last:,} steps")
+    if run.checkpoints.trainer.model.device.type == "cpu":
+        reporter.message(f"Computing on the CPU with {describe_threads()}.")
     reporter.training_starts("sft")
     with reporter.progress("training", last) as bar:
         while step < last:

@@ -63,7 +63,8 @@ def test_train_writes_a_run(trained: Path) -> None:
 def test_train_prints_one_line_a_step(arpo: Arpo) -> None:
     outcome = arpo("train", "small.toml", "train.steps=1")
     assert outcome.code == 0
-    header, first, hint, done = outcome.out.splitlines()
+    threads, header, first, hint, done = outcome.out.splitlines()
+    assert threads == "Computing on the CPU with 1 thread, as OMP_NUM_THREADS says."
     assert header.startswith("step reward") and first.split()[0] == "1"
     assert hint.startswith("Nothing was learned")  # a random model earns the same on every trajectory
     assert done == "done: 1 steps; the run is in run"

@@ -34,6 +34,7 @@ from arpo.config.loading import config_from_resolved, differences, load_config
 from arpo.config.schema import Config
 from arpo.errors import ArpoError
 from arpo.figures.text import printable
+from arpo.models.threads import usable_cores
 from arpo.runs.locks import acquire_lock
 from arpo.runs.reporter import SILENT, Progress, Reporter
 from arpo.runs.run_dir import open_run_dir, read_json, write_atomically
@@ -305,7 +306,7 @@ async def _spawn(plan: ComparisonPlan, directory: Path, config: Config, untraine
     command = [sys.executable, "-m", "arpo.studies.compare.trial"]
     command += [str(directory / "result.json"), "--samples", str(plan.samples)]
     command += ["--untrained"] if untrained else ["--drop-models"] if plan.drop_models else []
-    threads = str(max(1, (os.cpu_count() or 1) // plan.jobs))
+    threads = str(max(1, usable_cores() // plan.jobs))
     with (directory / "log.txt").open("ab") as log:
         process = await asyncio.create_subprocess_exec(
             *command,
