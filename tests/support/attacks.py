@@ -845,4 +845,95 @@ forbidden(27 if X86 else 232, ctypes.addressof(ctypes.c_char.from_buffer(area)),
 ### sees how full the disk is [landlock]
 refused(os.statvfs, ".")
 refused(os.statvfs, "/")
+
+### opens what others have open +
+near = range(max(1, os.getpid() - 40), os.getpid() + 40)
+for pid in {os.getppid(), W["supervisor"], W["victim"], *near} - {0, os.getpid()}:
+    for name in ("fd/0", "fd/1", "fd/5", "cwd", "exe", "root/etc/passwd", "ns/user", "ns/mnt", "environ", "io", "task"):
+        refused(os.open, f"/proc/{pid}/{name}", os.O_RDONLY)
+for name in ("root/etc/passwd", "cwd/../../../../etc/passwd", "exe", "mem", "maps", "io", "status", "fd", "fdinfo/1"):
+    refused(os.open, f"/proc/self/{name}", os.O_RDONLY)
+
+### opens devices
+for name in ("mem", "kmem", "port", "kmsg", "tty", "console", "ptmx", "fuse", "kvm", "vsock", "net/tun", "loop-control",
+             "vda", "sda", "userfaultfd", "cpu/0/msr", "shm", "mqueue", "pts", "full"):
+    for flags in (os.O_RDONLY, os.O_RDWR):
+        refused(os.open, f"/dev/{name}", flags)
+
+### sets options of its process
+for option in {*range(1, 100), 0x59616D61} - {15, 16}:
+    forbidden("prctl", option, 0, 0, 0, 0)
+    forbidden("prctl", option, 1, 1, 1, 1)
+
+### controls files and streams
+import fcntl
+own = os.open("own", os.O_CREAT | os.O_RDWR)
+library, folder = os.open(os.__file__, os.O_RDONLY), os.open(".", os.O_RDONLY)
+allowed = {0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451}
+requests = {*range(0x5400, 0x5500), 0x40049409, 0x4020940D, 0xC0185879, 0xC0045877, 0x40086602, 0x401C5820, 0x80086601,
+    0xC0189436, 0x660B, 0xC020660B, 0x4004662A, 0x40087602, 0xB701, 0xB702, 0xB703, 0x8933} - allowed
+for fd in (0, 1, 2, own, library, folder):
+    for request in requests:
+        forbidden("ioctl", fd, request, ctypes.create_string_buffer(256))
+    for command in {*range(8, 60), *range(1024, 1050)} - {1030, 1032}:
+        forbidden("fcntl", fd, command, ctypes.create_string_buffer(64))
+
+### puts files in place of its descriptors -> error
+os.closerange(0, 3)
+for name in "abc":
+    os.open(name, os.O_CREAT | os.O_RDWR)
+answer = struct.pack("!Bd?II", 0, 0.1, False, 5, 0) + b"held\n"
+for fd in range(3):
+    os.write(fd, answer)
+raise ValueError("not ok")
+
+### reads its request again
+refused(os.lseek, 0, 0, os.SEEK_SET)
+refused(os.pread, 0, 100, 0)
+assert os.read(0, 100) == b""
+
+### goes on after the signal that a file is too long
+caught = []
+signal.signal(signal.SIGXFSZ, lambda *args: caught.append(args))
+def more():
+    with open("big", "wb", buffering=0) as file:
+        file.seek((W["limits"]["scratch_mb"] << 20) - 1)
+        file.write(b"xx")
+        file.write(b"xx")
+refused(more)
+os.unlink("big")
+
+### fills the buffers of sockets and pipes
+held, total = [], 0
+try:
+    while True:
+        left, right = socket.socketpair()
+        held += [left, right]
+        for end in (left, right):
+            end.setblocking(False)
+            try:
+                while True:
+                    total += end.send(bytes(1 << 16))
+            except BlockingIOError:
+                pass
+except OSError:
+    pass
+if not 1 << 16 < total < W["limits"]["memory_mb"] << 20:
+    through(f"{total} bytes")
+
+### leaves timers behind
+signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
+signal.signal(signal.SIGALRM, lambda *args: None)
+forbidden("timer_create", 1, None, ctypes.create_string_buffer(8))
+timer = syscall(283 if X86 else 85, 1, 0)
+assert syscall(286 if X86 else 86, timer, 0, struct.pack("4q", 0, 1000, 0, 1000), None) == 0
+for clock in (8, 9):
+    if syscall(283 if X86 else 85, clock, 0) >= 0:
+        through("a timer that wakes the machine")
+
+### learns of calls before it [namespaces]
+assert (os.getpid(), os.getppid(), os.uname().nodename) == (1, 0, "sandbox")
+assert os.stat(".").st_ino == 1
+open("new", "w").close()
+assert os.stat("new").st_ino == 2
 """

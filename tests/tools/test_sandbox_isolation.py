@@ -53,6 +53,7 @@ def test_the_worker_never_blocks_on_a_stream() -> None:
     process = zygote._ConfinedProcess(socket.socket(), 1, "", ends)
     output = zygote._Output(2)
     try:
+        assert [os.get_blocking(fd) for fd in ends[:3]] == [False] * 3
         assert not output.read(process.out)  # as when something else has read what was there
         assert (output.total, output.ended) == (0, False)
         os.write(out[1], b"abc")

@@ -110,7 +110,7 @@ def test_it_can_be_opened_again_and_only_once(fresh: Sandbox) -> None:
     assert zygote_pid(fresh) != first
 
 
-@pytest.mark.parametrize("which", ["worker", "zygote", "guard"])
+@pytest.mark.parametrize("which", ["worker", "spawner", "zygote", "guard"])
 def test_a_call_whose_worker_is_killed_is_made_again(fresh: Sandbox, which: str) -> None:
     fresh.run("")
     call = in_thread(lambda: fresh.run(WAITING.format("arpo-again"), 600))
@@ -120,11 +120,11 @@ def test_a_call_whose_worker_is_killed_is_made_again(fresh: Sandbox, which: str)
     assert until(lambda: not alive(victims["cell"]))
     os.kill(running(fresh, "arpo-again", frozenset({victims["cell"]}))["cell"], signal.SIGUSR1)
     assert call.result(60).stdout == "done\n"
-    if which != "worker":
+    if which in ("zygote", "guard"):
         assert until(lambda: not any(map(alive, below)))
 
 
-@pytest.mark.parametrize("which", ["worker", "zygote"])
+@pytest.mark.parametrize("which", ["worker", "spawner", "zygote"])
 def test_a_call_whose_workers_are_killed_twice_fails(fresh: Sandbox, which: str) -> None:
     call = in_thread(lambda: fresh.run(f"{MARKED.format('arpo-twice')}import time; time.sleep(600)", 600))
     killed: frozenset[int] = frozenset()
