@@ -51,7 +51,7 @@ class Fake:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         if step == self.breaks_at:
-            raise OSError("the server \x1b[31m is gone")
+            raise OSError("the server \x1b[31m https://me:pw@host is gone")
         self.steps.append(step)
         self.values.append(values)
 
@@ -184,7 +184,8 @@ def test_a_failing_tracker_is_reported_once_and_gets_nothing_more(
     assert (fakes["wandb"].steps, fakes["wandb"].closed) == ([1], 1)
     assert (fakes["tensorboard"].steps, fakes["tensorboard"].closed) == ([1, 2, 3, 4], 1)
     assert capsys.readouterr().out.splitlines() == [
-        r"warning: run.tracker: wandb failed and gets nothing more: OSError: the server \x1b[31m is gone"
+        r"warning: run.tracker: wandb failed and gets nothing more: OSError: the server \x1b[31m "
+        "https://(masked)@host is gone"
     ]
     fakes["wandb"].breaks_at = 0
     resume_run(run_dir, config("wandb"), 5, 5)

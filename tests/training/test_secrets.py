@@ -160,6 +160,8 @@ def test_old_runs_hold_secrets_that_are_masked_when_read_and_removed_when_resume
     (run / "config.json").write_text(json.dumps(old))
     assert CANARY not in every_page(tmp_path / "runs", tmp_path / "page.html")
     assert call("show", run) == 0
+    assert call("train", config, f"run.dir={run}", "--resume") == 0  # with nothing to do
+    assert CANARY not in (run / "config.json").read_text()
     assert call("train", config, f"run.dir={run}", "train.steps=2", "--resume") == 0
     assert CANARY not in "".join(capfd.readouterr()) + everything_under(run)
 
