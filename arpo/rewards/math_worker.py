@@ -35,8 +35,8 @@ NAMED_OPERATION = re.compile(
 )
 MIXED_NUMBER = re.compile(r"(?<![\d.])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.])")
 # Two numbers side by side, which the library adds.
-SIDE_BY_SIDE = re.compile(r"(?<![_\d])\d+(?:\s+\d|\s*(?:\\right)?\)?\s*(?:\\left)?\(\s*-?\d)")
-FRACTION = re.compile(r"\\[a-z]*frac\s*\{?\s*-?\d|\d[\s)}]*(?:[/:]|\\over)[\s({-]*\d")
+SIDE_BY_SIDE = re.compile(r"(?<![_\d])\d+(?:\s+\d|\s*(?:\\right)?\)?\s*(?:\\left)?\(\s*-?[\d.]+\s*(?:\\right)?\))")
+FRACTION = re.compile(r"\\[a-z]*frac\s*\{?\s*-?\d|\d[\s)}]*(?:[/:]|\\over|\\div)[\s({-]*\d")
 FORBIDDEN = ("subprocess.", "socket.connect", "os.system", "os.exec", "os.posix_spawn", "os.fork", "ctypes.")
 
 
@@ -61,7 +61,10 @@ def _restates(prediction: str, gold: str, right: list[Any]) -> bool:
     values = _values(right)
     if not values or any(value.free_symbols for value in values):
         return False  # of words, and of an expression with variables, every form counts
-    if _operations(_values(_parse(result))) - _operations(values):
+    allowed = _operations(values)
+    if allowed - {"sum", "product", "power"}:
+        allowed.add("root")  # what the function of a reference comes to
+    if _operations(_values(_parse(result))) - allowed:
         return True
     if SIDE_BY_SIDE.search(result) and not SIDE_BY_SIDE.search(gold):
         return True
@@ -79,8 +82,8 @@ def _values(parsed: list[Any]) -> list[Any]:
 
 
 def _operations(values: list[Any]) -> set[str]:
-    """Operations on numbers alone, except those of a way to write one number: -2, 3/4, 5%, 6*10^7."""
-    from sympy import Add, Function, Mul, Pow, preorder_traversal  # type: ignore[import-untyped]
+    """Operations on numbers alone, except those of a way to write one number: -2, 3/4, 5%, 6*10^7, e^8."""
+    from sympy import Add, Function, Mul, Pow, exp, preorder_traversal  # type: ignore[import-untyped]
 
     found: set[str] = set()
     for node in (node for value in values for node in preorder_traversal(value)):
@@ -95,7 +98,7 @@ def _operations(values: list[Any]) -> set[str]:
                 found.add("root")
             elif node.exp != -1 and not _is_power_of_ten(node):
                 found.add("power")
-        elif isinstance(node, Function) and not node.free_symbols:
+        elif isinstance(node, Function) and not isinstance(node, exp) and not node.free_symbols:
             found.add(type(node).__name__)
     return found
 
@@ -112,11 +115,13 @@ def _is_literal(node: Any) -> bool:
     return bool(node.is_Number or percent or (node.is_Pow and node.base.is_Number and node.exp.is_Integer))
 
 
-def _is_whole(expression: Any) -> bool:
+def _is_whole(value: Any) -> bool:
+    """Whether this is a whole number, or a tuple, set, interval or matrix of some."""
     from sympy import preorder_traversal
 
-    leaves = [node for node in preorder_traversal(expression) if not node.args]
-    return all(leaf.is_Integer for leaf in leaves if leaf.is_number)
+    nodes = list(preorder_traversal(value))
+    divides = any(node.is_Function or (node.is_Pow and node.exp.is_negative) for node in nodes)
+    return not divides and all(node.is_Integer for node in nodes if not node.args and node.is_number)
 
 
 def _plain(answer: str) -> str:

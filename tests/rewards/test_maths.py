@@ -43,6 +43,8 @@ EQUAL = [
     (r"2\cdot\sqrt{3}", r"\sqrt{12}"),
     (r"\frac{6}{\sqrt{3}}", r"2\sqrt{3}"), (r"\frac{1}{2}+\frac{\sqrt5}{2}", r"\frac{1+\sqrt5}{2}"), ("1024", "2^{10}"),
     ("4^5", "2^{10}"), (r"\binom{10}{7}", r"\binom{10}{3}"), ("10!", "10!"), (r"\log_2 3", r"\frac{\ln 3}{\ln 2}"),
+    ("e^{-1}", r"\frac{1}{e}"), (r"\frac{1+e^2}{2}", r"\frac{e^2+1}{2}"), (r"8(3-\sqrt5)", r"24-8\sqrt5"),
+    (r"\frac{\sqrt2+\sqrt6}{4}", r"\sin\frac{5\pi}{12}"), (r"\frac{3\ln 2}{\ln 10}", r"3\log 2"),
     (r"\frac{34}{2}", r"\frac{51}{3}"), (r"(x-1)^2+y^2=3^2", "(x-1)^2+y^2=9"),
     (r"3\pm 2\sqrt{2}", r"3+2\sqrt2, 3-2\sqrt2"),
     (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1\\ 2\end{pmatrix}"),
