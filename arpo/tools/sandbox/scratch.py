@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
 import stat
@@ -32,8 +33,13 @@ def clear(directory: str) -> None:
 def remove(directory: str) -> None:
     """Empty a directory and remove it, if it exists."""
     with contextlib.suppress(FileNotFoundError):
-        clear(directory)
-        os.rmdir(directory)
+        try:
+            os.rmdir(directory)
+        except OSError as error:
+            if error.errno != errno.ENOTEMPTY:
+                raise
+            clear(directory)
+            os.rmdir(directory)
 
 
 def _lift(name: str, root: int, new_names: Iterator[str]) -> None:

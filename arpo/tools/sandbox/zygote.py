@@ -179,9 +179,10 @@ def _spawner(
         place = os.environ["HOME"] = os.environ["TMPDIR"] = folder
         if namespaces:
             linux.unshare(linux.NEW_MOUNT)
-            isolation.mount_scratch(folder, limit)
         while True:
-            if not namespaces:
+            if namespaces:
+                isolation.mount_scratch(folder, limit)
+            else:
                 place = os.environ["HOME"] = os.environ["TMPDIR"] = f"{folder}/{os.urandom(8).hex()}"
                 os.mkdir(place, 0o700)
             pid, fds = _spawn(confinement, place, pid_namespace)
@@ -190,10 +191,9 @@ def _spawner(
             for fd in fds:
                 os.close(fd)
             linux.wait_into(pid, status)
-            worker.send(memoryview(status)[: WAIT_STATUS.size])
             if namespaces:
                 linux.unmount(folder)
-                isolation.mount_scratch(folder, limit)
+            worker.send(memoryview(status)[: WAIT_STATUS.size])
     except ConnectionError:  # the worker has ended
         pass
     except BaseException as error:
