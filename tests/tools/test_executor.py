@@ -355,6 +355,24 @@ def test_a_cancelled_caller_is_cancelled(after: Callable[[], str] | None) -> Non
     assert clock.run(main()) == (["started", "stopped"], ToolStats(calls=1, cancelled=1))
 
 
+def test_a_cancelled_caller_of_a_quick_tool_is_cancelled() -> None:
+    async def main() -> ToolStats:
+        toolset, started = Toolset([make(lambda: wait(), quick=True)]), asyncio.Event()
+
+        async def wait() -> None:
+            started.set()
+            await asyncio.Event().wait()
+
+        task = asyncio.create_task(call_tool(toolset, ToolCall("probe", {})))
+        await started.wait()
+        task.cancel()
+        await asyncio.wait({task}, timeout=60)
+        assert task.cancelled()
+        return replace(toolset.stats()["probe"], wait_seconds=0.0)
+
+    assert asyncio.run(main()) == ToolStats(calls=1, cancelled=1)
+
+
 def test_a_task_that_was_cancelled_before_may_still_call() -> None:
     async def main() -> ToolResult:
         with contextlib.suppress(asyncio.CancelledError):
