@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,16 @@ def test_a_frame_that_would_fill_the_memory_or_hides_its_size_is_damaged(monkeyp
     for frame in (zstandard.compress(text), hidden):
         with pytest.raises(ValueError, match="more than 1,999 bytes"):
             unpack_tree(frame)
+
+
+def test_a_flipped_bit_never_gives_another_tree() -> None:
+    frame, _ = pack_trees([_scored()])
+    for place in range(len(frame)):
+        for bit in (1, 8, 128):
+            flipped = bytearray(frame)
+            flipped[place] ^= bit
+            with suppress(ValueError):
+                assert unpack_tree(bytes(flipped)) == _scored()
 
 
 def test_a_missing_reward_is_refused() -> None:

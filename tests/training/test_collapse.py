@@ -417,7 +417,7 @@ def test_a_gradient_that_is_not_finite(what: str, go: Callable[..., Path], monke
 
 
 def test_the_command_exits_with_3(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def collapse() -> None:
+    def collapse(*_: object) -> None:
         raise Collapsed("the run collapsed")
 
     monkeypatch.setattr(arpo.cli.main, "app", collapse)
