@@ -353,13 +353,22 @@ def _plain_ids(tokenizer: Any, text: str, *, tags: bool = False) -> list[int]:
     present = tuple(token for token in control if token in text)
     cuts = [i + 1 for i in range(len(text)) if text.startswith(present, i)] if present else []
     parts = [text[start:end] for start, end in pairwise((0, *cuts, len(text)))]
-    encoded: list[list[int]] = tokenizer(parts, add_special_tokens=False, verbose=False)["input_ids"]
+    encoded: list[list[int]] = _encode(tokenizer, parts)
     return [i for ids in encoded for i in ids if i not in banned]
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:
-    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    ids: list[int] = _encode(tokenizer, text)
     return ids
+
+
+def _encode(tokenizer: Any, text: str | list[str]) -> Any:
+    try:
+        return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # of tokenizers: a regular expression that backtracks too much
+            raise
+        raise ArpoError(f"the model's tokenizer fails: {error}"[:300]) from error
 
 
 def _text(tokenizer: Any, ids: list[int]) -> str:

@@ -2,7 +2,7 @@
 
 Guarantees: nothing here allocates more than a file's header, executes anything or unpickles. What fails is a ValueError
 that names the file. Weights are read from safetensors only, and only from files of the model's own directory.
-Not covered: what the values of the weights compute, and regular expressions of a tokenizer.
+Not covered: what the values of the weights compute, and regular expressions of an adapter.
 """
 
 from __future__ import annotations

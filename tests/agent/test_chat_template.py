@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import templates
 from templates import make_tokenizer
+from tokenizers import Regex, pre_tokenizers
 
 from arpo.agent.chat_template import render_chats
 from arpo.agent.formats import _CHATS, encode_prompt
@@ -73,3 +74,11 @@ def test_a_template_that_raises_or_writes_nothing_is_refused(template: str) -> N
     tokenizer = make_tokenizer(template or "{# nothing #}")
     with pytest.raises(ArpoError, match="chat template cannot render a user message"):
         encode_prompt(tokenizer, "Why?", "Be brief.")
+
+
+def test_a_tokenizer_that_backtracks_without_end_is_an_error() -> None:
+    tokenizer = make_tokenizer()
+    split = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel()])
+    with pytest.raises(ArpoError, match="the model's tokenizer fails"):
+        encode_prompt(tokenizer, "a" * 40 + "!", "Be brief.")
