@@ -40,9 +40,10 @@ def search(query: str) -> str:
 @tool(quick=True)
 def python(code: str) -> str:
     """Arithmetic, without a sandbox."""
-    if not code.replace(" ", "").replace("+", "").isdigit():
+    terms = code.split("+")
+    if not all(term.strip().isdigit() for term in terms):
         raise ToolError("not a sum")
-    return str(sum(map(int, code.split("+"))))
+    return str(sum(map(int, terms)))
 
 
 def agent(tokenizer: Any, script: Script, *tools: Tool, **engine: Any) -> Agent:
@@ -270,7 +271,7 @@ def failing(error: Callable[[], Exception]) -> Tool:
     ("error", "fault"),
     [
         (lambda: ToolError("no such thing"), Fault.MODEL),
-        (lambda: ZeroDivisionError("oops"), Fault.MODEL),
+        (lambda: ZeroDivisionError("oops"), Fault.INFRA),
         (lambda: ToolUnavailable("index is down"), Fault.INFRA),
         (lambda: ConnectionError("refused"), Fault.INFRA),
     ],
