@@ -26,8 +26,8 @@ _SECRET_NAME = re.compile(_NAME, re.IGNORECASE)
 _ASSIGNMENT = re.compile(
     rf"((?:^|(?<=[\s\"'{{,;=]))[\w.-]*(?:{_NAME})[\w.-]*[\"']?\s*[:=]\s*[\"']?)(.+)", re.IGNORECASE | re.DOTALL
 )
-_URL = re.compile(r"([a-z][a-z0-9+.-]*://)(.*)", re.IGNORECASE | re.DOTALL)
-_URL_IN_MESSAGE = re.compile(r"([a-z][a-z0-9+.-]*://)([^\s'\"<>]*)", re.IGNORECASE)
+_URL = re.compile(r"([a-z][a-z0-9+.-]{0,30}://)(.*)", re.IGNORECASE | re.DOTALL)
+_URL_IN_MESSAGE = re.compile(r"([a-z][a-z0-9+.-]{0,30}://)([^\s'\"<>]*)", re.IGNORECASE)
 _ADDRESS = re.compile(r"(?:url|endpoint|servers|address)$")  # settings that hold a URL, if need be without its scheme
 _REFERENCES = re.compile(r"(?:[\w-]+: ?)?(?:(?:Bearer|Basic) )?(?:\$\{[A-Za-z_][A-Za-z0-9_]*\}:?)+")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
