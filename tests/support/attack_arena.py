@@ -235,15 +235,17 @@ class Arena:
 
     def sees_a_process(self, sandbox: Sandbox) -> bool:
         """Whether the mark of a process that is running would be noticed."""
-        code = f"MARK = {MARK!r}.encode()\n{PRELUDE}\ntime.sleep(60)"
+        ends = "signal.signal(signal.SIGUSR1, lambda *_: os._exit(0))\ntime.sleep(60)"
+        code = f"MARK = {MARK!r}.encode()\n{PRELUDE}\n{ends}"
         caller = threading.Thread(target=sandbox.run, args=(code, 60.0))
         caller.start()
         seen: list[str] = []
         while caller.is_alive() and not seen:
             seen = named_processes()
-        for pid in seen:
-            os.kill(int(pid), signal.SIGKILL)
-        caller.join()
+        while caller.is_alive():
+            for pid in named_processes():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGUSR1)
         return bool(seen)
 
     def plain_call(self, sandbox: Sandbox) -> SandboxResult | str:

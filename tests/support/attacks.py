@@ -878,6 +878,13 @@ for fd in (0, 1, 2, own, library, folder):
     for command in {*range(8, 60), *range(1024, 1050)} - {1030, 1032}:
         forbidden("fcntl", fd, command, ctypes.create_string_buffer(64))
 
+### has itself killed as if memory had run out
+resource.setrlimit(resource.RLIMIT_CPU, (0, 0))
+assert resource.getrlimit(resource.RLIMIT_CPU)[1] != 0
+began = time.process_time()
+while time.process_time() - began < 0.1:
+    pass
+
 ### puts files in place of its descriptors -> error
 os.closerange(0, 3)
 for name in "abc":

@@ -176,6 +176,11 @@ def test_the_filter_looks_at_arguments(machine: str, namespaces: bool) -> None:
     assert {value for value in values if allowed("prctl", value)} == {15, 16, 0x53564D41}
     assert {value for value in values if allowed("prlimit64", value, 8)} == {0}
     assert not allowed("fcntl", 0, 8 + high)
+    assert allowed("prlimit64", 0, 3, 1234)
+    assert allowed("prlimit64", 0, 0, 0, 1234)  # to read RLIMIT_CPU
+    for limit in (1, 1234, high, 1 << 63):
+        assert decided(program, machine, number["prlimit64"], 0, 0, limit) == seccomp.DO_NOTHING
+        assert decided(program, machine, number["prlimit64"], 1, 0, limit) == seccomp.DENY
     for name in ("sendto", "recvfrom"):
         assert allowed(name, 3, high, 5, 0, 0, 0)
         for address in (1, high, 1 << 63, (1 << 64) - 1):

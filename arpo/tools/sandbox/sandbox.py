@@ -13,13 +13,15 @@ workers.
 Guarantees: no call sees the network, the machine's files, environment or processes, or traces of another call: its
 memory, scratch and process are new. Nothing of a call is left when it returns. Its output cannot forge its status. The
 same code gives the same output, unless it asks for the time, for entropy or for addresses of objects. A worker that
-dies is replaced, and its call is made once more. Calls that run at once fit into half of the machine's memory (each
-sandbox counts its own calls), and the kernel kills them first when memory runs out.
+dies is replaced, and its call is made once more, as is a call that was killed from outside. Calls that run at once fit
+into half of the machine's memory (each sandbox counts its own calls), and the kernel kills them first when memory runs
+out.
 Not covered: kernel bugs; fairness between calls that use much CPU or disk; side channels: time, the load of processor
-and caches, and numbers that the kernel counts for the whole machine (inode numbers of pipes, numbers of file systems).
-In the tier "landlock", code can also ask for names, sizes and times of files that it can guess, and which processes
-exist and how many files they have open. It sees the machine's name, its own process id, and inode numbers on the disk,
-which depend on what other calls do. So two calls that agree on how can pass bits to each other.
+and caches, and numbers that the kernel counts for all calls or for the whole machine (inode numbers of pipes, numbers
+of file systems, how many processes the sandbox has started). In the tier "landlock", code can also ask for names, sizes
+and times of files that it can guess, and which processes exist and how many files they have open. It sees the machine's
+name, its own process id, and inode numbers on the disk, which depend on what other calls do. So two calls that agree on
+how can pass bits to each other.
 """
 
 from __future__ import annotations

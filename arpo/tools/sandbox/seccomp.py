@@ -6,7 +6,8 @@ limit their number), no change of permissions or times (no file system would ref
 left on the disk, and no disk space but by writing (the worker counts the bytes written).
 
 Locks on files, and advice about them, would reach other calls through the libraries, which all calls share. They
-succeed and do nothing: a call is alone with its own files.
+succeed and do nothing: a call is alone with its own files. So does a limit on its own CPU time, which would have the
+kernel kill it as if memory had run out.
 """
 
 from __future__ import annotations
@@ -103,6 +104,19 @@ def _argument_checks(machine: str, namespaces: bool) -> list[tuple[int, list[Ins
         (_RETURN, 0, 0, ALLOW),
         (_RETURN, 0, 0, DENY),
     ]
+    limits: list[Instruction] = [
+        (_LOAD, 0, 0, 16),
+        (_EQUAL, 0, 7, 0),  # only its own limits
+        (_LOAD, 0, 0, 24),
+        (_EQUAL, 0, 4, 0),  # RLIMIT_CPU can only be read
+        (_LOAD, 0, 0, 32),
+        (_EQUAL, 0, 4, 0),
+        (_LOAD, 0, 0, 36),
+        (_EQUAL, 0, 2, 0),
+        (_RETURN, 0, 0, ALLOW),
+        (_RETURN, 0, 0, DENY),
+        (_RETURN, 0, 0, DO_NOTHING),
+    ]
     thread = _masked(0, _THREAD | _NEW_NAMESPACES, _THREAD, ALLOW, DENY)
     mapping = _masked(3, _SHARED | _ANONYMOUS, _SHARED, DENY, ALLOW)
     return [
@@ -111,7 +125,7 @@ def _argument_checks(machine: str, namespaces: bool) -> list[tuple[int, list[Ins
         (number["fadvise64"], [(_RETURN, 0, 0, DO_NOTHING)]),
         (number["ioctl"], _one_of(1, _IOCTL)),
         (number["prctl"], _one_of(0, _PRCTL)),
-        (number["prlimit64"], _one_of(0, (0,))),  # only its own limits
+        (number["prlimit64"], limits),
         (number["clone"], thread if namespaces else [(_RETURN, 0, 0, DENY)]),
         (number["clone3"], [(_RETURN, 0, 0, ABSENT)]),  # its flags cannot be checked; the C library falls back to clone
         (number["socketpair"], pair),

@@ -285,9 +285,14 @@ class _ConfinedProcess:
         if not ended:
             raise ConnectionError("the spawner has ended")
         (wait_status,) = WAIT_STATUS.unpack(ended)
+        by_signal = os.WTERMSIG(wait_status) if os.WIFSIGNALED(wait_status) else 0
+        if (
+            forced is None and by_signal == signal.SIGKILL and settings["tier"] != "none"
+        ):  # the code cannot have sent it
+            raise RuntimeError("a call was killed from outside; when memory runs out, the kernel does that")
         if forced is not None:
             status = forced
-        elif os.WIFSIGNALED(wait_status):
+        elif by_signal:
             status = KILLED
         else:
             status = {interpreter.OK: OK, interpreter.MEMORY: MEMORY}.get(os.WEXITSTATUS(wait_status), ERROR)
