@@ -7,6 +7,7 @@ import random
 import shutil
 import socket
 import struct
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,18 @@ def test_bytes_on_disk_are_counted(tmp_path: Path) -> None:
         assert disk.exceeded()
     finally:
         scratch.MAX_WRITTEN = allowed
+        disk.close()
+
+
+def test_a_process_that_has_ended_writes_no_more(tmp_path: Path) -> None:
+    process = subprocess.Popen(["sleep", "600"])
+    disk = scratch.DiskMonitor(str(tmp_path), 1 << 20, process.pid)
+    try:
+        assert not disk.exceeded()
+        process.kill()
+        process.wait()
+        assert not disk.exceeded()
+    finally:
         disk.close()
 
 

@@ -72,7 +72,10 @@ class DiskMonitor:
     def exceeded(self) -> bool:
         """Return whether it is more than the limit, or cannot be seen."""
         self.account.seek(0)
-        written = next(int(line.split()[1]) for line in self.account if line.startswith("wchar"))
+        try:
+            written = next(int(line.split()[1]) for line in self.account if line.startswith("wchar"))
+        except ProcessLookupError:  # it has ended
+            return False
         if written > MAX_WRITTEN * self.limit:  # unlinked files take up space, too
             return True
         total = 0
