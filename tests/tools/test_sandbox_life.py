@@ -246,6 +246,7 @@ def test_many_calls_leak_nothing(fresh: Sandbox) -> None:
     some_calls()
     assert state()[0] <= fds + 8  # the next process may be on its way
     assert state()[1] <= pages + 300
+    assert fresh._pools[()].stderr_tail() == ""  # no worker has died
 
 
 @pytest.mark.slow
