@@ -19,7 +19,8 @@ from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # set before torch is loaded; many small processes share the cores
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])  # for the server that forks training processes
+# For the server that forks training processes.
+os.environ["PYTHONPATH"] = os.pathsep.join([*sys.path[:2], *filter(None, [os.environ.get("PYTHONPATH")])])
 
 import clients
 import disks
