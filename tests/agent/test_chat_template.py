@@ -35,7 +35,6 @@ def test_the_text_is_that_of_hugging_face(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "template",
     [

@@ -32,7 +32,6 @@ def _make(kind: str, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
 @pytest.mark.parametrize("setting", list(FILE_SETTINGS))
 def test_a_setting_that_names_no_regular_file(setting: str, kind: str, arpo: Arpo) -> None:
@@ -46,7 +45,6 @@ def test_a_setting_that_names_no_regular_file(setting: str, kind: str, arpo: Arp
     )
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("kind", ["pipe", "device"])
 @pytest.mark.parametrize("name", ["config.json", "metrics.jsonl"])
 def test_a_run_with_an_odd_file(name: str, kind: str, arpo: Arpo) -> None:
@@ -58,7 +56,6 @@ def test_a_run_with_an_odd_file(name: str, kind: str, arpo: Arpo) -> None:
     assert "odd" in mistake(arpo("plan", "odd"))
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("kind", ["pipe", "device"])
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
 def test_data_that_is_no_regular_file(suffix: str, kind: str, arpo: Arpo) -> None:

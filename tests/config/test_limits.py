@@ -89,7 +89,6 @@ def test_the_trajectories_of_a_step_have_a_limit() -> None:
         load_config(None, ["train.batch_size=65", "rollout.num_trajectories=4096"])
 
 
-@pytest.mark.timeout(60)
 def test_only_regular_files_are_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.toml")
     (tmp_path / "link.toml").symlink_to(tmp_path / "pipe.toml")

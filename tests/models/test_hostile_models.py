@@ -18,22 +18,13 @@ import torch
 from gguf_files import small_model, vocabulary_of, write_model
 from safetensors.torch import load_file, save_file
 
-from arpo.builtin.model import build_model
 from arpo.config.schema import Model
 from arpo.errors import ArpoError
 from arpo.models import checks
 from arpo.models.load import load_model
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.slow
 Change = Callable[[Path], object]
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
-    path = tmp_path_factory.mktemp("base")
-    build_model(tokenizer, hidden=64, layers=2, max_context=256, seed=1).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
 
 
 def refused(base: Path, directory: Path, change: Change) -> str:

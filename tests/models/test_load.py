@@ -46,15 +46,6 @@ def lookups(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return seen
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
-    """A model that an adapter can be put on."""
-    path = tmp_path_factory.mktemp("base")
-    build_model(tokenizer, hidden=64, layers=2, max_context=256, seed=1).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
-
-
 def make_adapter(path: Path, model: Any, modules: list[str], **more: Any) -> Any:
     """Save a random adapter for a model; returns the PEFT model."""
     torch.manual_seed(2)

@@ -23,7 +23,7 @@ from arpo.viewer.server import ROUTES, Query, dump
 
 SERVER = Path(__file__).parents[1] / "support" / "mcp_server.py"
 CANARY = "kanarie4711"
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 
 class Search:
