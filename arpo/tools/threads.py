@@ -14,12 +14,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
+MAX_THREADS = 256
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class DaemonThreads(ThreadPoolExecutor):
-    """An executor with as many daemon threads as there are calls at a time; idle ones are used again."""
+    """An executor with as many daemon threads as there are calls at a time; idle ones are used again.
+
+    Calls beyond MAX_THREADS wait for a thread.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,12 +32,12 @@ class DaemonThreads(ThreadPoolExecutor):
         self._started = 0
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Call a function in a thread."""
+        """Call a function in a thread; RuntimeError if none can be started."""
         future: Future[T] = Future()
-        self._calls.put((future, partial(fn, *args, **kwargs)))
-        if not self._idle.acquire(blocking=False):
-            self._started += 1
+        if not self._idle.acquire(blocking=False) and self._started < MAX_THREADS:
             threading.Thread(target=self._work, name="arpo-daemon", daemon=True).start()
+            self._started += 1
+        self._calls.put((future, partial(fn, *args, **kwargs)))
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:

@@ -236,3 +236,11 @@ def test_scratch_hides_nothing_that_is_to_be_read() -> None:
     assert isolation.scratch_dir(["/usr/lib", "/home/me/tmp/lib", "/tmpfs/lib"]) == "/tmp"
     assert isolation.scratch_dir(["/usr/lib", "/tmp/venv/lib"]) == "/scratch"
     assert isolation.scratch_dir(["/tmp"]) == "/scratch"
+
+
+def test_a_machine_where_the_order_of_killing_cannot_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: str, text: str) -> None:
+        raise PermissionError(path)
+
+    monkeypatch.setattr(isolation, "_write", refuse)
+    isolation.be_killed_first()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import resource
 import sys
+from contextlib import suppress
 
 from arpo.tools.sandbox import linux, seccomp
 
@@ -38,8 +39,9 @@ def missing_support(tier: str) -> str | None:
 
 
 def be_killed_first() -> None:
-    """Have the kernel kill this process and its children before all others when memory runs out."""
-    _write("/proc/self/oom_score_adj", "1000")
+    """Have the kernel kill this process and its children first when memory runs out, where that is allowed."""
+    with suppress(OSError):
+        _write("/proc/self/oom_score_adj", "1000")
 
 
 def enter_namespaces() -> None:
