@@ -127,14 +127,20 @@ def available_memory() -> int:
     return free
 
 
-def require_memory(num_values: int, dtype: Any) -> None:
-    """Raise ValueError unless a model with so many weights fits into memory."""
-    needed, free = num_values * dtype.itemsize, available_memory()
-    if needed > free:
+def require_memory(num_values: int, dtype: Any, device: Any) -> None:
+    """Raise ValueError unless a model with so many weights fits into the memory of a torch device."""
+    if device.type == "cuda":  # weights go there straight from the mapped file
+        import torch
+
+        size = torch.cuda.mem_get_info(device)[1]
+        found = f"the GPU has {show_bytes(size)}"
+    else:
+        size = available_memory()
+        found = f"this machine has {show_bytes(size)} of RAM free"
+    needed = num_values * dtype.itemsize
+    if needed > size:
         kind = str(dtype).removeprefix("torch.")
-        raise ValueError(
-            f"it needs about {show_bytes(needed)} of memory as {kind}, and this machine has {show_bytes(free)} free"
-        )
+        raise ValueError(f"it needs about {show_bytes(needed)} of memory as {kind}, and {found}")
 
 
 def show_bytes(count: float) -> str:

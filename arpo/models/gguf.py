@@ -60,7 +60,7 @@ def _build_model(file: GgufFile, dtype: torch.dtype) -> Any:
         skeleton = AutoModelForCausalLM.from_config(config)
     state: dict[str, torch.Tensor] = {}
     names = _tensor_names(file, family, skeleton)
-    require_memory(sum(math.prod(file.tensors[name].shape) for name in names.values()), dtype)
+    require_memory(sum(math.prod(file.tensors[name].shape) for name in names.values()), dtype, torch.device("cpu"))
     for parameter, name in names.items():
         values = file.dequantize(best_embeddings if name == "token_embd.weight" and tied else name)
         if family == "llama" and ".self_attn.q_proj." in parameter:

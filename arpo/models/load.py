@@ -52,13 +52,13 @@ def load_model(settings: Model) -> tuple[Any, Any]:
     """Return the causal LM, on its device, in eval mode and merged with its adapter, and its tokenizer."""
     set_num_threads()
     path = os.path.expanduser(settings.path)
-    dtype = getattr(torch, settings.dtype)
+    dtype, device = getattr(torch, settings.dtype), pick_device(settings.device)
     if path.lower().endswith(".gguf"):
         if not Path(path).is_file():
             raise ArpoError(f"model.path: there is no file {path!r}")
         model, tokenizer = load_gguf(Path(path), dtype)
     else:
-        model, tokenizer = _load_hugging_face(path, dtype)
+        model, tokenizer = _load_hugging_face(path, dtype, device)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if settings.adapter is not None:
@@ -66,18 +66,20 @@ def load_model(settings: Model) -> tuple[Any, Any]:
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Dropout) and module.p > 0:
             raise ArpoError(f"model.path: {path!r} has dropout ({name}): its log-probs would not be reproducible")
-    return own_memory(model.to(pick_device(settings.device))).eval(), tokenizer
+    return own_memory(model.to(device)).eval(), tokenizer
 
 
 def own_memory(model: Any) -> Any:
-    """Copy what lies in CPU memory to memory that torch allocated; returns the model.
+    """Copy what lies in CPU memory that torch did not allocate for it alone; returns the model.
 
-    Weights from a file are views of the mapped file and start at any address. Matrix products round differently
-    depending on that, so a resumed run would drift from an undisturbed one, and truncating the file would end the
-    process.
+    Weights in the dtype of their file are views of the mapped file and start at any address. Matrix products round
+    differently depending on that, so a resumed run would drift from an undisturbed one, and truncating the file would
+    end the process.
     """
     for tensor in itertools.chain(model.parameters(), model.buffers()):
-        if tensor.device.type == "cpu":
+        storage = tensor.untyped_storage()
+        own = storage.resizable() and storage.nbytes() == tensor.nbytes  # torch resizes only what it allocated
+        if tensor.device.type == "cpu" and not own:
             tensor.data = tensor.data.clone()
     return model
 
@@ -109,7 +111,7 @@ def gradient_checkpointing(model: Any) -> Iterator[None]:
         model.gradient_checkpointing_disable()
 
 
-def _load_hugging_face(path: str, dtype: torch.dtype) -> tuple[Any, Any]:
+def _load_hugging_face(path: str, dtype: torch.dtype, device: torch.device) -> tuple[Any, Any]:
     is_path = _looks_like_a_path(path)
     if is_path and not (Path(path) / "config.json").is_file():
         if (Path(path) / ADAPTER_CONFIG).is_file():
@@ -127,7 +129,7 @@ def _load_hugging_face(path: str, dtype: torch.dtype) -> tuple[Any, Any]:
         directory = Path(path) if is_path else _download(path, local)
         check_directory(directory)
         tokenizer = AutoTokenizer.from_pretrained(path, **given)
-        _require_weights(directory, AutoConfig.from_pretrained(path, **given), dtype)
+        _require_weights(directory, AutoConfig.from_pretrained(path, **given), dtype, device)
         model, report = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, use_safetensors=True, output_loading_info=True, **given
         )
@@ -163,7 +165,7 @@ def _download(name: str, local: bool) -> Path:
     return directory
 
 
-def _require_weights(directory: Path, config: Any, dtype: torch.dtype) -> None:
+def _require_weights(directory: Path, config: Any, dtype: torch.dtype, device: torch.device) -> None:
     """Raise ValueError unless the files can hold all weights of the model, and the model fits into memory."""
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
@@ -174,7 +176,7 @@ def _require_weights(directory: Path, config: Any, dtype: torch.dtype) -> None:
             f"{CONFIG} describes a model of {described:,} weights, but its files hold only {stored:,}: they do not "
             "belong together, or are incomplete"
         )
-    require_memory(described, dtype)
+    require_memory(described, dtype, device)
 
 
 def _check_loaded(model: Any, tokenizer: Any, report: dict[str, Any]) -> None:

@@ -211,11 +211,19 @@ def test_links_to_files_elsewhere_are_followed(base: Path, tmp_path: Path) -> No
 
 def test_a_model_that_does_not_fit_into_memory(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "available_memory", lambda: 1000)
-    with pytest.raises(ArpoError, match=r"it needs about .* of memory as float32, and this machine has 1.0 kB free"):
+    with pytest.raises(ArpoError, match=r"it needs about .* of memory as float32, and this machine has 1.0 kB of RAM free"):
         load_model(Model(device="cpu", path=str(base)))
     assert checks.show_bytes(3.2e12) == "3.2 TB" and checks.show_bytes(17) == "17 bytes"
     monkeypatch.undo()
     assert checks.available_memory() > 0
+
+
+def test_a_model_for_a_gpu_needs_memory_there_and_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "available_memory", lambda: 1000)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10, 10**6))
+    checks.require_memory(500_000, torch.bfloat16, torch.device("cuda"))
+    with pytest.raises(ValueError, match=r"needs about 2.0 MB of memory as bfloat16, and the GPU has 1.0 MB$"):
+        checks.require_memory(1_000_000, torch.bfloat16, torch.device("cuda"))
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model(base: Path, tmp_path: Path, tokenizer: Any) -> None:
@@ -269,5 +277,5 @@ def test_a_gguf_file_with_endless_tokens_or_too_many_weights(tmp_path: Path, mon
         load_model(Model(device="cpu", path=str(tmp_path / "long.gguf")))
     write_model(tmp_path / "large.gguf", "gemma3", model, vocabulary)
     monkeypatch.setattr(checks, "available_memory", lambda: 1000)
-    with pytest.raises(ArpoError, match=r"large.gguf' could not be loaded: it needs about .* has 1.0 kB free"):
+    with pytest.raises(ArpoError, match=r"large.gguf' could not be loaded: it needs about .* has 1.0 kB of RAM free"):
         load_model(Model(device="cpu", path=str(tmp_path / "large.gguf")))

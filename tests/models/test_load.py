@@ -19,7 +19,7 @@ from safetensors.torch import load, save_file
 from arpo.builtin.model import build_model
 from arpo.config.schema import Model
 from arpo.errors import ArpoError
-from arpo.models.load import load_model
+from arpo.models.load import load_model, own_memory
 
 
 def logits(model: Any) -> torch.Tensor:
@@ -229,12 +229,21 @@ def test_a_directory_needs_no_network(base: Path, adapter: Path, lookups: list[A
     assert lookups == []
 
 
-def test_no_weight_is_a_view_of_the_file(base: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_weight_is_a_view_of_the_file(dtype: str, base: Path, tmp_path: Path) -> None:
     """The file may change, and where its tensors begin does not change how products are rounded."""
     moved = tmp_path / "model"
     shutil.copytree(base, moved)
     weights = load((base / "model.safetensors").read_bytes())
     save_file(weights, moved / "model.safetensors", {"format": "pt", "moves what follows": "by eight bytes or more"})
-    model, _ = load_model(Model(path=str(moved), device="cpu"))
+    model, _ = load_model(Model(path=str(moved), device="cpu", dtype=dtype))
     assert str(moved) not in Path("/proc/self/maps").read_text()
     assert {tensor.data_ptr() % 64 for tensor in (*model.parameters(), *model.buffers())} == {0}
+
+
+def test_only_views_are_copied() -> None:
+    block = torch.zeros(8)
+    model = torch.nn.ParameterList([torch.zeros(4), block[4:], torch.frombuffer(bytearray(16), dtype=torch.float32)])
+    before = [parameter.data_ptr() for parameter in model]
+    own_memory(model)
+    assert [p.data_ptr() == old for p, old in zip(model, before, strict=True)] == [True, False, False]
