@@ -28,6 +28,7 @@ from arpo.models.resolve import ADAPTER_CONFIG
 from arpo.runs.storage import writing
 
 WEIGHTS = "adapter_model.safetensors"
+MAX_RANK = 1024  # or the model's hidden size, if that is larger
 _PREFIX = "base_model.model."  # of all tensor names in an adapter file
 _IRRELEVANT = {
     *("auto_mapping", "base_model_name_or_path", "revision", "peft_version", "task_type", "inference_mode"),
@@ -186,13 +187,12 @@ def _check_adapter(model: Any, directory: Path) -> None:
     try:
         with safe_open(weights, framework="pt") as tensors:
             names = list(tensors.keys())
-            largest = max((tensors.get_slice(name).get_shape()[0] for name in names if ".lora_A." in name), default=0)
-    except (SafetensorError, IndexError) as error:
+    except SafetensorError as error:
         raise ArpoError(f"model.adapter: {str(weights)!r} is damaged: {error}") from error
-    patterns = settings.get("rank_pattern") or {}
+    patterns, limit = settings.get("rank_pattern") or {}, max(MAX_RANK, model.get_input_embeddings().weight.shape[1])
     for rank in (settings.get("r"), *(patterns.values() if isinstance(patterns, dict) else [patterns])):
-        if type(rank) is not int or not 1 <= rank <= largest:  # PEFT makes matrices of this rank before it looks
-            raise _misfit(directory, f"its rank is {rank!r:.60}, but its largest matrix has the rank {largest}")
+        if type(rank) is not int or not 1 <= rank <= limit:  # PEFT makes matrices of this rank before it looks
+            raise _misfit(directory, f"its rank is {rank!r:.60}, expected a whole number from 1 to {limit}")
     if model.config.tie_word_embeddings and any(".embed_tokens." in name or ".lm_head." in name for name in names):
         raise ArpoError(
             f"model.adapter: {str(directory)!r} changes tied embeddings, so it cannot be merged: "

@@ -49,7 +49,7 @@ def lookups(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def make_adapter(path: Path, model: Any, modules: list[str], **more: Any) -> Any:
     """Save a random adapter for a model; returns the PEFT model."""
     torch.manual_seed(2)
-    wrapped = get_peft_model(model, LoraConfig(r=4, target_modules=modules, lora_dropout=0.1, **more))
+    wrapped = get_peft_model(model, LoraConfig(**{"r": 4, "target_modules": modules, "lora_dropout": 0.1, **more}))
     with torch.no_grad():
         for name, parameter in wrapped.named_parameters():
             if "lora_" in name:
@@ -72,7 +72,17 @@ def adapter(tmp_path: Path, base: Path) -> Path:
 # Adapters.
 
 
-@pytest.mark.parametrize("more", [{}, {"use_rslora": True, "lora_alpha": 32}, {"use_dora": True}])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"use_rslora": True, "lora_alpha": 32},
+        {"use_dora": True},
+        {"r": 16, "rank_pattern": {"q_proj": 2, "v_proj": 2, "up_proj": 2}},
+        {"rank_pattern": {"down_proj": 64}},
+    ],
+)
+@pytest.mark.filterwarnings("ignore:The following rank_pattern keys:RuntimeWarning")
 def test_a_merged_adapter_computes_what_peft_computes(more: dict[str, Any], base: Path, tmp_path: Path) -> None:
     wrapped = make_adapter(tmp_path / "adapter", plain(base), ["q_proj", "v_proj", "up_proj"], **more)
     model, _ = load_model(Model(path=str(base), adapter=str(tmp_path / "adapter"), device="cpu"))
@@ -143,6 +153,19 @@ def test_an_adapter_that_would_change_tied_embeddings(base: Path, tmp_path: Path
     assert "train the adapter without embed_tokens and lm_head" in refused(
         path=str(base), adapter=str(tmp_path / "adapter")
     )
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_an_adapter_of_embeddings_alone(tmp_path: Path, tokenizer: Any) -> None:
+    model = build_model(tokenizer, hidden=64, layers=1, max_context=256, seed=1)
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "base")
+    wrapped = make_adapter(tmp_path / "adapter", plain(tmp_path / "base"), ["embed_tokens"], lora_dropout=0)
+    merged, _ = load_model(Model(path=str(tmp_path / "base"), adapter=str(tmp_path / "adapter"), device="cpu"))
+    torch.testing.assert_close(logits(merged), logits(wrapped), rtol=0, atol=1e-5)
+    assert (logits(merged) - logits(plain(tmp_path / "base"))).abs().max() > 1e-2
 
 
 def test_directories_that_are_not_adapters(base: Path, adapter: Path, tmp_path: Path) -> None:
