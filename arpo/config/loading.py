@@ -150,11 +150,12 @@ def mask_override(text: str) -> str:
     key, _, value = text.partition("=")
     given = _parse(key, value)
     try:
-        hidden = masked({key.rpartition(".")[2]: given})
+        shown = _lookup(masked(_nest(key, given)), key.split("."))
     except RecursionError:
         return MASK
-    [shown] = hidden.values()
-    return mask_message(text) if isinstance(shown, str) or shown == given else f"{key}={json.dumps(shown, default=str)}"
+    if shown == given:
+        return mask_message(text)
+    return f"{key}={shown if isinstance(shown, str) else json.dumps(shown, default=str)}"
 
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
@@ -279,9 +280,9 @@ def _check(layers: Layers, problems: list[str], allow_masked: bool) -> Config:
 def _masked_problems(merged: Mapping[str, Any], layers: Layers) -> list[str]:
     lost = [key for key, value in _flatten(merged).items() if key in _settings() and has_mask(value)]
     return [
-        f"{_source(layers, key.split('.'))}: {key}: secrets are not saved with a run; give this setting again, in a "
-        "settings file or on the command line (${NAME} in its place is read from the environment variable NAME, and "
-        "need not be given again)"
+        f"{_source(layers, key.split('.'))}: {key}: secrets are not saved with a run; give this setting again in a "
+        "settings file, with ${NAME} in place of the secret, which is read from the environment variable NAME and need "
+        "not be given again"
         for key in lost
     ]
 

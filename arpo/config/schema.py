@@ -43,7 +43,7 @@ OptionalText = Annotated[Text | None, NoneWord]
 MAX_SEED = 2**32 - 1  # what every random generator in use accepts
 MAX_TREE_TOKENS = 10_000_000  # of a prompt, a trajectory or a probe: ten times the longest context of a model
 MAX_BATCH_TOKENS = 100_000_000
-MAX_STEPS = 10_000_000
+MAX_COUNT = 2**31 - 1  # of what takes no memory, where a huge number means: no limit
 MAX_SECONDS = 604_800  # a week
 MAX_GROUP = 4096  # trajectories of a task
 MAX_TRAJECTORIES = 2**18  # of a step: each is a coroutine, and 2**18 of them take about a gigabyte
@@ -118,7 +118,7 @@ class Data(_Columns):
     bad_rows: Literal["refuse", "skip"] = setting(
         "refuse", "what to do with rows that have no question and answer: stop, or leave them out"
     )
-    max_prompt_tokens: Annotated[Annotated[int, Field(ge=1, le=MAX_TREE_TOKENS)] | None, NoneWord] = setting(
+    max_prompt_tokens: Annotated[Annotated[int, Field(ge=1, le=MAX_COUNT)] | None, NoneWord] = setting(
         None, "training tasks with a longer prompt are left out; none: a prompt too long is an error"
     )
     curriculum: int = setting(
@@ -393,7 +393,7 @@ class Loss(Section):
 class Train(Section):
     """The optimizer and the training loop."""
 
-    steps: int = setting(100, "training steps, each with a batch of new trees", ge=1, le=MAX_STEPS)
+    steps: int = setting(100, "training steps, each with a batch of new trees", ge=1, le=MAX_COUNT)
     budget: int = setting(
         0, "stop after the step that has used this much, if before train.steps; 0: no budget", ge=0, le=10**15
     )
@@ -410,7 +410,7 @@ class Train(Section):
     )
     minibatches: int = setting(1, "optimizer steps per batch", ge=1, le=65_536)
     lr: float = setting(1e-6, "learning rate", gt=0, le=MAX_FACTOR)
-    warmup_steps: int = setting(0, "optimizer steps of linear warmup", ge=0, le=MAX_STEPS)
+    warmup_steps: int = setting(0, "optimizer steps of linear warmup", ge=0, le=MAX_COUNT)
     weight_decay: float = setting(0.0, "weight decay", ge=0, le=MAX_FACTOR)
     max_grad_norm: float = setting(1.0, "gradients are clipped to this norm", gt=0, le=1e30)
     max_microbatch_tokens: int = setting(
@@ -444,8 +444,8 @@ class Train(Section):
 class Eval(Section):
     """Evaluation."""
 
-    every: int = setting(0, "training steps between evaluations; 0: none", ge=0, le=MAX_STEPS)
-    questions: int = setting(200, "number of held-out tasks used", ge=1, le=10_000_000)
+    every: int = setting(0, "training steps between evaluations; 0: none", ge=0, le=MAX_COUNT)
+    questions: int = setting(200, "number of held-out tasks used", ge=1, le=MAX_COUNT)
     samples: int = setting(1, "trajectories per task", ge=1, le=MAX_GROUP)
     temperature: float = setting(0.6, "sampling temperature; 0: greedy", ge=0, le=100)
     top_p: float = setting(0.95, "sample from the likeliest tokens of this total probability", gt=0, le=1)
@@ -471,8 +471,8 @@ class Run(Section):
     """Where results go."""
 
     dir: Text = setting("runs/arpo", "directory of the run")
-    checkpoint_every: int = setting(10, "steps between checkpoints", ge=1, le=MAX_STEPS)
-    keep_checkpoints: int = setting(2, "number of newest checkpoints that are kept", ge=1, le=MAX_STEPS)
+    checkpoint_every: int = setting(10, "steps between checkpoints", ge=1, le=MAX_COUNT)
+    keep_checkpoints: int = setting(2, "number of newest checkpoints that are kept", ge=1, le=MAX_COUNT)
     save_trees: bool = setting(True, "save every rollout tree")
     tracker: Annotated[Names, BeforeValidator(_as_names)] = setting(
         (),
@@ -480,7 +480,7 @@ class Run(Section):
         "tracker",
     )
     tracker_trees: int = setting(
-        10, "steps between pictures of a tree that are sent to trackers; 0: no pictures", ge=0, le=MAX_STEPS
+        10, "steps between pictures of a tree that are sent to trackers; 0: no pictures", ge=0, le=MAX_COUNT
     )
 
     @field_validator("tracker")
@@ -498,7 +498,7 @@ class Coldstart(Section):
 
     seed: int = setting(0, "seed of the cold start", ge=0, le=MAX_SEED)
     traces: int = setting(3000, "number of traces to imitate", ge=1, le=100_000)
-    steps: int = setting(150, "optimizer steps", ge=1, le=MAX_STEPS)
+    steps: int = setting(150, "optimizer steps", ge=1, le=MAX_COUNT)
     batch_tokens: int = setting(2048, "tokens per optimizer step", ge=1, le=MAX_BATCH_TOKENS)
     lr: float = setting(5e-4, "learning rate", gt=0, le=MAX_FACTOR)
 
@@ -512,7 +512,7 @@ class Sft(Section):
         32768, "tokens per optimizer step, prompts and tool results included", ge=1, le=MAX_BATCH_TOKENS
     )
     lr: float = setting(7e-6, "learning rate", gt=0, le=MAX_FACTOR)
-    warmup_steps: int = setting(20, "optimizer steps of linear warmup", ge=0, le=MAX_STEPS)
+    warmup_steps: int = setting(20, "optimizer steps of linear warmup", ge=0, le=MAX_COUNT)
 
 
 class Cluster(Section):

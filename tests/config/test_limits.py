@@ -77,6 +77,15 @@ def test_every_number_has_limits_and_the_message_says_them(key: str) -> None:
             load_config(None, [f"{key}={value}"])
 
 
+def test_a_billion_means_no_limit_where_it_takes_no_memory() -> None:
+    for key in (
+        *("train.steps", "train.warmup_steps", "eval.every", "eval.questions", "data.max_prompt_tokens"),
+        *("run.checkpoint_every", "run.keep_checkpoints", "run.tracker_trees", "coldstart.steps", "sft.warmup_steps"),
+    ):
+        section, _, name = key.partition(".")
+        assert load_config(None, [f"{key}=1000000000"]).resolved()[section][name] == 10**9
+
+
 def test_the_trajectories_of_a_step_have_a_limit() -> None:
     assert load_config(None, ["train.batch_size=16384"]).train.batch_size * 16 == 2**18
     with pytest.raises(ArpoError) as caught:

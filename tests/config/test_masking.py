@@ -159,9 +159,9 @@ def test_a_masked_setting_must_be_given_again(tmp_path: Any) -> None:
         load_config(saved)
     lines = str(error.value).splitlines()
     assert [line.split(": ")[:3] for line in lines] == [
-        [str(saved), "tools.search", "secrets are not saved with a run; give this setting again, in a settings file or "
-         "on the command line (${NAME} in its place is read from the environment variable NAME, and need not be given "
-         "again)"],
+        [str(saved), "tools.search", "secrets are not saved with a run; give this setting again in a settings file, "
+         "with ${NAME} in place of the secret, which is read from the environment variable NAME and need not be given "
+         "again"],
         [str(saved), "tools.mcp", lines[0].split(": ")[2]],
     ]  # fmt: skip
     assert load_config(saved, given) == load_config(None, given)

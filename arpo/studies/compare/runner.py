@@ -31,7 +31,7 @@ from typing import Any
 
 from arpo.config.files import expand_user
 from arpo.config.loading import config_from_resolved, differences, load_config
-from arpo.config.schema import Config
+from arpo.config.schema import MAX_COUNT, Config
 from arpo.errors import ArpoError
 from arpo.figures.text import printable
 from arpo.models.threads import usable_cores
@@ -232,7 +232,7 @@ class _Runner:
             if not budget:
                 return self._skip(seed, f"{plan.baseline}, whose spending is the budget, spent nothing")
             others = tuple(name for name in others if name != plan.baseline)
-        limits = f"train.budget={budget}", f"train.steps={MAX_STEPS_FACTOR * plan.steps}"
+        limits = f"train.budget={budget}", f"train.steps={min(MAX_COUNT, MAX_STEPS_FACTOR * plan.steps)}"
         await _gather([self._one(name, seed, *limits) for name in others])
 
     def _skip(self, seed: int, why: str) -> None:
