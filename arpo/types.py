@@ -51,7 +51,7 @@ class Fault(StrEnum):
     """Whose fault a failed tool call is. Only the model's own mistakes are something to learn from."""
 
     MODEL = "model"  # malformed, unknown tool, wrong arguments, an error in what it asked for
-    TIMEOUT = "timeout"  # the call exceeded its time limit; counts as the model's, which can ask for less
+    TIMEOUT = "timeout"  # the tool says that what the model asked for takes too long; counts as the model's
     INFRA = "infra"  # the tool itself is broken or unreachable
 
 

@@ -9,7 +9,7 @@ from arpo.types import Fault, Kind, RolloutTree, ScoredTree, ToolResult, Traject
 
 
 def rollout_metrics(scored: Sequence[ScoredTree], probe_tokens: int) -> dict[str, float]:
-    """The metrics of a step's rollouts, masked trajectories included.
+    """The metrics of a step's rollouts, masked trajectories included (but for `informative_groups`).
 
     Sums over a step count shared prefixes once, except `total_tokens`; `calls_per_trajectory` and `completion_tokens`
     are means over trajectories. Entropies are means over the first `probe_tokens` of first turns, and after results.
@@ -24,9 +24,10 @@ def rollout_metrics(scored: Sequence[ScoredTree], probe_tokens: int) -> dict[str
         "reward": fmean(reward.total for reward in every),
         "accuracy": fmean(reward.parts["correct"] for reward in every),
         "format": fmean(reward.parts["format"] for reward in every),
-        "informative_groups": fmean(len({reward.total for reward in one.rewards}) > 1 for one in scored),
+        "informative_groups": fmean(one.has_learning_signal for one in scored),
         "questions": len(trees),
         "trajectories": len(trajectories),
+        "masked_trajectories": sum(one.mask.count(False) for one in scored),
         "tool_calls": sum(tree.tool_calls for tree in trees),
         "calls_per_trajectory": sum(map(_num_calls, trajectories)) / len(trajectories),
         "tool_faults": sum(fault not in (None, Fault.INFRA) for fault in faults),

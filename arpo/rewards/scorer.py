@@ -64,6 +64,7 @@ class Scorer(AbstractContextManager["Scorer"]):
             except BaseException as error:  # raised again by `score`, which must not look like Ctrl-C or an exit
                 plain = isinstance(error, Exception) and not isinstance(error, StopIteration | CancelledError)
                 named = RuntimeError(f"the reward function raised {type(error).__name__}")
+                named.__cause__ = error  # its traceback says where
                 future.set_exception(error if plain else named)
 
 

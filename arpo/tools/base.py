@@ -5,8 +5,8 @@
         '''The weather forecast for a city.'''
         return ...
 
-The exception that a tool raises says whose fault a failure is: ToolError the model's, ToolTimeout that of a time limit,
-anything else, a ValueError too, the tool's own.
+The exception that a tool raises says whose fault a failure is: ToolError the model's, ToolTimeout too (it asked for
+something that takes too long), anything else, a ValueError too, the tool's own.
 Not covered: isolation (a tool runs with all rights of this process), and stopping a plain function that hangs: its
 thread continues after the timeout, so what may hang should be an async function. A quick tool cannot time out.
 """
@@ -31,11 +31,15 @@ class ToolError(Exception):
 
 
 class ToolTimeout(Exception):
-    """The call exceeded a time limit of the tool's own; the model is shown the message, the call is not retried."""
+    """What the model asked for takes too long (its code, a page): it is shown the message, the call is not retried."""
 
 
 class ToolUnavailable(Exception):
     """The tool is broken or unreachable: not the model's fault, and the call is retried."""
+
+
+class ToolUnresponsive(ToolUnavailable):
+    """The tool did not answer in time: not the model's fault, and not retried, which would take as long again."""
 
 
 CHARS_PER_TOKEN = 4  # an estimate, as tools have no tokenizer; the exact cut is made when a result is encoded

@@ -6,12 +6,12 @@
 Guarantees: `call_tool` always returns text that the model can read (valid Unicode, no NUL, bounded length) and says
 whose fault a failure was. Whatever a tool raises, `SystemExit` and its own `CancelledError` too, is a failure of that
 call; only a cancellation of the caller and the user's Ctrl-C pass. Only infrastructure failures are retried, after
-growing random pauses. At its timeout, or when the caller is cancelled, a tool is cancelled and given a few seconds to
-clean up. Waiting for a free slot does not count against the timeout. With a cache, identical concurrent calls of a
-cacheable tool are made once. A quick tool runs without yielding to the event loop, so the order of events is the same
-in every run. Every call is counted when it starts and again when it ends, so `calls` is always the sum of calls in
-flight, cancelled, failed (by kind) and successful. A tool that ignores its cancellation does not keep the event loop
-from closing; `close` names it.
+growing random pauses, and never after a timeout. At its timeout, or if the caller is cancelled, a tool is cancelled and
+given a few seconds to clean up. Waiting for a free slot does not count against the timeout. With a cache, identical
+concurrent calls of a cacheable tool are made once. A quick tool runs without yielding to the event loop, so the order
+of events is the same in every run. Every call is counted when it starts and again when it ends, so `calls` is always
+the sum of calls in flight, cancelled, failed (by kind) and successful. A tool that ignores its cancellation does not
+keep the event loop from closing; `close` names it.
 Not covered: limits across processes or event loops, each of which has its own slots; the thread of a plain function
 that continues after its timeout, and a clean-up that takes too long: neither holds a slot any more. An async tool that
 never yields blocks the event loop, and with it the process.
@@ -27,13 +27,15 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from pathlib import Path
+from typing import Any, NamedTuple, Self
 
 from arpo.errors import ArpoError
-from arpo.tools.base import Tool, ToolError, ToolTimeout, ToolUnavailable
+from arpo.tools.base import Tool, ToolError, ToolTimeout, ToolUnavailable, ToolUnresponsive
 from arpo.tools.cache import CacheKey, ToolCache, build_key
 from arpo.types import Fault, ToolCall, ToolResult, percentile
 
@@ -41,6 +43,7 @@ FIRST_PAUSE_SECONDS = 0.1
 MAX_PAUSE_SECONDS = 5.0
 CLEANUP_SECONDS = 5.0
 MAX_ERROR_CHARS = 500
+HERE = Path(__file__).parent
 MAX_DURATIONS = 1024  # percentiles are over the last runs
 _jitter = random.Random()
 _logger = logging.getLogger("arpo")
@@ -116,6 +119,7 @@ class Toolset(Mapping[str, Tool]):
         self.cache = cache
         self._counters: defaultdict[str, ToolCounters] = defaultdict(ToolCounters)
         self._loops: dict[asyncio.AbstractEventLoop, _LoopState] = {}
+        self._logged: set[tuple[str, type[BaseException]]] = set()  # failures that were logged
         self._abandoned: dict[asyncio.Task[Any], str] = {}  # calls that ignored their cancellation, and their tools
         self._closed = False
 
@@ -159,7 +163,7 @@ class Toolset(Mapping[str, Tool]):
                 if _is_ctrl_c(error):
                     raise
                 _logger.warning("tool %s: its close failed: %s", name, _describe(error))
-        for name in sorted({name for task, name in self._abandoned.items() if not task.done()}):
+        for name in sorted(set(self._abandoned.values())):
             _logger.warning("tool %s: a call ignored its cancellation and never ended; it is not waited for", name)
         if self.cache is not None:
             self.cache.close()
@@ -232,10 +236,12 @@ class Toolset(Mapping[str, Tool]):
                 waited += time.perf_counter() - asked
                 counters.wait_seconds += time.perf_counter() - asked
             try:
-                text, fault = await self._attempt(tool, args)
+                text, fault, error = await self._attempt(tool, args)
             finally:
                 slots.release()
-            if fault is not Fault.INFRA or attempts > tool.retries:
+            if error is not None:
+                self._log_once(tool.spec.name, error)
+            if fault is not Fault.INFRA or isinstance(error, ToolUnresponsive) or attempts > tool.retries:
                 break
             counters.retries += 1
             await asyncio.sleep(pause_before_retry(attempts, _jitter.random()))
@@ -243,21 +249,37 @@ class Toolset(Mapping[str, Tool]):
         counters.durations.append(seconds)
         return ToolResult(text, fault, seconds, attempts)
 
-    async def _attempt(self, tool: Tool, args: Mapping[str, Any]) -> tuple[str, Fault | None]:
-        """Run the tool once and return its text, and whose fault it was if that is an error."""
+    async def _attempt(self, tool: Tool, args: Mapping[str, Any]) -> _Outcome:
+        """Run the tool once."""
         if tool.quick:
             return await _outcome(tool, args)
         task = asyncio.create_task(_outcome(tool, args))
         try:
             await asyncio.wait({task}, timeout=tool.timeout)
             if not task.done():
-                return f"Error: {tool.spec.name} took longer than {tool.timeout:g} seconds.", Fault.TIMEOUT
+                late = ToolUnresponsive(f"took longer than {tool.timeout:g} seconds")
+                return _Outcome(_error(f"{tool.spec.name} {late}."), Fault.INFRA, late)
             if task.cancelled():  # by the tool itself; the caller must not take that for its own cancellation
-                return _error(f"{tool.spec.name} is unavailable: it cancelled itself"), Fault.INFRA
+                return _broken(tool.spec.name, ToolUnavailable("it cancelled itself"))
             return task.result()
         finally:
             if not task.done():  # too slow, or the caller was cancelled
                 await self._cancel(task, tool.spec.name)
+
+    def _log_once(self, name: str, error: BaseException) -> None:
+        """Log where a tool failed, once for each tool and type of error."""
+        if (name, type(error)) in self._logged:
+            return
+        self._logged.add((name, type(error)))
+        if isinstance(error, ToolUnavailable):
+            _logger.warning("tool %s failed: %s", name, _clean(_text(error)[:MAX_ERROR_CHARS]))
+            return
+        said = _clean(_describe(error)[:MAX_ERROR_CHARS])
+        frames = traceback.extract_tb(error.__traceback__)
+        file = next((frame.filename for frame in frames if Path(frame.filename).parent != HERE), __file__)
+        place = next(frame for frame in reversed(frames) if frame.filename == file)
+        hint = "raise ToolError if the model's arguments are to blame"
+        _logger.warning("tool %s failed: %s (%s, line %s); %s", name, said, Path(file).name, place.lineno, hint)
 
     async def _cancel(self, task: asyncio.Task[Any], name: str) -> None:
         """Cancel a call; after CLEANUP_SECONDS it is left behind, and the event loop can close without it."""
@@ -267,6 +289,7 @@ class Toolset(Mapping[str, Tool]):
         finally:
             if not task.done():
                 self._abandoned[task] = name
+                task.add_done_callback(lambda done: self._abandoned.pop(done, None))
                 asyncio.tasks._unregister_task(task)  # else `asyncio.run` would wait for it
                 task._log_destroy_pending = False  # type: ignore[attr-defined]
 
@@ -303,8 +326,16 @@ def _store(cache: ToolCache, key: CacheKey, result: ToolResult) -> ToolResult:
     return result
 
 
-async def _outcome(tool: Tool, args: Mapping[str, Any]) -> tuple[str, Fault | None]:
-    """Run the tool once and return its text, and whose fault it was if that is an error.
+class _Outcome(NamedTuple):
+    """The text of one attempt, whose fault it was if that is an error, and the error if it was the tool's."""
+
+    text: str
+    fault: Fault | None = None
+    error: BaseException | None = None
+
+
+async def _outcome(tool: Tool, args: Mapping[str, Any]) -> _Outcome:
+    """Run the tool once.
 
     Nothing that the tool does raises here: in a task of its own, SystemExit would end the event loop.
     """
@@ -312,17 +343,25 @@ async def _outcome(tool: Tool, args: Mapping[str, Any]) -> tuple[str, Fault | No
     assert task is not None
     cancelled_before = task.cancelling()
     try:
-        return _clean(_cut(_plain(await tool.run(**args)), tool.max_chars)), None
+        result = await tool.run(**args)
+        if result is None:
+            raise ToolUnavailable("it returned nothing; a tool returns the text that the model is shown")
+        return _Outcome(_clean(_cut(_plain(result), tool.max_chars)))
     except ToolTimeout as error:
-        return _clean(_cut(f"Error: {_text(error)}", tool.max_chars)), Fault.TIMEOUT
+        return _Outcome(_clean(_cut(f"Error: {_text(error)}", tool.max_chars)), Fault.TIMEOUT)
     except ToolError as error:
-        return _clean(_cut(f"Error: {_text(error)}", tool.max_chars)), Fault.MODEL
+        return _Outcome(_clean(_cut(f"Error: {_text(error)}", tool.max_chars)), Fault.MODEL)
     except BaseException as error:
         if isinstance(error, asyncio.CancelledError) and task.cancelling() > cancelled_before:
             raise
         if _is_ctrl_c(error):
             raise
-        return _error(f"{name} is unavailable: {_describe(error)}"), Fault.INFRA
+        return _broken(name, error)
+
+
+def _broken(name: str, error: BaseException) -> _Outcome:
+    said = _text(error) if isinstance(error, ToolUnavailable) else _describe(error)
+    return _Outcome(_error(f"{name} is unavailable: {said}"), Fault.INFRA, error)
 
 
 def _is_ctrl_c(error: BaseException) -> bool:

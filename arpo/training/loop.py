@@ -35,7 +35,7 @@ from arpo.training.checkpoints import CheckpointManager, find_start
 from arpo.training.collapse import CollapseMonitor
 from arpo.training.context import build_context, build_reward_fn, fit_tasks, load_tasks_and_tools
 from arpo.training.sampler import LocalSampler, Sampler
-from arpo.types import ScoredTree, derive_seed
+from arpo.types import Fault, ScoredTree, ToolResult, derive_seed
 
 # Settings that may change when a training run is resumed.
 RESUMABLE_KEYS = (
@@ -135,6 +135,7 @@ async def train(training: Training) -> int:
     reporter.training_starts("train")
     if step and config.eval.every and step % config.eval.every == 0 and "test_accuracy" not in records[-1]:
         checkpoints.amend(step, await _evaluate_step(training, step))  # the run was stopped before this evaluation
+    faults = _FaultReport(reporter)
     optimizer_steps, sampling = 0.0, _SamplingAhead(training, [record.get("outcomes", "") for record in records])
     try:
         with reporter.progress("training", last_step) as bar:
@@ -165,6 +166,7 @@ async def train(training: Training) -> int:
                 with checkpoints.save_on_error(step):  # whoever read the output may be gone
                     reporter.training_step("train", step, metrics)
                 monitor.check()
+                faults.report(step, trees)
                 optimizer_steps += metrics["optimizer_steps"]
                 spent += metrics[unit]
                 checkpoints.save_if_due(step, last_step if spent < budget else step)
@@ -173,10 +175,51 @@ async def train(training: Training) -> int:
     if discarded := sampler.discarded_metrics():
         checkpoints.amend(step, discarded)
     if not optimizer_steps:
-        reporter.message(
-            "Nothing was learned: for every question, all trajectories earned the same. `arpo rollout` shows why."
-        )
+        reporter.warning(f"nothing was learned: {faults.reason}")
     return step
+
+
+class _FaultReport:
+    """Tells the user about tools that fail: each tool when it first does, and steps that lose all trajectories."""
+
+    def __init__(self, reporter: Reporter) -> None:
+        self._reporter = reporter
+        self._reported: set[str] = set()  # tools, and "" for lost steps
+        self._masked = self._trajectories = 0
+
+    def report(self, step: int, trees: Sequence[ScoredTree]) -> None:
+        """Warn of what is new in the trees of a step."""
+        masked, total = sum(one.mask.count(False) for one in trees), sum(len(one.mask) for one in trees)
+        self._masked, self._trajectories = self._masked + masked, self._trajectories + total
+        results: dict[str, list[ToolResult]] = {}
+        for node in (node for one in trees for node in one.tree.nodes):
+            if node.call is not None and node.result is not None:
+                results.setdefault(node.call.name, []).append(node.result)
+        failed = {name: [each for each in made if each.fault is Fault.INFRA] for name, made in results.items()}
+        new = {name for name, faults in failed.items() if faults} | ({""} if masked == total else set())
+        new -= self._reported
+        if not new:
+            return
+        self._reported |= new
+        for name in sorted(new - {""}):
+            self._reporter.warning(
+                f"step {step}: {len(failed[name])} of {len(results[name])} calls of {name} failed: "
+                f"{failed[name][0].text.removeprefix('Error: ')}"
+            )
+        self._reporter.warning(
+            f"step {step}: {masked} of {total} trajectories are masked, so nothing is learned from them "
+            "(masked_trajectories and infra_faults in metrics.jsonl count them)"
+        )
+
+    @property
+    def reason(self) -> str:
+        """Why a run has learned nothing."""
+        if self._masked == self._trajectories:
+            return "all trajectories are masked, because a tool, the engine or the judge failed in each of them"
+        masked = (
+            f", apart from {self._masked} that are masked because a tool or the judge failed" if self._masked else ""
+        )
+        return f"for every question, all trajectories earned the same{masked}. `arpo rollout` shows examples."
 
 
 class _SamplingAhead:

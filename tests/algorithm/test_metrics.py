@@ -33,13 +33,16 @@ def branched() -> RolloutTree:
 def test_metrics_of_two_trees() -> None:
     broken = searched(fault=Fault.INFRA)
     first = (reward(1.1, 1.0), reward(0.0), reward(-1.0, format_=0.0))
-    assert rollout_metrics([ScoredTree(branched(), first), ScoredTree(broken, (reward(0.3),))], 20) == {
+    mask = (True, True, False)
+    scored = [ScoredTree(branched(), first, mask=mask), ScoredTree(broken, (reward(0.3),), mask=(False,))]
+    assert rollout_metrics(scored, 20) == {
         "reward": pytest.approx((1.1 + 0.0 - 1.0 + 0.3) / 4),
         "accuracy": 0.25,
         "format": 0.75,
-        "informative_groups": 0.5,  # the first tree's rewards differ, the second has only one
+        "informative_groups": 0.5,  # the first tree's rewards differ, the second has none that counts
         "questions": 2,
         "trajectories": 4,
+        "masked_trajectories": 2,
         "tool_calls": 2,  # the shared one counts once
         "calls_per_trajectory": 0.75,  # 1 + 1 + 0 of the first tree, 1 of the second
         "tool_faults": 0,
@@ -108,6 +111,7 @@ def test_a_trajectory_without_samples_has_zeros() -> None:
         "informative_groups": 0.0,
         "questions": 1,
         "trajectories": 1,
+        "masked_trajectories": 0,
         "tool_calls": 0,
         "calls_per_trajectory": 0.0,
         "tool_faults": 0,

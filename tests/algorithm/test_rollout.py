@@ -295,7 +295,7 @@ def test_tool_timeout_does_not_stop_the_trajectory(tokenizer: Any) -> None:
     tree = sample(agent(tokenizer, turns(SEARCH, ANSWER), search))
     node = result_node(tree)
     assert node.result is not None
-    assert (node.result.fault, tree.leaves[0].stop_reason) == (Fault.TIMEOUT, StopReason.ANSWER)
+    assert (node.result.fault, tree.leaves[0].stop_reason) == (Fault.INFRA, StopReason.ANSWER)
     assert node.seconds == pytest.approx(0.05)
 
 

@@ -78,12 +78,12 @@ BAD = {
     "async: exit": CallKind("waits", "exit", INFRA),
     "async: cancelled": CallKind("waits", "cancelled", INFRA),
     "async: BaseException": CallKind("waits", "base", INFRA),
-    "async: hangs": CallKind("waits", "hang", TIMEOUT, 0.1),
-    "async: ignores its cancellation": CallKind("waits", "deaf", TIMEOUT, 0.1),
+    "async: hangs": CallKind("waits", "hang", INFRA, 0.1),
+    "async: ignores its cancellation": CallKind("waits", "deaf", INFRA, 0.1),
     "thread: exit": CallKind("plain", "exit", INFRA),
     "thread: StopIteration": CallKind("plain", "stop", INFRA),
     "thread: ValueError": CallKind("plain", "value", INFRA),
-    "thread: hangs": CallKind("plain", "hang", TIMEOUT, 0.1),
+    "thread: hangs": CallKind("plain", "hang", INFRA, 0.1),
     "thread: the model's mistake": CallKind("plain", "mistake", MODEL),
     "a tool that does not exist": CallKind("serch", "fine", MODEL),
     BAD_ARGUMENT: CallKind("plain", "", MODEL),
@@ -183,7 +183,8 @@ def _miscounted(trees: list[RolloutTree], stats: Any, killer: _Killer) -> list[s
         kind, result, attempts = KINDS[name], node.result, ATTEMPTS[int(number)]
         faults[result.fault] += 1
         usable = kind.tool in GOOD and name != BAD_ARGUMENT
-        expected = 1 + RETRIES * (kind.fault is INFRA) if usable else 0
+        retried = kind.fault is INFRA and kind.text not in ("hang", "deaf")  # which take all their time
+        expected = 1 + RETRIES * retried if usable else 0
         if kind.tool == "python":
             excused += result.fault is not kind.fault  # a killed process takes its call with it
         elif result.fault is not kind.fault:

@@ -929,8 +929,8 @@ if not 1 << 16 < total < W["limits"]["memory_mb"] << 20:
     through(f"{total} bytes")
 
 ### leaves timers behind
-signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
 signal.signal(signal.SIGALRM, lambda *args: None)
+signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
 forbidden("timer_create", 1, None, ctypes.create_string_buffer(8))
 timer = syscall(283 if X86 else 85, 1, 0)
 assert syscall(286 if X86 else 86, timer, 0, struct.pack("4q", 0, 1000, 0, 1000), None) == 0

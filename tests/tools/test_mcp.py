@@ -33,7 +33,7 @@ from mcp_server import RAW_TOOLS, sdk_server
 import arpo.tools.mcp.server as module
 from arpo.config.loading import load_config
 from arpo.errors import ArpoError
-from arpo.tools.base import ToolTimeout, ToolUnavailable
+from arpo.tools.base import ToolUnavailable, ToolUnresponsive
 from arpo.tools.build import build_tools
 from arpo.tools.executor import Toolset, call_tool
 from arpo.tools.mcp import connect_mcp
@@ -423,14 +423,14 @@ def test_a_call_that_hangs_is_cut_off_and_the_others_go_on(good: McpServer) -> N
         return await call_tool(toolset, ToolCall("echo", {"text": "a"})), await hang
 
     echo, hang = asyncio.run(both())
-    assert (echo.text, hang.fault, hang.attempts) == ("a", Fault.TIMEOUT, 1)
+    assert (echo.text, hang.fault, hang.attempts) == ("a", Fault.INFRA, 1)
     assert run(good, "count").split()[1] == pid
 
 
 @pytest.mark.slow
 def test_direct_calls_of_a_tool_time_out_too(monkeypatch: pytest.MonkeyPatch, hurried: None) -> None:
     monkeypatch.setattr(module, "SLACK_SECONDS", 0.0)
-    with raw(timeout=0.3) as server, pytest.raises(ToolTimeout, match=r"stuck took longer than 0.3 seconds"):
+    with raw(timeout=0.3) as server, pytest.raises(ToolUnresponsive, match=r"stuck took longer than 0.3 seconds"):
         run(server, "stuck")
 
 
@@ -438,7 +438,7 @@ def test_direct_calls_of_a_tool_time_out_too(monkeypatch: pytest.MonkeyPatch, hu
 def test_a_server_that_hangs_as_a_whole_is_replaced(hurried: None) -> None:
     with raw(timeout=1) as server:
         pid = pid_of(server)
-        assert call(server, "stuck", within=0.2).fault is Fault.TIMEOUT
+        assert call(server, "stuck", within=0.2).fault is Fault.INFRA
         assert eventually(lambda: server._manager._checking is not None)
         with pytest.raises(ToolUnavailable, match="MCP server odd does not answer"):
             run(server, "echo", text="a")
@@ -629,7 +629,7 @@ def test_a_server_over_http_from_start_to_restart(hurried: None) -> None:
         assert call(server, "add", a=2, b=3).text == "5"
         assert call(server, "boom").fault is Fault.MODEL
         assert call(server, "picture").text == "[image, 12 kB, not shown]"
-        assert call(server, "hang", within=0.2).fault is Fault.TIMEOUT
+        assert call(server, "hang", within=0.2).fault is Fault.INFRA
         assert eventually(lambda: run(server, "cancelled") == "1")
         results = asyncio.run(many(server, "echo", 50, text=str))
         assert [result.text for result in results] == [str(i) for i in range(50)]
@@ -836,6 +836,6 @@ def look_at_everything(server: McpServer) -> None:
     assert call(server, "get-sum", a="2", b=3).fault is Fault.MODEL
     assert re.search(r"\n\[image, \d+ kB, not shown\]\n", call(server, "get-tiny-image").text)
     assert json.loads(call(server, "get-structured-content", location="Chicago").text)["conditions"]
-    assert call(server, "trigger-long-running-operation", within=0.3, duration=20, steps=2).fault is Fault.TIMEOUT
+    assert call(server, "trigger-long-running-operation", within=0.3, duration=20, steps=2).fault is Fault.INFRA
     results = asyncio.run(many(server, "echo", 50, message=str))
     assert [result.text for result in results] == [f"Echo: {i}" for i in range(50)]

@@ -7,8 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from trees import searched
 
+from arpo.runs.reporter import Reporter
 from arpo.runs.run_dir import open_run_dir as read_run
+from arpo.training.loop import _FaultReport
+from arpo.types import Fault, Reward, ScoredTree
 
 TOOLS = """
 import asyncio, json, threading, time
@@ -127,3 +131,37 @@ def test_a_process_ends_although_a_tool_never_does(tmp_path: Path, model_dir: Pa
     assert [row["step"] for row in read_run(tmp_path / "run").read_metrics()] == [1, 2]
     assert "tool stubborn: a call ignored its cancellation and never ended" in done.stderr
     assert "Traceback" not in done.stderr and "destroyed" not in done.stderr
+
+
+class Warnings(Reporter):
+    """Keeps the warnings."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def warning(self, text: str) -> None:
+        self.texts.append(text)
+
+
+def test_broken_tools_and_lost_trajectories_are_reported_when_they_are_new() -> None:
+    def step(*faults: Fault | None) -> list[ScoredTree]:
+        masks = [(fault is not Fault.INFRA,) for fault in faults]
+        return [ScoredTree(searched(fault=f), (Reward(0.0),), mask=m) for f, m in zip(faults, masks, strict=True)]
+
+    warnings = Warnings()
+    report = _FaultReport(warnings)
+    report.report(1, step(None, Fault.MODEL))
+    assert warnings.texts == [] and report.reason.startswith("for every question, all trajectories earned the same.")
+    report.report(2, step(None, Fault.INFRA))
+    calls, masked = warnings.texts
+    assert calls.startswith("step 2: 1 of 2 calls of search failed: ")
+    assert masked.startswith("step 2: 1 of 2 trajectories are masked")
+    report.report(3, step(Fault.INFRA, None))
+    assert len(warnings.texts) == 2 and "apart from 2 that are masked" in report.reason
+    report.report(4, step(Fault.INFRA, Fault.INFRA))
+    assert warnings.texts[2:] == [masked.replace("step 2: 1", "step 4: 2")]
+    report.report(5, step(Fault.INFRA, Fault.INFRA))
+    assert len(warnings.texts) == 3
+    report = _FaultReport(warnings)
+    report.report(1, step(Fault.INFRA))
+    assert report.reason.startswith("all trajectories are masked")

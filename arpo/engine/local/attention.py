@@ -76,7 +76,7 @@ class _PrefillRow:
             masked_CL = distance_CL < 0
             if window is not None:
                 masked_CL |= distance_CL >= window
-            self.masks[window] = torch.zeros(masked_CL.shape).masked_fill_(masked_CL, -torch.inf)
+            self.masks[window] = torch.zeros(masked_CL.shape, dtype=torch.float32).masked_fill_(masked_CL, -torch.inf)
         return self.masks[window]
 
 
@@ -140,7 +140,7 @@ class BlockPlan:
         for number, part in enumerate(zip(*parts, strict=True)):
             self._attend_group(number, keys, values, window, *part)
         index_PG = self._query_P.unsqueeze(1).expand_as(top_PG)
-        top_AG = torch.full(q_AGD.shape[:2], MASKED).scatter_reduce_(0, index_PG, top_PG, "amax")
+        top_AG = q_AGD.new_full(q_AGD.shape[:2], MASKED).scatter_reduce_(0, index_PG, top_PG, "amax")
         weight_PG = top_PG.sub_(top_AG.index_select(0, self._query_P)).exp_()
         sum_AG = self._sum_by_query(sum_PG.mul_(weight_PG))
         out_AGD = self._sum_by_query(out_PGD.mul_(weight_PG.unsqueeze(2)).flatten(1)).view_as(q_AGD)

@@ -43,7 +43,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from arpo.config.masking import MASK, hide, mask_message, secrets_in
 from arpo.errors import ArpoError
-from arpo.tools.base import Tool, ToolError, ToolTimeout, ToolUnavailable
+from arpo.tools.base import Tool, ToolError, ToolUnavailable, ToolUnresponsive
 from arpo.types import ToolSpec
 
 MAX_TOOLS = 1000
@@ -193,7 +193,7 @@ class _ConnectionManager:
             raise ToolUnavailable(f"{self.title}: {error.message}{connection.notes(self.without_secrets)}") from None
         except TimeoutError:
             self._check_soon(connection)
-            raise ToolTimeout(f"{name} took longer than {self.params.timeout:g} seconds") from None
+            raise ToolUnresponsive(f"{name} took longer than {self.params.timeout:g} seconds") from None
         except asyncio.CancelledError:
             self._check_soon(connection)
             raise
