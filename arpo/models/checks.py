@@ -83,12 +83,11 @@ def weight_files(directory: Path) -> list[Path]:
         return [directory / WEIGHTS]
     if not os.path.lexists(directory / INDEX):
         pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in directory.glob(pattern))
-        if pickles:
-            raise ValueError(
-                f"{pickles[0]} is a pickle, which can run code when it is read: convert it to {WEIGHTS} "
-                "where you trust it, with save_pretrained"
-            )
-        raise ValueError(f"it has no {WEIGHTS}")
+        found = f"{pickles[0]} is a pickle" if pickles else f"it has no {WEIGHTS}, perhaps only a pickle (*.bin)"
+        raise ValueError(
+            f"{found}, which can run code when it is read: if you trust it, load it with transformers and write it "
+            "with save_pretrained, which gives safetensors"
+        )
     names = read_object(directory / INDEX).get("weight_map")
     if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
         raise ValueError(f"{INDEX} has no weight_map of file names")

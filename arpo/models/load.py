@@ -22,6 +22,7 @@ from arpo.errors import ArpoError
 from arpo.models.checks import (
     CONFIG,
     INDEX,
+    TOKENIZER_FILES,
     WEIGHTS,
     check_directory,
     check_sizes,
@@ -32,6 +33,7 @@ from arpo.models.checks import (
 )
 from arpo.models.gguf import load_gguf
 from arpo.models.lora import add_adapter, load_adapter, merge_adapter
+from arpo.models.network import SUPPORTED_FAMILIES
 from arpo.models.resolve import ADAPTER_CONFIG
 from arpo.models.threads import set_num_threads
 from arpo.types import derive_seed
@@ -124,11 +126,13 @@ def _load_hugging_face(path: str, dtype: torch.dtype, device: torch.device) -> t
         )
     hub_error = None if is_path else _hub_error(path)
     local = is_path or hub_error is not None  # without a network, a model in the cache can still be loaded
+    kind = None
     given: dict[str, Any] = {"trust_remote_code": False, "local_files_only": local}
     try:
         directory = Path(path) if is_path else _download(path, local)
         check_directory(directory)
-        tokenizer = AutoTokenizer.from_pretrained(path, **given)
+        kind = read_object(directory / CONFIG).get("model_type")
+        tokenizer = _load_tokenizer(path, directory, given)
         _require_weights(directory, AutoConfig.from_pretrained(path, **given), dtype, device)
         model, report = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, use_safetensors=True, output_loading_info=True, **given
@@ -144,8 +148,25 @@ def _load_hugging_face(path: str, dtype: torch.dtype, device: torch.device) -> t
                 f"model.path: {path!r} is neither a local model nor available on the hub ({hub_error}): "
                 "give a directory that holds the model, or check name and network"
             ) from error
-        raise ArpoError(f"model.path: {path!r} could not be loaded: {_first_line(error)}") from error
+        known = kind is None or kind in SUPPORTED_FAMILIES
+        why = "" if known else f"its type {kind!r:.60} is not supported, only {', '.join(SUPPORTED_FAMILIES)}: "
+        raise ArpoError(f"model.path: {path!r} could not be loaded: {why}{_first_line(error)}") from error
     return model, tokenizer
+
+
+def _load_tokenizer(path: str, directory: Path, given: dict[str, Any]) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(path, **given)
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # see above
+        found = next((name for name in TOKENIZER_FILES if (directory / name).exists()), None)
+        if found is None and directory == Path(path):
+            raise ValueError(
+                f"it has no {TOKENIZER_FILES[0]}: copy it from the model that this one was made of"
+            ) from error
+        where = f" from {found}" if found else ""
+        raise ValueError(f"its tokenizer cannot be read{where}: {_first_line(error)}") from error
 
 
 def _download(name: str, local: bool) -> Path:

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from arpo.config.schema import Model
 from arpo.errors import ArpoError
-from arpo.models import checks
+from arpo.models import checks, load
 from arpo.models.load import load_model
 
 pytestmark = pytest.mark.slow
@@ -117,8 +117,10 @@ def first(values: dict[str, Any]) -> dict[str, Any]:
         (config(hidden_size=60), "could not be loaded"),
         (config(num_attention_heads=7), "could not be loaded"),
         (config(num_hidden_layers=1000), r"describes a model of [\d,]+ weights, but its files hold only"),
-        (config(model_type="unheard-of"), "could not be loaded"),
-        (config(model_type=[1]), "could not be loaded"),
+        (config(model_type="unheard-of"), "its type 'unheard-of' is not supported, only llama, qwen2, .*: The checkp"),
+        (config(model_type="bert"), "could not be loaded: its type 'bert' is not supported, only llama, qwen2, qwen3"),
+        (config(model_type="t5"), "its type 't5' is not supported, only llama, qwen2, qwen3"),
+        (config(model_type=[1]), r"its type \[1\] is not supported"),
         (
             config(rope_parameters={"rope_type": "unheard-of"}),
             "not be loaded",
@@ -129,8 +131,9 @@ def first(values: dict[str, Any]) -> dict[str, Any]:
         (write("config.json", '{"vocab_size": ' + "9" * 5000 + "}"), "config.json is not JSON"),
         (write("config.json", b"\xff\xfe"), "config.json is not JSON"),
         (write("tokenizer_config.json", "[" * 100_000), "tokenizer_config.json is not JSON: it is nested too deeply"),
-        (write("tokenizer.json", "[" * 100_000), "could not be loaded"),
-        (write("tokenizer.json", "{}"), "could not be loaded"),
+        (write("tokenizer.json", "[" * 100_000), "its tokenizer cannot be read from tokenizer.json: .*recursion"),
+        (write("tokenizer.json", "{}"), "its tokenizer cannot be read from tokenizer.json"),
+        (lambda path: (path / "tokenizer.json").unlink(), "it has no tokenizer.json: copy it from the model"),
         (write("generation_config.json", "[" * 100_000), "generation_config.json is not JSON"),
         (pipe("tokenizer.json"), "tokenizer.json: is a pipe"),
         (pipe("generation_config.json"), "generation_config.json: is a pipe"),
@@ -185,6 +188,18 @@ def test_a_pickle_is_never_read(name: str, base: Path, tmp_path: Path, monkeypat
 
     assert f"{name} is a pickle, which can run code when it is read" in refused(base, tmp_path / "model", change)
     assert not Path("executed").exists()
+
+
+def test_a_hub_model_with_only_a_pickle(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_bytes((base / "config.json").read_bytes())
+    monkeypatch.setattr(load, "_hub_error", lambda name: None)
+
+    def cached_file(name: str, file: str, **_: Any) -> str | None:
+        return str(tmp_path / file) if (tmp_path / file).exists() else None
+
+    monkeypatch.setattr(load, "cached_file", cached_file)
+    with pytest.raises(ArpoError, match=r"no model.safetensors, perhaps only a pickle .* save_pretrained, which gives"):
+        load_model(Model(device="cpu", path="nobody/pickled"))
 
 
 def test_code_in_a_model_is_never_executed(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
