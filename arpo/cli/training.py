@@ -71,7 +71,7 @@ def export(
     """Write the model of a checkpoint as a plain Hugging Face directory; an adapter is merged into its base."""
     from arpo.models.export import export_model
 
-    done = export_model(run, directory, step)
+    done = export_model(run, directory, step, ConsoleReporter())
     console.print(f"the model of step {done} is in {directory}")
 
 

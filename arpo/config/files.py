@@ -56,7 +56,7 @@ def read_limited(path: Path, limit: int = MAX_TEXT_BYTES) -> bytes:
     return content
 
 
-def parse_json(text: str | bytes, **options: Any) -> Any:
+def parse_json(text: str | bytes | bytearray, **options: Any) -> Any:
     """`json.loads`, with a `ValueError` for text that is nested too deeply."""
     try:
         return json.loads(text, **options)

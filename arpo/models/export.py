@@ -15,13 +15,14 @@ from pathlib import Path
 from arpo.config.loading import config_from_resolved
 from arpo.errors import ArpoError
 from arpo.models.load import load_model
-from arpo.models.resolve import ADAPTER_CONFIG, resolve_model
+from arpo.models.resolve import ADAPTER_CONFIG, check_weights, resolve_model
 from arpo.models.save import save_pretrained
-from arpo.runs.run_dir import open_run_dir
+from arpo.runs.reporter import SILENT, Reporter
+from arpo.runs.run_dir import open_run_dir, require_good_weights
 from arpo.runs.storage import writing
 
 
-def export_model(run: Path, directory: Path, step: int | None = None) -> int:
+def export_model(run: Path, directory: Path, step: int | None = None, reporter: Reporter = SILENT) -> int:
     """Write the model of this step's checkpoint (default: the last) to a new directory; return the step."""
     log = open_run_dir(run)
     steps = log.checkpoint_steps()
@@ -35,11 +36,12 @@ def export_model(run: Path, directory: Path, step: int | None = None) -> int:
     if directory.exists() and (not exists or any(directory.iterdir())):
         raise ArpoError(f"{directory}: is not empty; choose a new directory")
     step = steps[-1] if step is None else step
-    log.require_checkpoint(step)
     model = log.checkpoint_path(step) / "model"
+    require_good_weights(model.parent, reporter)
     merged = None
     if (model / ADAPTER_CONFIG).is_file():
         base = resolve_model(config_from_resolved(log.config()))
+        check_weights(base, reporter)
         merged = load_model(base.model_copy(update={"adapter": str(model)}))
     with writing(directory):
         directory.parent.mkdir(parents=True, exist_ok=True)

@@ -15,13 +15,16 @@ from arpo.data.task_set import Progress, model_plugin
 from arpo.errors import ArpoError
 from arpo.runs.manifest import MANIFEST_FILE
 from arpo.runs.reporter import SILENT, Reporter
-from arpo.runs.run_dir import is_run_dir, open_run_dir, require_undamaged
+from arpo.runs.run_dir import checkpoint_step, is_run_dir, open_run_dir, require_good_weights
 
 ADAPTER_CONFIG = "adapter_config.json"
 
 
-def load_policy(config: Config, reporter: Reporter = SILENT) -> tuple[Any, Any]:
-    """Load the model that is trained, and its tokenizer; the cold start of a plug-in's model is reported."""
+def load_policy(config: Config, reporter: Reporter = SILENT, checked: Path | None = None) -> tuple[Any, Any]:
+    """Load the model that is trained, and its tokenizer; the cold start of a plug-in's model is reported.
+
+    Raises ArpoError if the weights are those of a damaged checkpoint. The checkpoint `checked` is not checked again.
+    """
     from arpo.models.load import load_trainable
 
     with reporter.progress("cold start", config.coldstart.steps) as bar:
@@ -33,7 +36,9 @@ def load_policy(config: Config, reporter: Reporter = SILENT) -> tuple[Any, Any]:
                 reporter.message(f"  step {step} of {steps}, loss {loss:.3f}")
             bar.update(step, steps, f"loss {loss:.3f}" if step else "writing examples")
 
-        return load_trainable(resolve_model(config, show), config.train, config.seed)
+        model = resolve_model(config, show)
+        check_weights(model, reporter, checked)
+        return load_trainable(model, config.train, config.seed)
 
 
 def resolve_model(config: Config, progress: Progress = lambda *_: None) -> Model:
@@ -41,6 +46,15 @@ def resolve_model(config: Config, progress: Progress = lambda *_: None) -> Model
     model = _resolve_run(config.model)
     plugin = model_plugin(model.path)
     return model if plugin is None else model.model_copy(update={"path": str(plugin.model(config, progress))})
+
+
+def check_weights(model: Model, reporter: Reporter = SILENT, checked: Path | None = None) -> None:
+    """Raise ArpoError if a resolved model is that of a damaged checkpoint; warn if its checkpoint has no manifest."""
+    for path in (expand_user(model.path), expand_user(model.adapter or "")):
+        checkpoint = path.parent
+        known = (checkpoint / MANIFEST_FILE).exists() or checkpoint_step(checkpoint) is not None
+        if path.name == "model" and known and checkpoint != checked:
+            require_good_weights(checkpoint, reporter)
 
 
 def checkpoint_model_settings(directory: Path) -> dict[str, str | None]:
@@ -55,15 +69,11 @@ def _resolve_run(model: Model) -> Model:
     """Replace the path of a run by that of its last checkpoint; an adapter comes with the base it was trained on."""
     directory = expand_user(model.path)
     if not is_run_dir(directory):
-        for path in (directory, expand_user(model.adapter or "")):
-            if path.name == "model" and (path.parent / MANIFEST_FILE).exists():
-                require_undamaged(path.parent, under="model/")
         return model
     log = open_run_dir(directory)
     checkpoint = log.latest_checkpoint()
     if checkpoint is None:
         raise ArpoError(f"model.path: the run {model.path!r} has no checkpoint yet")
-    log.require_checkpoint(checkpoint[0])
     trained = checkpoint_model_settings(checkpoint[1])
     if "path" in trained:
         return model.model_copy(update={"path": trained["path"]})

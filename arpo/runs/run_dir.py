@@ -39,7 +39,8 @@ from arpo.config.files import parse_json, read_limited, require_regular_file
 from arpo.config.masking import masked
 from arpo.errors import ArpoError
 from arpo.runs.locks import LOCK_FILE, acquire_lock
-from arpo.runs.manifest import find_damage, sha256_of, write_manifest
+from arpo.runs.manifest import find_damage, sha256_of, unverified, write_manifest
+from arpo.runs.reporter import Reporter
 from arpo.runs.storage import StorageError, writing
 from arpo.runs.trees import TreeEntry, pack_trees, unpack_tree
 from arpo.types import ScoredTree
@@ -74,7 +75,8 @@ class RunDir:
         self._lock = lock
         self._config = _read(directory / CONFIG_FILE) if lock else b""
         self._trees: dict[str, str] = {}  # the SHA-256 of the tree files that this process wrote or checked
-        self._metrics = _whole_lines(_read(directory / METRICS_FILE)) if lock else b""  # what the file must hold
+        self._metrics = bytearray(_whole_lines(_read(directory / METRICS_FILE)) if lock else b"")  # must be in the file
+        self._opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY) if lock else None  # no other gets its inode
 
     def __enter__(self) -> RunDir:
         return self
@@ -87,6 +89,9 @@ class RunDir:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
+        if self._opened is not None:
+            os.close(self._opened)
+            self._opened = None
 
     def config(self) -> dict[str, Any]:
         """The resolved configuration of the last start; secrets are masked, even if an old version saved them."""
@@ -113,13 +118,15 @@ class RunDir:
         record = {"step": step, **values}
         if record["step"] != step:
             raise ValueError("`step` is not a metric")
-        line = json.dumps({key: _finite(value) for key, value in record.items()}, allow_nan=False)
+        line = (
+            json.dumps({key: _finite(value) for key, value in record.items()}, allow_nan=False).encode("ascii") + b"\n"
+        )
         path, before = self.directory / METRICS_FILE, len(self._metrics)
-        self._metrics += line.encode("ascii") + b"\n"
+        self._metrics += line
         with writing(path), path.open("ab") as file:
             intact = file.tell() == before
             if intact:
-                file.write(self._metrics[before:])
+                file.write(line)
         if not intact:
             write_atomically(path, self._metrics)
         return intact
@@ -140,7 +147,7 @@ class RunDir:
         return [_parse_line(path, number, line) for number, line in enumerate(lines, 1)]
 
     def _write_metrics(self, content: bytes) -> None:
-        self._metrics = content
+        self._metrics = bytearray(content)
         write_atomically(self.directory / METRICS_FILE, content)
 
     def intact_records(self) -> list[dict[str, Any]]:
@@ -281,10 +288,6 @@ class RunDir:
         path = self.checkpoint_path(step)
         _remove(path.rename(path.with_name(path.name + ".tmp")))  # so that half a deletion does not look complete
 
-    def require_checkpoint(self, step: int) -> None:
-        """Raise ArpoError if a file of a step's checkpoint is damaged."""
-        require_undamaged(self.checkpoint_path(step), step)
-
     def set_aside(self, step: int) -> Path:
         """Rename a damaged checkpoint, so that it no longer counts as one; returns its new path."""
         self._require_lock()
@@ -380,7 +383,10 @@ class RunDir:
         if self._lock is None:
             raise RuntimeError(f"{self.directory} was opened read-only")
         path = self.directory / LOCK_FILE
-        if not path.exists() or not os.path.samestat(path.stat(), os.fstat(self._lock.fileno())):
+        if _is_same(self.directory, self._opened) and not path.exists():  # only the lock was deleted
+            deleted, self._lock = self._lock, acquire_lock(self.directory)
+            deleted.close()
+        if not _is_same(self.directory, self._opened) or not _is_same(path, self._lock.fileno()):
             raise StorageError(
                 f"{self.directory}: was deleted, moved or replaced while this run was writing to it. Put it back and "
                 "continue with --resume, or begin again in another run.dir"
@@ -424,13 +430,22 @@ def open_run_dir(directory: Path, write: bool = False) -> RunDir:
     return run
 
 
-def require_undamaged(checkpoint: Path, step: int | None = None, under: str = "") -> None:
-    """Raise ArpoError if a file of a checkpoint whose name begins with `under` is damaged."""
-    if problem := find_damage(checkpoint, step, under):
+def require_good_weights(checkpoint: Path, reporter: Reporter) -> None:
+    """Raise ArpoError if the model of a checkpoint is damaged; warn if it cannot be verified."""
+    if note := unverified(checkpoint):
+        reporter.warning(note)
+    step = checkpoint_step(checkpoint)
+    if problem := find_damage(checkpoint, step, under="model/"):
         raise ArpoError(
             f"the checkpoint {checkpoint} is damaged: {problem}. Put the file back from a copy, or use an older "
             "checkpoint; to train on, --resume goes back to the last good one"
         )
+
+
+def checkpoint_step(directory: Path) -> int | None:
+    """The step of a checkpoint, from its name; None if it is not named as one."""
+    found = re.fullmatch(r"step_(\d{6,})", directory.name)
+    return int(found[1]) if found else None
 
 
 def is_run_dir(directory: Path) -> bool:
@@ -456,7 +471,7 @@ def require_unused(directory: Path) -> None:
         raise ArpoError(f"{directory}: is not empty and holds no run; choose another run.dir")
 
 
-def write_atomically(path: Path, content: bytes) -> None:
+def write_atomically(path: Path, content: bytes | bytearray) -> None:
     """Write a file that is either whole or absent, also after a crash."""
     temporary = path.with_name(path.name + ".tmp")
     with writing(path):
@@ -470,6 +485,14 @@ def write_atomically(path: Path, content: bytes) -> None:
             raise
         temporary.replace(path)
         _sync(path.parent)
+
+
+def _is_same(path: Path, handle: int | None) -> bool:
+    """Whether a path leads to the file or directory that was opened."""
+    try:
+        return handle is not None and os.path.samestat(path.stat(), os.fstat(handle))
+    except OSError:
+        return False
 
 
 def _link(path: Path, copy: Path) -> None:
@@ -496,7 +519,7 @@ def _whole_lines(content: bytes) -> bytes:
     return content[: content.rfind(b"\n") + 1]
 
 
-def _continues(content: bytes, records: bytes) -> bool:
+def _continues(content: bytes | bytearray, records: bytes) -> bool:
     """Whether metrics begin with these records; values may have been added to the last one (`update_metrics`)."""
     lines, expected = content.splitlines(), records.splitlines()
     if not expected or lines[: len(expected)] == expected:
@@ -507,7 +530,7 @@ def _continues(content: bytes, records: bytes) -> bool:
     return now is not None and then is not None and now == now | then
 
 
-def _parse_record(line: bytes) -> dict[str, Any] | None:
+def _parse_record(line: bytes | bytearray) -> dict[str, Any] | None:
     """A line of metrics.jsonl; None if it is damaged."""
     try:
         record = parse_json(line)

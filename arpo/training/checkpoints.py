@@ -25,7 +25,7 @@ from arpo.config.schema import Config
 from arpo.errors import ArpoError
 from arpo.models.resolve import checkpoint_model_settings
 from arpo.runs import run_dir
-from arpo.runs.manifest import find_damage
+from arpo.runs.manifest import find_damage, unverified
 from arpo.runs.reporter import SILENT, Reporter
 from arpo.runs.run_dir import CONFIG_FILE, RUN_FILES, RunDir, read_json
 from arpo.runs.trackers import Trackers, require_trackers
@@ -159,6 +159,14 @@ def _changed(recorded: Mapping[str, Any], config: Config, resumable: tuple[str, 
     return [line for line in differences(before, config.resolved()) if not line.startswith(resumable)]
 
 
+def _changed_since(checkpoint: Path, config: Config, resumable: tuple[str, ...]) -> list[str] | None:
+    """The same for the settings that a checkpoint has a copy of; None if it has none, or a damaged one."""
+    try:
+        return _changed(read_json(checkpoint / RUN_FILES / CONFIG_FILE), config, resumable)
+    except (ArpoError, OSError):
+        return None
+
+
 def _last_good_checkpoint(run: RunDir, config: Config, resumable: tuple[str, ...], reporter: Reporter) -> Path | None:
     """The newest checkpoint that is not damaged, with the run's records restored to it; None if the run has none yet.
 
@@ -170,20 +178,19 @@ def _last_good_checkpoint(run: RunDir, config: Config, resumable: tuple[str, ...
         if not run.checkpoint_steps():
             raise
         changed = [str(error)]
+    copies = {step: _changed_since(run.checkpoint_path(step), config, resumable) for step in run.checkpoint_steps()}
+    if changed and [] not in copies.values():  # before files are hashed
+        raise _other_settings(run, next((other for other in reversed(copies.values()) if other), changed))
     damaged: dict[int, str] = {}
-    for step in reversed(run.checkpoint_steps()):
+    for step in reversed(copies):
         path = run.checkpoint_path(step)
         problem = find_damage(path, step)
-        if problem is None and (other := _changed(read_json(path / RUN_FILES / CONFIG_FILE), config, resumable)):
-            if changed:
-                raise _other_settings(run, other)
+        if problem is None and (other := copies[step]):
             problem = f"it is of another run, with {other[0]}"
         if problem is None:
             break
         damaged[step] = problem
     else:
-        if changed:
-            raise _other_settings(run, changed)
         if damaged:
             listed = [f"  step {step}: {problem}" for step, problem in damaged.items()]
             advice = "put the files back from a copy, or begin again in another run.dir"
@@ -195,6 +202,9 @@ def _last_good_checkpoint(run: RunDir, config: Config, resumable: tuple[str, ...
             f"the checkpoint of step {number} is damaged: {problem}. It is now {run.set_aside(number)}, and the run "
             f"continues from step {step}"
         )
+    if note := unverified(path):
+        reporter.warning(note)
+        return path
     for note in run.restore_records(step, with_config=bool(changed)):
         reporter.warning(note)
     return path

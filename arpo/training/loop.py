@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from arpo.agent.agent import build_prompts
 from arpo.algorithm.advantage import compute_credits
 from arpo.algorithm.metrics import rollout_metrics, staleness_metrics, tool_metrics
+from arpo.config.files import expand_user
 from arpo.config.schema import Config
 from arpo.data.order import batch_tasks, task_outcome
 from arpo.data.task_set import TaskSet
@@ -88,7 +89,7 @@ def open_training(
             require_test_tasks(tasks)
         reward = build_reward_fn(config)  # on a cluster only for its checks: the workers build their own
         start = stack.enter_context(find_start(config, resume, RESUMABLE_KEYS, RUN_KIND_METRIC, reporter))
-        model, tokenizer = load_policy(start.config, reporter)
+        model, tokenizer = load_policy(start.config, reporter, start.checkpoint)
         sampler: Sampler
         if build_sampler is None:
             context = build_context(start.config, tasks, tools, reward, model, tokenizer, reporter)
@@ -105,7 +106,10 @@ def open_training(
 def build_trainer(config: Config, latest: Config, model: Any, tokenizer: Any, group: ProcessGroup | None) -> Trainer:
     """The trainer of `model`, which `latest` names; `config` names the model before training, the KL reference."""
     needs_reference = bool(config.loss.kl_coef and not config.train.lora_rank)
-    reference = load_policy(config)[0] if needs_reference else None
+    reference = None
+    if needs_reference:
+        loaded = expand_user(resolve_model(latest).path).parent  # where `model` comes from
+        reference = load_policy(config, checked=loaded)[0]
     if group is None:
         return Trainer(model, tokenizer, config, reference)
     before = resolve_model(config) if needs_reference else None

@@ -57,7 +57,7 @@ def open_sft(config: Config, resume: bool = False, reporter: Reporter = SILENT) 
         traces, problems = read_traces(config.sft.data, fmt)
         refuse_bad_rows(config.sft.data, "traces", traces, problems, config.data.bad_rows)
         start = stack.enter_context(find_start(config, resume, RESUMABLE_KEYS, RUN_KIND_METRIC, reporter))
-        model, tokenizer = load_policy(start.config, reporter)
+        model, tokenizer = load_policy(start.config, reporter, start.checkpoint)
         encoded = [encode_trace(trace, tokenizer, fmt, config.tools.max_result_tokens) for trace in traces]
         examples = _fitting(encoded, model.config.max_position_embeddings, config, problems, reporter)
         checkpoints = stack.enter_context(start.open(Trainer(model, tokenizer, objective(config)), reporter))

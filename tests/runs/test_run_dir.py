@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import shutil
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -19,7 +21,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arpo.errors import ArpoError
+from arpo.runs import manifest
 from arpo.runs import run_dir as run_dir_module
+from arpo.runs.locks import is_live
 from arpo.runs.run_dir import RunDir, TrackerState, create_run_dir, open_run_dir
 from arpo.runs.trees import pack_trees, tree_from_json, tree_to_json, unpack_tree
 from arpo.types import (
@@ -434,3 +438,50 @@ def test_everything_in_a_checkpoint_is_on_disk_before_it_gets_its_name(
     assert sorted(before) == sorted((name, False) for name in [*written, "step_000001.tmp"])
     assert before.index(("inner", False)) < before.index(("step_000001.tmp", False))
     assert [last, parent, top] == [("metrics.jsonl", False), ("checkpoints", True), ("run", True)]
+
+
+def test_a_lock_that_was_deleted_is_acquired_again_but_not_in_another_directory(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    with create_run_dir(directory, {}) as run:
+        (directory / "run.lock").unlink()
+        assert not is_live(directory)
+        run.append_metrics(1, {"reward": 0.5})
+        assert is_live(directory)
+        run.append_metrics(2, {"reward": 0.5})
+        (directory / "run.lock").unlink()
+        with open_run_dir(directory, write=True), pytest.raises(ArpoError, match="was deleted, moved or replaced"):
+            run.append_metrics(3, {})
+    with open_run_dir(directory, write=True) as run:
+        shutil.rmtree(directory)
+        directory.mkdir()
+        with pytest.raises(ArpoError, match="was deleted, moved or replaced"):
+            run.append_metrics(3, {})
+    assert list(directory.iterdir()) == []
+
+
+def test_appending_a_record_copies_no_others(tmp_path: Path) -> None:
+    with create_run_dir(tmp_path / "run", {}) as run:
+        run.append_metrics(1, {"text": "x" * 4_000_000})
+        run.append_metrics(2, {"reward": 0.5})  # makes room for more
+        tracemalloc.start()
+        try:
+            run.append_metrics(3, {"reward": 0.5})
+            assert tracemalloc.get_traced_memory()[1] < 2_000_000
+        finally:
+            tracemalloc.stop()
+    assert [record["step"] for record in run.read_metrics()] == [1, 2, 3]
+
+
+def test_large_files_are_hashed_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifest, "BLOCK_BYTES", 10)
+    monkeypatch.setattr(manifest, "READ_BYTES", 4)
+    contents = {"empty": b"", "small": b"0123456789", "large": b"0123456789abcdefghijABC"}
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    blocks = b"".join(hashlib.sha256(block).digest() for block in (b"0123456789", b"abcdefghij", b"ABC"))
+    expected = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+    expected["large"] = hashlib.sha256(blocks).hexdigest()
+    assert manifest.sha256_of(tmp_path, list(contents)) == expected
+    manifest.write_manifest(tmp_path, 1)
+    (tmp_path / "large").write_bytes(b"0123456789abcdefghijABD")
+    assert manifest.find_damage(tmp_path, 1) == "large was changed: its SHA-256 is another"

@@ -22,7 +22,8 @@ from training_runs import SMALL, assert_same, config_for, run_to_the_end, with_r
 
 from arpo.errors import ArpoError
 from arpo.models.export import export_model
-from arpo.models.resolve import resolve_model
+from arpo.models.resolve import load_policy
+from arpo.runs import manifest
 from arpo.runs.manifest import write_manifest
 from arpo.runs.reporter import Reporter
 from arpo.runs.run_dir import RunDir, create_run_dir, open_run_dir
@@ -208,7 +209,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(
     model_path: Path, four_steps: Path, tmp_path: Path
 ) -> None:
     assert start_of(model_path, four_steps) == ("step_000004", [])
-    for number, (name, spoil) in enumerate(itertools.product(FILES, SPOIL)):
+    cases = [case for case in itertools.product(FILES, SPOIL) if case != ("manifest.json", Path.unlink)]
+    for number, (name, spoil) in enumerate(cases):
         directory = shutil.copytree(four_steps, tmp_path / str(number))
         spoil(directory / "checkpoints" / "step_000004" / name)
         checkpoint, (said,) = start_of(model_path, directory)
@@ -241,8 +243,12 @@ def of_another_run(directory: Path) -> None:
     write_manifest(checkpoint, 4)
 
 
-def add_a_file(directory: Path) -> None:
+def add_an_adapter(directory: Path) -> None:
     (directory / "checkpoints/step_000004/model/adapter_config.json").write_text("{}")
+
+
+def add_weights(directory: Path) -> None:
+    (directory / "checkpoints/step_000004/model/model.safetensors.index.json").write_text("{}")
 
 
 def odd_manifest(directory: Path) -> None:
@@ -276,7 +282,8 @@ def a_file_instead(directory: Path) -> None:
         (swap_weights, "model/model.safetensors was changed"),
         (swap_all, "it is the checkpoint of step 2"),
         (of_another_run, "it is of another run, with seed"),
-        (add_a_file, "model/adapter_config.json is not part of it"),
+        (add_an_adapter, "model/adapter_config.json is not part of it"),
+        (add_weights, "model/model.safetensors.index.json is not part of it"),
         (odd_manifest, "manifest.json is damaged"),
         (nested_manifest, "manifest.json is damaged"),
         (huge_manifest, "manifest.json is damaged"),
@@ -291,6 +298,76 @@ def test_a_checkpoint_must_be_this_runs_of_this_step(
     spoil(directory)
     checkpoint, (said,) = start_of(model_path, directory)
     assert checkpoint == "step_000002" and f"the checkpoint of step 4 is damaged: {says}" in said
+
+
+@pytest.mark.slow
+def test_files_that_the_manifest_does_not_name_are_no_damage(
+    model_path: Path, four_steps: Path, tmp_path: Path
+) -> None:
+    directory = shutil.copytree(four_steps, tmp_path / "run")
+    for name in ("NOTES.md", "model/model-q8.gguf", "model/NOTES.md", "run/NOTES.md"):
+        (directory / "checkpoints/step_000004" / name).write_text("mine")
+    assert start_of(model_path, directory) == ("step_000004", [])
+    assert export_model(directory, tmp_path / "out") == 4
+
+
+@pytest.mark.slow
+def test_a_run_of_a_version_without_manifests_is_used_with_one_warning(
+    model_path: Path, four_steps: Path, six_steps: Path, tmp_path: Path
+) -> None:
+    directory = shutil.copytree(four_steps, tmp_path / "run")
+    for step in (2, 4):
+        (directory / f"checkpoints/step_00000{step}/manifest.json").unlink()
+        shutil.rmtree(directory / f"checkpoints/step_00000{step}/run")
+    checkpoint = directory / "checkpoints/step_000004"
+    says = [f"{checkpoint} has no manifest.json (older version?), so it was not verified"]
+    config = config_for(model_path, directory, "train.steps=6")
+    for path in (directory, checkpoint / "model"):
+        reporter = Warnings()
+        load_policy(config_for(path, tmp_path / "new"), reporter)
+        assert reporter.heard == says
+        with open_training(config_for(path, tmp_path / path.name / "new"), reporter=reporter):
+            assert [said for said in reporter.heard if "manifest" in said] == says * 2
+    reporter = Warnings()
+    assert export_model(directory, tmp_path / "out", reporter=reporter) == 4 and reporter.heard == says
+    reporter = Warnings()
+    with pytest.raises(ArpoError, match=r"begun with other settings.*\nseed"):
+        start_of(model_path, directory, "seed=7")
+    with open_training(config, resume=True, reporter=reporter) as training:
+        asyncio.run(train(with_reward(training)))
+    assert [said for said in reporter.heard if "manifest" in said] == says
+    assert_same(directory, six_steps)
+    assert start_of(model_path, directory) == ("step_000006", [])
+
+
+@pytest.mark.slow
+def test_settings_are_compared_before_files_are_hashed(
+    model_path: Path, four_steps: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifest, "_hash", lambda *_: pytest.fail("a file was hashed"))
+    with pytest.raises(ArpoError, match=r"begun with other settings.*\nseed"):
+        start_of(model_path, four_steps, "seed=7")
+    directory = shutil.copytree(four_steps, tmp_path / "run")
+    (directory / "config.json").write_text("{")
+    with pytest.raises(ArpoError, match=r"begun with other settings.*\nseed"):
+        start_of(model_path, directory, "seed=7")
+
+
+@pytest.mark.slow
+def test_a_resumed_checkpoint_is_hashed_once(
+    model_path: Path, four_steps: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = shutil.copytree(four_steps, tmp_path / "run")
+    hashed, original = [], manifest._hash
+
+    def counted(path: Path, start: int) -> bytes:
+        hashed.append(path.name)
+        return original(path, start)
+
+    monkeypatch.setattr(manifest, "_hash", counted)
+    config = config_for(model_path, directory, "train.steps=6")
+    with open_training(config, resume=True):
+        assert hashed.count("model.safetensors") == 1
 
 
 @pytest.mark.slow
@@ -411,12 +488,25 @@ def test_weights_of_a_damaged_checkpoint_are_not_used(model_path: Path, four_ste
     flip_a_bit(checkpoint / "model/model.safetensors")
     for path in (directory, checkpoint / "model"):
         with pytest.raises(ArpoError, match=r"step_000004 is damaged: model/model\.safetensors was changed"):
-            resolve_model(config_for(path, tmp_path / "new"))
+            load_policy(config_for(path, tmp_path / "new"))
     with pytest.raises(ArpoError, match=r"step_000004 is damaged: model/model\.safetensors was changed"):
         export_model(directory, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert export_model(directory, tmp_path / "out", 2) == 2
-    assert resolve_model(config_for(directory / "checkpoints/step_000002/model", tmp_path / "new"))
+    assert load_policy(config_for(directory / "checkpoints/step_000002/model", tmp_path / "new"))
+    shutil.rmtree(checkpoint)
+    (directory / "checkpoints/step_000002").rename(checkpoint)
+    with pytest.raises(ArpoError, match="step_000004 is damaged: it is the checkpoint of step 2"):
+        load_policy(config_for(directory, tmp_path / "new"))
+
+
+@pytest.mark.slow
+def test_a_model_is_used_though_the_rest_of_its_checkpoint_is_damaged(four_steps: Path, tmp_path: Path) -> None:
+    directory = shutil.copytree(four_steps, tmp_path / "run")
+    (directory / "checkpoints/step_000004/optimizer.safetensors").unlink()
+    flip_a_bit(directory / "checkpoints/step_000004/state.json")
+    assert export_model(directory, tmp_path / "out") == 4
+    assert load_policy(config_for(directory, tmp_path / "new"))
 
 
 @pytest.mark.slow
@@ -450,6 +540,21 @@ def test_records_that_another_program_removes_are_written_again(
         asyncio.run(train(with_reward(training)))
     assert [record["step"] for record in read_run(directory).read_metrics()] == [1, 2, 3, 4]
     assert [said for said in reporter.heard if "another program changed the records" in said]
+
+
+@pytest.mark.slow
+def test_a_deleted_lock_does_not_end_the_run(
+    model_path: Path, four_steps: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, update = tmp_path / "run", Trainer.update
+
+    def spoilt(self: Trainer, trees: Any) -> Any:
+        (directory / "run.lock").unlink()
+        return update(self, trees)
+
+    monkeypatch.setattr(Trainer, "update", spoilt)
+    run_to_the_end(config_for(model_path, directory))
+    assert_same(directory, four_steps)
 
 
 @pytest.mark.slow
