@@ -1,6 +1,6 @@
 """Rendering the chat template of a model, which is a program from outside, in a process with limits.
 
-    before = render_chats(tokenizer, {"question": ([{"role": "user", "content": "..."}], True)})["question"]
+    before = render_chats(tokenizer, {"question": ([{"role": "user", "content": "..."}], True)})["question"].text
 
 Guarantees: a template that does not end, or takes too much memory, is an ArpoError after a few seconds of CPU time. The
 text is that of `tokenizer.apply_chat_template`. Each template is rendered once.
@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from arpo.errors import ArpoError
 
@@ -30,37 +31,47 @@ _ENVIRONMENT = ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "TZ")  # passed o
 _WORKER = Path(__file__).with_name("template_worker.py")
 
 
-def render_chats(tokenizer: Any, chats: Mapping[str, Chat]) -> dict[str, str | None]:
-    """The text of each chat in the tokenizer's chat template; None where the template raises an error."""
+class Rendered(NamedTuple):
+    """The text of a chat, or the error that its template raised."""
+
+    text: str | None
+    error: str | None
+
+
+def render_chats(tokenizer: Any, chats: Mapping[str, Chat]) -> dict[str, Rendered]:
+    """Each chat in the tokenizer's chat template."""
     try:
         template = tokenizer.get_chat_template()
-    except ValueError:  # several templates, and none is the default
-        return dict.fromkeys(chats)
+    except ValueError:
+        return dict.fromkeys(chats, Rendered(None, "it has several templates, and none is the default"))
     request = {"template": template, "tokens": tokenizer.special_tokens_map, "chats": list(chats.values())}
     return dict(zip(chats, _render(json.dumps(request)), strict=True))
 
 
 @lru_cache(maxsize=32)
-def _render(request: str) -> tuple[str | None, ...]:
-    environment = {
-        name: os.environ[name] for name in ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "TZ") if name in os.environ
-    }
+def _render(request: str) -> tuple[Rendered, ...]:
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-B", "-X", "utf8", str(_WORKER), *map(str, (CPU_SECONDS, MEMORY_BYTES, MAX_TEXT))],
             input=request.encode("ascii"),
             capture_output=True,
-            env=environment,
+            env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
             timeout=WAIT_SECONDS,
         )
     except subprocess.TimeoutExpired:
-        done = None
-    if done is not None and done.returncode == 0:
-        return tuple(json.loads(done.stdout))
-    error = done.stderr.decode(errors="replace").strip().splitlines() if done is not None else []
-    if error and not error[-1].startswith("MemoryError"):
-        raise ArpoError(f"the chat template cannot be rendered: {error[-1][:300]}")
-    raise ArpoError(
-        f"the model's chat template does not end: it takes more than {CPU_SECONDS} seconds, {MEMORY_BYTES / 2**30:.0f} "
-        f"GiB or {MAX_TEXT:,} characters for a few words; give the tokenizer another one (chat_template.jinja)"
-    )
+        raise ArpoError(
+            f"the model's chat template was not rendered within {WAIT_SECONDS} seconds: try again when the machine is "
+            "less busy"
+        ) from None
+    if done.returncode == 0:
+        return tuple(Rendered(*pair) for pair in json.loads(done.stdout))
+    error = (done.stderr.decode(errors="replace").strip().splitlines() or [""])[-1]
+    if done.returncode == -signal.SIGXCPU or error.startswith("MemoryError"):
+        raise ArpoError(
+            f"the model's chat template does not end: it takes more than {CPU_SECONDS} seconds, "
+            f"{MEMORY_BYTES / 2**30:.0f} GiB or {MAX_TEXT:,} characters for a few words; give the tokenizer another "
+            "one (chat_template.jinja)"
+        )
+    if done.returncode < 0:
+        error = f"its process was ended by {signal.Signals(-done.returncode).name}; if memory is short, free some"
+    raise ArpoError(f"the model's chat template could not be rendered: {error[:300]}")

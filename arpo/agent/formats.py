@@ -183,7 +183,10 @@ def encode_prompt(tokenizer: Any, question: str, system: str) -> tuple[int, ...]
         names = ("system and user", "combined") if system else ("user",)
         pieces = next(filter(None, (_pieces(tokenizer, name) for name in names)), None)
         if pieces is None:
-            raise ArpoError("the tokenizer's chat template cannot render a user message; give it another template")
+            why = render_chats(tokenizer, _CHATS)[names[-1]].error or "it leaves the message out, or repeats it"
+            raise ArpoError(
+                f"the tokenizer's chat template cannot render a user message; give it another template ({why})"
+            )
         before, between, after = pieces
         start = _ids(tokenizer, before)
     else:
@@ -305,14 +308,14 @@ def _ignores_system(tokenizer: Any) -> bool:
     """Whether the chat template accepts a system message and writes nothing for it."""
     if not getattr(tokenizer, "chat_template", None):
         return False
-    texts = render_chats(tokenizer, _CHATS)
-    with_system = texts["system and user, no turn"]
-    return with_system is not None and "system" in tokenizer.chat_template and with_system == texts["user, no turn"]
+    chats = render_chats(tokenizer, _CHATS)
+    with_system, without = chats["system and user, no turn"].text, chats["user, no turn"].text
+    return with_system is not None and "system" in tokenizer.chat_template and with_system == without
 
 
 def _pieces(tokenizer: Any, chat: str) -> tuple[str, str, str] | None:
     """The chat template's text before, between and after the two slots; None if it raises or drops one."""
-    text = render_chats(tokenizer, _CHATS)[chat] or ""
+    text = render_chats(tokenizer, _CHATS)[chat].text or ""
     before, _, rest = text.partition(_SLOT_1)
     between, found, after = rest.partition(_SLOT_2)
     return (before, between, after) if found and text.count(_SLOT_1) == text.count(_SLOT_2) == 1 else None
@@ -333,7 +336,7 @@ def _follow_up_pieces(tokenizer: Any) -> tuple[str, str] | None:
     if not getattr(tokenizer, "chat_template", None):
         return None
     pieces = _pieces(tokenizer, "next question")
-    answered = render_chats(tokenizer, _CHATS)["answer, no turn"] or ""
+    answered = render_chats(tokenizer, _CHATS)["answer, no turn"].text or ""
     return pieces[1:] if pieces is not None and answered.partition(_SLOT_1)[2].strip() else None
 
 

@@ -3,12 +3,12 @@
     python template_worker.py CPU_SECONDS MEMORY_BYTES MAX_TEXT < request.json > reply.json
 
 The request has the `template`, the special `tokens`, and `chats`: lists of messages, each with whether a generation
-prompt is added. The reply has a text for each chat, or null where the template raised an error. A text of more than
-MAX_TEXT characters takes too much memory.
+prompt is added. The reply has a pair for each chat: its text and null, or null and the error that the template raised.
+A text of more than MAX_TEXT characters takes too much memory.
 
-Guarantees: the process ends when a limit is reached. A template can import nothing, and cannot open a file, start a
-program or connect. It sees what Hugging Face templates expect: `raise_exception`, `strftime_now`, `tojson` without HTML
-escapes, loop controls and the `generation` tag.
+Guarantees: the process ends when a limit is reached, by SIGXCPU or a MemoryError. A template can import nothing, and
+cannot open a file, start a program or connect. It sees what Hugging Face templates expect: `raise_exception`,
+`strftime_now`, `dict.fromkeys`, `tojson` without HTML escapes, loop controls and the `generation` tag.
 Not covered: bugs of the interpreter. This file imports nothing of the package.
 """
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import resource
 import sys
+from contextlib import nullcontext, suppress
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -62,8 +63,29 @@ def _raise(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-def _to_json(value: Any, **options: Any) -> str:
-    return json.dumps(value, **{"ensure_ascii": False, **options})
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+class _Dict:
+    """`dict`, of which a template can use the constructor and `fromkeys`."""
+
+    def __call__(self, *args: Any, **values: Any) -> dict[Any, Any]:
+        return dict(*args, **values)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+def _describe(error: Exception) -> str:
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return "".join(char for char in text if char.isprintable())[:200]
 
 
 def _forbid(event: str, args: tuple[Any, ...]) -> None:
@@ -74,8 +96,8 @@ def _forbid(event: str, args: tuple[Any, ...]) -> None:
 
 def render(
     template: str, tokens: dict[str, str], chats: list[tuple[list[dict[str, str]], bool]], max_text: int
-) -> list[str | None]:
-    """The text of each chat, or None where the template raises an error."""
+) -> list[tuple[str | None, str | None]]:
+    """The text of each chat, or the error that the template raises."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
@@ -83,32 +105,38 @@ def render(
     environment.globals |= {
         "raise_exception": _raise,
         "strftime_now": lambda layout: datetime.now().strftime(layout),
-        "dict": lambda *args, **values: dict(*args, **values),
+        "dict": _Dict(),
         "namespace": _Attributes,
     }
-    texts: list[str | None] = []
+    found: list[tuple[str | None, str | None]] = []
     for messages, add_generation_prompt in chats:
         given = {"tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
         try:
             text = environment.from_string(template).render(**tokens, **given, messages=messages)
         except MemoryError:
             raise
-        except Exception:  # a template may raise anything
-            texts.append(None)
+        except Exception as error:  # a template may raise anything
+            found.append((None, _describe(error)))
             continue
         if len(text) > max_text:
             raise MemoryError
-        texts.append(text)
-    return texts
+        found.append((text, None))
+    return found
+
+
+def set_limits(cpu_seconds: int, memory_bytes: int) -> None:
+    """Limit CPU time and memory of this process."""
+    with suppress(ValueError, OSError) if sys.platform == "darwin" else nullcontext():  # macOS may refuse this one
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 1))  # SIGXCPU, then SIGKILL
 
 
 def main() -> None:
     """Render the request on standard input."""
     cpu_seconds, memory_bytes, max_text = map(int, sys.argv[1:])
-    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds))
+    set_limits(cpu_seconds, memory_bytes)
     request = json.load(sys.stdin)
-    warm_up = "{{ strftime_now('%d') | tojson }}{{ raise_exception('') }}"
+    warm_up = "{{ strftime_now('%d') | tojson | pprint | wordwrap }}{{ lipsum(n=1) }}{{ raise_exception('') }}"
     render(warm_up, {}, [([], False)], max_text)  # imports what is imported on first use
     sys.addaudithook(_forbid)
     json.dump(render(request["template"], request["tokens"], request["chats"], max_text), sys.stdout)
