@@ -2,36 +2,46 @@
 
     masked("https://me:pw@host/retrieve?key=4711")  # https://(masked)@host/retrieve?key=(masked)
 
-Of every URL in any text, these are masked: user name and password, the values in the query, the fragment, and words of
-the path that look like keys. Of MCP servers: all values in `env`; in `args` the values of options, variables and
-headers with names like key, token or password, and words that look like keys. In a setting that names an environment
-variable: whatever cannot be such a name. A reference to an environment variable, `${NAME}`, is no secret and stays.
+Of every URL in any text, these are masked: user name and password, the values in the query, except plain words, short
+numbers and dates under a name that announces no secret (`index=wiki18`), the fragment, and words of the path that look
+like keys. Of MCP servers: all values in `env`; in `args` the values of options, variables and headers with names like
+key, token or password, and words that look like keys. In a setting that names an environment variable: whatever cannot
+be such a name. A reference to an environment variable, `${NAME}`, is no secret and stays.
 
 Guarantees: masking twice changes nothing. Hosts, paths, and the names of variables, options and query parameters stay,
 so that two runs can be compared.
-Not covered: secrets in file names, and short ones among `args` that no name announces (`-p 4711`).
+Not covered: secrets in file names, short ones among `args` that no name announces (`-p 4711`), and plain words that are
+secrets under another name (`?mode=sesame`).
 """
 
 from __future__ import annotations
 
 import re
+from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote
 
 MASK = "(masked)"
-MIN_HIDDEN_CHARS = 6  # of a secret that is looked for in texts: a shorter one occurs in ordinary words
-_NAME = r"key|token(?!s)|secret|passw|passphrase|pwd|credential|auth|bearer|cookie|signature|header"
-_SECRET_NAME = re.compile(_NAME, re.IGNORECASE)
-_ASSIGNMENT = re.compile(
-    rf"((?:^|(?<=[\s\"'{{,;=]))[\w.-]*(?:{_NAME})[\w.-]*[\"']?\s*[:=]\s*[\"']?)(.+)", re.IGNORECASE | re.DOTALL
+USER_NAMED = ("by_kind",)  # tables whose keys the user chooses: these are no names of settings
+_NAME = (  # the short words end a part of a name: API_KEY, apiKey and apikey, but neither keyword nor TOKENIZER
+    r"(?i:secret|passw|passphrase|credential|authori[sz]|authent|bearer|cookie|signature|header)"
+    r"|(?:[Kk]eys?|[Tt]oken|[Aa]uth|[Pp]wd|[Pp]ass)(?![a-z])|(?:KEYS?|TOKEN|AUTH|PWD|PASS)(?![A-Z])"
+)
+_SECRET_NAME = re.compile(_NAME)
+_ASSIGNMENT = re.compile(rf"((?:^|(?<=[\s\"'{{,;=]))[\w.-]*(?:{_NAME})[\w.-]*[\"']?\s*[:=]\s*[\"']?)(.+)", re.DOTALL)
+_SECRET_PARAMETER = re.compile(  # also one that says nothing, like `k`
+    rf"^.{{0,2}}$|{_NAME}|(?i:user|login|session|licen[cs]e|(?<![a-z])(?:code|pin|otp|jwt|sid|sig)(?![a-z]))", re.DOTALL
 )
 _URL = re.compile(r"([a-z][a-z0-9+.-]{0,30}://)(.*)", re.IGNORECASE | re.DOTALL)
 _URL_IN_MESSAGE = re.compile(r"([a-z][a-z0-9+.-]{0,30}://)([^\s'\"<>]*)", re.IGNORECASE)
 _ADDRESS = re.compile(r"(?:url|endpoint|servers|address)$")  # settings that hold a URL, if need be without its scheme
 _REFERENCES = re.compile(r"(?:[\w-]+: ?)?(?:(?:Bearer|Basic) )?(?:\$\{[A-Za-z_][A-Za-z0-9_]*\}:?)+")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_LONG_WORD = re.compile(r"[A-Za-z0-9_+=-]{20,}")
+_LONG_WORD = re.compile(r"(?!(?<=@sha256:)[0-9a-f]{64}(?![A-Za-z0-9_+=-]))(?<![A-Za-z0-9_+=-])[A-Za-z0-9_+=-]{20,}")
+_DATE = r"(?<!\d)(?:19|20)\d\d(?:(?:0[1-9]|1[0-2])(?:0[1-9]|[12]\d|3[01])?)?(?!\d)"
+_WORD = r"(?:[A-Za-z][a-z]{2,10}|[A-Z]{3,11})"
+_PLAIN = re.compile(rf"(?!.{{12}})(?:\d{{1,8}}|[A-Za-z]{{1,2}}\d{{0,2}}|(?:{_WORD}\d{{1,2}})?{_WORD}\d{{0,2}})?")
 
 
 def masked(values: Any, name: str = "") -> Any:
@@ -41,7 +51,7 @@ def masked(values: Any, name: str = "") -> Any:
     if name == "args":
         return _mask_args(values) if _is_list(values) else MASK
     if isinstance(values, Mapping):
-        return {key: masked(value, key) for key, value in values.items()}
+        return {key: masked(value, "" if name in USER_NAMED else key) for key, value in values.items()}
     if _is_list(values):
         return type(values)(masked(value, name) for value in values)
     if not isinstance(values, str):
@@ -73,8 +83,9 @@ def has_mask(values: Any) -> bool:
 
 
 def secrets_in(values: Mapping[str, Any]) -> set[str]:
-    """What `masked` masks, as far as it is long enough to be looked for; of `env` what has such a name or looks like a
-    key, because other variables hold paths and modes."""
+    """What `masked` masks, as far as it can be looked for: 12 characters or more, or 8 with letters and digits, since
+    ordinary words occur in texts. Of `env` what has such a name or looks like a key, because other variables hold paths
+    and modes."""
     found: set[str] = set()
     for key, value in values.items():
         if key == "env":
@@ -86,7 +97,10 @@ def secrets_in(values: Mapping[str, Any]) -> set[str]:
                 groups = re.fullmatch("(.+?)".join(map(re.escape, hidden.split(MASK))), text, re.DOTALL)
                 found.update(groups.groups() if groups else [text])
     found |= {text.rpartition(":")[2].rpartition(" ")[2] for text in found}  # of user:password, and of Bearer TOKEN
-    return {text for text in found | set(map(unquote, found)) if len(text) >= MIN_HIDDEN_CHARS}
+    found |= set(map(unquote, found))
+    basic = (text if ":" in text else f"{text}:" for text in found)  # in the header of Basic authentication
+    found |= {b64encode(text.encode(errors="replace")).decode() for text in basic}
+    return {text for text in found if len(text) >= 12 or re.fullmatch(r"(?=.*[^\W\d])(?=.*\d).{8,}", text)}
 
 
 def hide(text: str, secrets: Iterable[str]) -> str:
@@ -110,7 +124,7 @@ def _mask_words(text: str) -> str:
     """The text with a mask for each word that looks like a key: long, with a long part of letters and digits."""
 
     def mask(word: re.Match[str]) -> str:
-        parts = re.split(r"[^A-Za-z0-9]", word[0])
+        parts = re.split(rf"[^A-Za-z0-9]|{_DATE}", word[0])
         is_key = any(len(part) >= 12 and not part.isdigit() and len(re.findall(r"\d", part)) >= 2 for part in parts)
         return MASK if is_key else word[0]
 
@@ -131,9 +145,17 @@ def _mask_address(scheme: str, rest: str) -> str:
     if colon and not at and (unquoted or not re.fullmatch(r"\d*\W*", port)):
         return scheme + MASK
     parameters = (parameter.partition("=") for parameter in query.split("&"))
-    masked_query = "&".join(f"{name}={_mask(value)}" if equals else _mask(name) for name, equals, value in parameters)
+    masked_query = "&".join(
+        f"{name}={_mask_parameter(name, value)}" if equals else _mask(name) for name, equals, value in parameters
+    )
     shown_path = slash + _mask_words(path)
     return f"{scheme}{_mask(user)}{at}{host}{shown_path}{question_mark}{masked_query}{hash_sign}{_mask(fragment)}"
+
+
+def _mask_parameter(name: str, value: str) -> str:
+    parts = re.split(rf"[-_.,/]|{_DATE}", value)
+    plain = len(value) <= 40 and all(map(_PLAIN.fullmatch, parts)) and not _SECRET_PARAMETER.search(name)
+    return value if plain else _mask(value)
 
 
 def _mask_args(args: Sequence[Any]) -> list[Any] | tuple[Any, ...]:

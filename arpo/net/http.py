@@ -103,6 +103,10 @@ class HttpClient:
         self._key, self._tls = api_key, httpx2.create_ssl_context()
         self._secrets = secrets_in({"url": url}) | {api_key} - {""}
 
+    def without_secrets(self, text: str) -> str:
+        """A text of the server without the API key and the secrets of the URL."""
+        return hide(text, self._secrets)
+
     async def request_json(self, method: str, path: str = "", **request: Any) -> Any:
         """Send a request and return the JSON in the reply."""
         body = await self.request(method, path, **request)
@@ -172,7 +176,7 @@ class HttpClient:
                 if len(body) > 2000:
                     break
         text = "".join(c for c in " ".join(body[:2000].decode("utf-8", "replace").split()) if c.isprintable())
-        detail = mask_message(hide(text, self._secrets))[:MAX_DETAIL_CHARS]
+        detail = mask_message(self.without_secrets(text))[:MAX_DETAIL_CHARS]
         raise Rejected(f"{self.name} refuses the request with HTTP status {status}: {detail}", status)
 
 

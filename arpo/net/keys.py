@@ -21,6 +21,22 @@ def read_api_key(variable: str, purpose: str) -> str:
     return key
 
 
-def expand_variables(text: str, purpose: str) -> str:
-    """Return a text with every `${NAME}` replaced by the key in the environment variable NAME."""
-    return re.sub(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}", lambda found: read_api_key(found[1], purpose), text)
+def expand_variables(text: str, purpose: str, *, only_keys: bool = True) -> str:
+    """Return a text with every `${NAME}` replaced by the environment variable NAME, and `$${` by a literal `${`.
+
+    With `only_keys` the variables must hold what a key may hold; without, any text.
+    """
+
+    def read(found: re.Match[str]) -> str:
+        name = found[1]
+        if name is None:
+            return "${"
+        value = os.environ.get(name, "").strip()
+        if not value:
+            raise ArpoError(
+                f"{purpose}: the environment variable {name} is not set; set it, or write $${{{name}}} for a literal "
+                f"${{{name}}}"
+            )
+        return read_api_key(name, purpose) if only_keys else value
+
+    return re.sub(r"\$\$\{|\$\{([A-Za-z_][A-Za-z0-9_]*)\}", read, text)

@@ -114,8 +114,8 @@ def _connect_mcp(server: Mcp, timeout: float) -> McpServer:
     return connect_mcp(
         name=" ".join(filter(None, [shown["url"] or shown["command"], *shown["args"][:1]])),
         command=server.command,
-        args=[expand_variables(text, "tools.mcp.args") for text in server.args],
-        env={name: expand_variables(text, "tools.mcp.env") for name, text in server.env.items()},
+        args=[expand_variables(text, "tools.mcp.args", only_keys=False) for text in server.args],
+        env={name: expand_variables(text, "tools.mcp.env", only_keys=False) for name, text in server.env.items()},
         url=None if server.url is None else expand_variables(server.url, "tools.mcp.url"),
         headers=headers,
         only=server.only,

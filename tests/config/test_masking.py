@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from base64 import b64encode
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from arpo.config.loading import (
     load_config,
     mask_override,
 )
-from arpo.config.masking import MASK, hide, mask_message, masked, secrets_in
+from arpo.config.masking import MASK, USER_NAMED, hide, mask_message, masked, secrets_in
 from arpo.config.schema import Config, Mcp, Rewards
 from arpo.errors import ArpoError
 from arpo.net.keys import expand_variables, read_api_key
@@ -41,6 +42,21 @@ SHOWN = "https://(masked)@host:81/path?api_key=(masked)&x=(masked)#(masked)"
         (
             "https://host/models/meta-llama--Llama-3.1-8B-Instruct",
             "https://host/models/meta-llama--Llama-3.1-8B-Instruct",
+        ),
+        ("https://host/indexes/wiki18dump20230401v2", "https://host/indexes/wiki18dump20230401v2"),
+        ("https://host/wikipedia2023embeddingse5/retrieve", "https://host/wikipedia2023embeddingse5/retrieve"),
+        ("https://host/s/wiki18dump20230401x7k2m9q4w8z1", "https://host/s/(masked)"),
+        ("https://host/r?index=wiki18&lang=en&top=20", "https://host/r?index=wiki18&lang=en&top=20"),
+        (
+            "https://host/r?index=wiki18dump20230401v2&model=e5-base-v2",
+            "https://host/r?index=wiki18dump20230401v2&model=e5-base-v2",
+        ),
+        ("https://host/r?day=2023-04-01&k=v&code=ab12", "https://host/r?day=2023-04-01&k=(masked)&code=(masked)"),
+        ("https://host/r?index=qwertzuiopasdfgh", "https://host/r?index=(masked)"),
+        ("https://host/r?index=JBSWYDPE3HPKPXPA", "https://host/r?index=(masked)"),
+        (
+            "https://host/r?exaApiKey=abc&apikey=abc&pass=abc",
+            "https://host/r?exaApiKey=(masked)&apikey=(masked)&pass=(masked)",
         ),
         ("https://host/?key", "https://host/?(masked)"),
         ("https://${USER}:${PASS}@host/?key=${KEY}", "https://${USER}:${PASS}@host/?key=${KEY}"),
@@ -69,10 +85,42 @@ def test_of_a_url_host_and_path_stay(url: str, shown: str) -> None:
         (["--url=https://my-auth.host:80/x?k=v"], ["--url=https://my-auth.host:80/x?k=(masked)"]),
         (["sk-proj-abcDEF1234567890abcd"], ["(masked)"]),
         (["--key", "${KEY}"], ["--key", "${KEY}"]),
+        (["--tokenizer", "abc", "--author=me", "keyword=abc"], ["--tokenizer", "abc", "--author=me", "keyword=abc"]),
+        (["-e", "TOKENIZER=abc", "AUTHOR=me"], ["-e", "TOKENIZER=abc", "AUTHOR=me"]),
+        (
+            ["--apiKey=abc", "--accesskey", "abc", "PGPASSWORD=abc"],
+            ["--apiKey=(masked)", "--accesskey", "(masked)", "PGPASSWORD=(masked)"],
+        ),
+        (
+            ["authToken=abc", "OAUTH=abc", "KEY1=abc", "DB_PASS=a"],
+            ["authToken=(masked)", "OAUTH=(masked)", "KEY1=(masked)", "DB_PASS=(masked)"],
+        ),
+        ([f"ghcr.io/a/b@sha256:{'0a' * 32}"], [f"ghcr.io/a/b@sha256:{'0a' * 32}"]),
+        ([f"ghcr.io/a/b@sha256:{'0a' * 32}-x", f"x:{'0a' * 32}"], ["ghcr.io/a/b@sha256:(masked)", "x:(masked)"]),
     ],
 )
 def test_of_arguments_what_a_name_or_its_look_calls_a_key_is_masked(args: list[str], shown: list[str]) -> None:
     assert masked({"args": args}) == masked({"args": shown}) == {"args": shown}
+
+
+def test_names_that_the_user_chooses_are_no_names_of_settings() -> None:
+    tables = {key.rpartition(".")[2] for key, schema in _settings().items() if schema.get("type") == "object"}
+    assert tables == {"env", *USER_NAMED}
+    given = [f"reward.by_kind.{name}=em" for name in ("env", "args", "url", "my_env", "address")]
+    config = load_config(None, given)
+    assert config.resolved() == config.resolved(reveal=True) and MASK not in repr(config)
+    assert config_from_resolved(config.resolved(), allow_masked=False) == config
+    assert [*map(mask_override, given)] == given
+    assert CANARY not in mask_override(f"reward.by_kind.env={URL}")
+
+
+def test_a_change_of_what_is_no_secret_is_noticed() -> None:
+    def search(url: str) -> dict[str, Any]:
+        return load_config(None, [f"tools.search={url}"]).resolved()
+
+    for old, new in [("r?index=wiki18", "r?index=wiki21"), ("wiki18dump20230401v2/r", "wiki18dump20230601v2/r")]:
+        assert differences(search(f"http://h/{old}&key={CANARY}"), search(f"http://h/{new}&key={CANARY}"))
+    assert not differences(search(f"http://h/r?index=a&key={CANARY}"), search("http://h/r?index=a&key=rotated0815"))
 
 
 def every_text_setting() -> list[str]:
@@ -178,22 +226,38 @@ def test_a_reference_to_a_variable_is_saved_and_needs_not_be_given_again(
     monkeypatch.setenv("KEY", CANARY)
     assert expand_variables("Bearer ${KEY}, $KEY, ${}", "a.b") == f"Bearer {CANARY}, $KEY, ${{}}"
     monkeypatch.delenv("KEY")
-    with pytest.raises(ArpoError, match=r"^a\.b: the environment variable KEY is not set"):
+    expected = r"^a\.b: the environment variable KEY is not set; set it, or write \$\${KEY} for a literal \${KEY}$"
+    with pytest.raises(ArpoError, match=expected):
         expand_variables("${KEY}", "a.b")
+    assert expand_variables("KEY=3; exec srv $${KEY} $${", "a.b") == "KEY=3; exec srv ${KEY} ${"
+    monkeypatch.setenv("KEY", "two words\nand ä line")
+    assert expand_variables("-c ${KEY}", "a.b", only_keys=False) == "-c two words\nand ä line"
+    with pytest.raises(ArpoError, match="holds characters that no key has"):
+        expand_variables("http://host/?key=${KEY}", "a.b")
 
 
 def test_known_secrets_are_hidden_in_the_words_of_others() -> None:
-    server = {"url": URL, "args": ["--token", "to ken"], "env": {"KEY": "value1", "DIR": "/data/files", "N": "1"}}
+    server = {"url": URL, "args": ["--token", "a key to ken"]}
+    server["env"] = {
+        "KEY": "value123",
+        "DIR": "/data/files",
+        "N": "1",
+        "DB_PASSWORD": "postgres",
+        "AUTHOR": "me and you too",
+    }
     found = secrets_in(server)
-    assert found == {f"me:{CANARY}", CANARY, "to ken", "value1"}
-    text = f"no {CANARY} for value1 in /data/files 1, to ken"
-    assert hide(text, found) == "no (masked) for (masked) in /data/files 1, (masked)"
+    assert {f"me:{CANARY}", CANARY, "a key to ken", "value123"} <= found
+    text = f"no {CANARY} for value123 in /data/files 1, a key to ken of me and you too: postgres"
+    assert hide(text, found) == "no (masked) for (masked) in /data/files 1, (masked) of me and you too: postgres"
+    basic = b64encode(f"me:{CANARY}".encode()).decode()
+    assert hide(f"Authorization: Basic {basic}", found) == "Authorization: Basic (masked)"
     assert mask_message(f"GET {URL}, http://localhost:80.") == f"GET {SHOWN} http://localhost:80."
 
 
 def test_overrides_are_masked_as_settings_are() -> None:
     assert mask_override("train.steps=5") == "train.steps=5"
     assert mask_override("--resume") == "--resume"
+    assert mask_override("reward.judge_key_env=sk-proj-1234") == "reward.judge_key_env=(masked)"
     assert mask_override("run.toml") == "run.toml"
     assert mask_override(f"--endpoint={URL}") == f"--endpoint={SHOWN}"
     shown = mask_override(f'tools.mcp=[{{command = "x", env = {{KEY = "{CANARY}"}}}}]')

@@ -752,18 +752,21 @@ def test_keys_that_a_program_was_given_are_in_no_result_and_no_error() -> None:
 
 def test_variables_of_the_environment_in_the_settings_of_a_server(web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", "kanarie4711")
+    monkeypatch.setenv("WORDS", "two wörds")
     config = load_config(
         None,
         [
             "tools.enabled=[]",
             "reward.bonus=0.0",
             f'tools.mcp=[{{command = "{sys.executable}", args = ["{SCRIPT}", "raw", "x", "/dev/null", "${{MY_KEY}}"], '
-            f'env = {{A_KEY = "${{MY_KEY}}"}}, only = ["environment"]}}, {{url = "{web.url}?key=${{MY_KEY}}"}}]',
+            f'env = {{A_KEY = "${{MY_KEY}}", B = "$${{PORT}} ${{WORDS}}"}}, only = ["environment"]}}, '
+            f'{{url = "{web.url}?key=${{MY_KEY}}"}}]',
         ],
     )
     assert "kanarie4711" not in str(config.resolved(reveal=True))
     with build_tools(config) as tools:
-        assert "(masked)" in asyncio.run(tools.call(ToolCall("environment", {}))).text
+        seen = json.loads(asyncio.run(tools.call(ToolCall("environment", {}))).text)
+        assert (seen["A_KEY"], seen["B"]) == ("(masked)", "${PORT} two wörds")
         assert "kanarie4711" not in repr(tools)
     monkeypatch.delenv("MY_KEY")
     with pytest.raises(ArpoError, match=r"tools\.mcp\.args: the environment variable MY_KEY is not set"):

@@ -10,6 +10,7 @@ import re
 import socket
 import threading
 import time
+from base64 import b64encode
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -108,6 +109,19 @@ def failure(tool: Tool, query: str = "mira tolven") -> str:
 
 
 # A retrieval server.
+
+
+def test_secrets_of_the_url_are_in_no_result(server: Server) -> None:
+    url = server.url.replace("http://", "http://me:kanarie4711@") + "?index=wiki18&api_key=canary-0815-x"
+    basic = b64encode(b"me:kanarie4711").decode()
+    echo = {"title": f"Basic {basic}", "text": "kanarie4711 asks wiki18 for canary-0815-x"}
+    server.answer({"result": [[{"document": echo}]]})
+    assert ask(http_search(url)) == "Basic (masked): (masked) asks wiki18 for (masked)"
+    assert "kanarie" not in http_search(url).version and "canary" not in http_search(url).version
+    assert http_search(url).version == http_search(url.replace("0815", "4711")).version
+    assert http_search(url).version != http_search(url.replace("wiki18", "wiki21")).version  # of what is cached
+    (request,) = server.requests
+    assert (request["headers"]["authorization"], request["params"]["api_key"]) == (f"Basic {basic}", ["canary-0815-x"])
 
 
 def test_retrieval_speaks_search_r1(server: Server) -> None:

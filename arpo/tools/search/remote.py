@@ -2,7 +2,7 @@
 
 Guarantees: replies are treated as hostile: they are bounded, only texts in the expected fields are used, and HTML tags
 are dropped. Any failure is ToolUnavailable with its cause. An API key is sent only to its provider, redirects are not
-followed, and the key is in no error, result or repr.
+followed, and neither the key nor the secrets of a server's URL are in an error, result or repr.
 Not covered: whether an answer is true, and whether it is the same tomorrow.
 """
 
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from arpo.config.masking import masked
 from arpo.errors import ArpoError
 from arpo.net.http import HttpClient, HttpError
 from arpo.net.keys import read_api_key
@@ -102,9 +103,10 @@ def http_search(url: str, results: int = 3, max_tokens: int = 512, timeout: floa
             hits = None
         if not isinstance(hits, list):
             raise ToolUnavailable(f"{client.name} did not answer in Search-R1's form: a list under `result`")
-        return _with_text(map(_server_hit, hits), hits, client.name)
+        found = _with_text(map(_server_hit, hits), hits, client.name)
+        return [Document(client.without_secrets(hit.title), client.without_secrets(hit.text)) for hit in found]
 
-    return search_tool(find, client.name, results, max_tokens, timeout=timeout + 1, concurrency=64)
+    return search_tool(find, masked(client.url, "url"), results, max_tokens, timeout=timeout + 1, concurrency=64)
 
 
 def web_search(
