@@ -656,3 +656,15 @@ def test_a_model_with_an_adapter_is_run_unmerged() -> None:
     assert_exact(model, [5, 6, 7] * 15, GREEDY, done)
     expected = plain_numbers(plain_model("llama-gqa"), [5, 6, 7] * 15, done.tokens, 1.0)[0]
     assert done.logprobs != pytest.approx(expected, abs=1e-2)  # the adapter does matter
+
+
+def test_torchs_default_dtype_does_not_matter() -> None:
+    """Another thread may change it while it loads a model."""
+    given = [(prompt, GREEDY) for prompt in prompts(2, seed=6)]
+    expected = run(small(), *given)
+    engine = small()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert run(engine, *given) == expected
+    finally:
+        torch.set_default_dtype(torch.float32)
