@@ -114,6 +114,9 @@ def _evaluate_held_out(config: Config) -> None:
         console.print(f"accuracy {result.accuracy:.1%} over {len(result.trees)} questions")
         for kind, accuracy in result.by_kind().items():
             console.print(f"  {kind:<12} {accuracy:.1%}")
+        trajectories = [trajectory for one in result.trees for trajectory in one.tree.trajectories]
+        if spoiled := sum(trajectory.infra_fault for trajectory in trajectories):
+            console.print(f"  {spoiled} of {len(trajectories)} answers were given although a tool had failed")
         for name, count in result.faults.items():
             console.print(f"  {count:.0f} answers count as wrong because they could not be judged: {name}")
         console.print(f"correct format {result.format_rate:.1%}, {result.tool_calls:.2f} tool calls per trajectory")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from cli_runs import Arpo, mistake
+
+import arpo as arpo_package
 
 
 def write_questions(name: str, *rows: dict[str, Any]) -> None:
@@ -91,6 +94,17 @@ def test_eval_of_a_run_and_of_a_file(arpo: Arpo, trained: Path) -> None:
             "tool "
         )
     assert not Path("run").exists()
+
+
+@pytest.mark.slow
+def test_eval_says_how_many_answers_a_broken_tool_spoiled(arpo: Arpo) -> None:
+    Path("broken.py").write_text(
+        "from arpo.tools.base import tool\n@tool(quick=True, retries=0)\n"
+        "def search(query: str) -> str:\n    'Search.'\n    raise KeyError(query)\n"
+    )
+    base = Path(arpo_package.__file__).parent / "builtin" / "base"
+    outcome = arpo("eval", "small.toml", f"model.path={base}", 'tools.enabled=["broken.py:search"]', "reward.bonus=0")
+    assert re.search(r"[1-4] of 4 answers were given although a tool had failed", outcome.out), outcome
 
 
 @pytest.mark.slow
