@@ -39,6 +39,9 @@ _ADDRESS = re.compile(r"(?:url|endpoint|servers|address)$")  # settings that hol
 _REFERENCES = re.compile(r"(?:[\w-]+: ?)?(?:(?:Bearer|Basic) )?(?:\$\{[A-Za-z_][A-Za-z0-9_]*\}:?)+")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _LONG_WORD = re.compile(r"(?!(?<=@sha256:)[0-9a-f]{64}(?![A-Za-z0-9_+=-]))(?<![A-Za-z0-9_+=-])[A-Za-z0-9_+=-]{20,}")
+_REGULAR = re.compile(  # where letters of words, numbers and single letters are: getUser, XMLFile, v2
+    r"[A-Z]?[a-z]{2,}|[A-Z]+(?![a-z])|\d+|(?<![A-Za-z])[A-Za-z](?![A-Za-z])|[^A-Za-z0-9]"
+)
 _DATE = r"(?<!\d)(?:19|20)\d\d(?:(?:0[1-9]|1[0-2])(?:0[1-9]|[12]\d|3[01])?)?(?!\d)"
 _WORD = r"(?:[A-Za-z][a-z]{2,10}|[A-Z]{3,11})"
 _PLAIN = re.compile(rf"(?!.{{12}})(?:\d{{1,8}}|[A-Za-z]{{1,2}}\d{{0,2}}|(?:{_WORD}\d{{1,2}})?{_WORD}\d{{0,2}})?")
@@ -121,12 +124,13 @@ def _mask(text: Any) -> str:
 
 
 def _mask_words(text: str) -> str:
-    """The text with a mask for each word that looks like a key: long, with a long part of letters and digits."""
+    """The text with a mask for each word that looks like a key: long, with a long part of letters and digits other than
+    plain words around a date, or with capitals where no word has them."""
 
     def mask(word: re.Match[str]) -> str:
-        parts = re.split(rf"[^A-Za-z0-9]|{_DATE}", word[0])
-        is_key = any(len(part) >= 12 and not part.isdigit() and len(re.findall(r"\d", part)) >= 2 for part in parts)
-        return MASK if is_key else word[0]
+        parts = [part for part in re.split(r"[^A-Za-z0-9]", word[0]) if len(part) >= 12 and not part.isdigit()]
+        mixed = [part for part in parts if len(re.findall(r"\d", part)) >= 2 and not _is_plain(part)]
+        return MASK if mixed or len(_REGULAR.sub("", word[0])) >= 3 else word[0]
 
     return _LONG_WORD.sub(mask, text)
 
@@ -152,10 +156,13 @@ def _mask_address(scheme: str, rest: str) -> str:
     return f"{scheme}{_mask(user)}{at}{host}{shown_path}{question_mark}{masked_query}{hash_sign}{_mask(fragment)}"
 
 
+def _is_plain(text: str) -> bool:
+    """Whether a text is made of words, short numbers and dates."""
+    return len(text) <= 40 and all(map(_PLAIN.fullmatch, re.split(rf"[-_.,/]|{_DATE}", text)))
+
+
 def _mask_parameter(name: str, value: str) -> str:
-    parts = re.split(rf"[-_.,/]|{_DATE}", value)
-    plain = len(value) <= 40 and all(map(_PLAIN.fullmatch, parts)) and not _SECRET_PARAMETER.search(name)
-    return value if plain else _mask(value)
+    return value if _is_plain(value) and not _SECRET_PARAMETER.search(name) else _mask(value)
 
 
 def _mask_args(args: Sequence[Any]) -> list[Any] | tuple[Any, ...]:

@@ -44,7 +44,13 @@ SHOWN = "https://(masked)@host:81/path?api_key=(masked)&x=(masked)#(masked)"
             "https://host/models/meta-llama--Llama-3.1-8B-Instruct",
         ),
         ("https://host/indexes/wiki18dump20230401v2", "https://host/indexes/wiki18dump20230401v2"),
-        ("https://host/wikipedia2023embeddingse5/retrieve", "https://host/wikipedia2023embeddingse5/retrieve"),
+        ("https://host/wikipedia2023embeddings/retrieve", "https://host/wikipedia2023embeddings/retrieve"),
+        ("https://host/s/0b5c1f6e-7d1a-4f1e-9a3b-1c2d2019a5b6/mcp", "https://host/s/(masked)/mcp"),
+        ("https://host/s/QwErTzUiOpAsDfGhJkLy/mcp", "https://host/s/(masked)/mcp"),
+        (
+            "https://host/getMcpToolsForXMLUsers-e5-m3-v2-f16-Q4_K_M",
+            "https://host/getMcpToolsForXMLUsers-e5-m3-v2-f16-Q4_K_M",
+        ),
         ("https://host/s/wiki18dump20230401x7k2m9q4w8z1", "https://host/s/(masked)"),
         ("https://host/r?index=wiki18&lang=en&top=20", "https://host/r?index=wiki18&lang=en&top=20"),
         (
