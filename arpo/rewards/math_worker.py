@@ -22,6 +22,7 @@ import re
 import resource
 import signal
 import sys
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 WARM_UP = ((r"\frac{1}{2}", "0.5"), (r"\{1, 2\}", "2, 1"), ("[0, 1)", "x^2 + 1"), (r"2\sqrt{3}", r"\sqrt{12}"))
@@ -34,6 +35,7 @@ NAMED_OPERATION = re.compile(
     r"|(?<=[\d)}])\s*(!)"
 )
 MIXED_NUMBER = re.compile(r"(?<![\d.])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.])")
+REPEATING = re.compile(r"(?<![\d,.])(\d*)\.(\d*)\\(?:overline|bar)\s*\{(\d+)\}(?!\d)")
 # Two numbers side by side, which the library adds.
 SIDE_BY_SIDE = re.compile(r"(?<![_\d])\d+(?:\s+\d|\s*(?:\\right)?\)?\s*(?:\\left)?\(\s*-?[\d.]+\s*(?:\\right)?\))")
 FRACTION = re.compile(r"\\[a-z]*frac\s*\{?\s*-?\d|\d[\s)}]*(?:[/:]|\\over|\\div)[\s({-]*\d")
@@ -56,15 +58,15 @@ def _restates(prediction: str, gold: str, right: list[Any]) -> bool:
     """Whether the answer has an operation that the gold answer does not have, such as 17*23 for 391."""
     sides = re.split(r"(?:=|\\approx)(?![^{]*\})", prediction)
     result = sides[-1] if sides[-1].strip() else prediction  # 17*23 = 391 leaves nothing to be done
-    if _named_operations(result) - _named_operations(gold):
+    found, values = _values(_parse(result)), _values(right)
+    if _named_operations(result) - _named_operations(gold) or _has_derivative(found) > _has_derivative(values):
         return True
-    values = _values(right)
     if not values or any(value.free_symbols for value in values):
         return False  # of words, and of an expression with variables, every form counts
     allowed = _operations(values)
     if allowed - {"sum", "product", "power"}:
         allowed.add("root")  # what the function of a reference comes to
-    if _operations(_values(_parse(result))) - allowed:
+    if _operations(found) - allowed:
         return True
     if SIDE_BY_SIDE.search(result) and not SIDE_BY_SIDE.search(gold):
         return True
@@ -75,6 +77,12 @@ def _named_operations(text: str) -> set[str]:
     return {(match[1] or match[2]).replace("choose", "binom") for match in NAMED_OPERATION.finditer(text)}
 
 
+def _has_derivative(values: list[Any]) -> bool:
+    from sympy import Derivative, preorder_traversal  # type: ignore[import-untyped]
+
+    return any(isinstance(node, Derivative) for value in values for node in preorder_traversal(value))
+
+
 def _values(parsed: list[Any]) -> list[Any]:
     """The expressions of a parsed answer; of x = 5 the right side."""
     expressions = [expression for expression in parsed if not isinstance(expression, str)]
@@ -83,15 +91,16 @@ def _values(parsed: list[Any]) -> list[Any]:
 
 def _operations(values: list[Any]) -> set[str]:
     """Operations on numbers alone, except those of a way to write one number: -2, 3/4, 5%, 6*10^7, e^8."""
-    from sympy import Add, Function, Mul, Pow, exp, preorder_traversal  # type: ignore[import-untyped]
+    from sympy import Add, Function, Mul, Pow, exp, preorder_traversal
 
     found: set[str] = set()
     for node in (node for value in values for node in preorder_traversal(value)):
-        if isinstance(node, Add) and sum(map(_is_literal, node.args)) > 1:
+        if isinstance(node, Add) and _any_twice(map(_irrational_factors, node.args)):
             found.add("sum")
         elif isinstance(node, Mul):
             numbers = [arg for arg in node.args if arg.is_Number and abs(arg) != 1]
-            if len(numbers) > 1 or sum(map(_is_power_of_ten, node.args)) > 1:
+            constants = filter(None, map(_constant_base, node.args))
+            if len(numbers) > 1 or sum(map(_is_power_of_ten, node.args)) > 1 or _any_twice(constants):
                 found.add("product")
         elif isinstance(node, Pow) and node.base.is_Number and node.exp.is_Number:
             if not node.exp.is_Integer:
@@ -101,6 +110,27 @@ def _operations(values: list[Any]) -> set[str]:
         elif isinstance(node, Function) and not isinstance(node, exp) and not node.free_symbols:
             found.add(type(node).__name__)
     return found
+
+
+def _any_twice(values: Iterable[Any]) -> bool:
+    found = list(values)
+    return len(set(found)) < len(found)
+
+
+def _irrational_factors(term: Any) -> tuple[str, ...]:
+    """What distinguishes terms that do not add up to one: none of 2/3, pi of 2*pi/3."""
+    if _is_literal(term):
+        return ()
+    return tuple(sorted(f for arg in term.args for f in _irrational_factors(arg))) if term.is_Mul else (str(term),)
+
+
+def _constant_base(factor: Any) -> Any:
+    """The pi or e of which this factor is a power, or None."""
+    from sympy import E, exp
+
+    while factor.is_Pow:
+        factor = factor.base
+    return E if isinstance(factor, exp) else factor if factor.is_NumberSymbol else None
 
 
 def _is_power_of_ten(node: Any) -> bool:
@@ -125,9 +155,18 @@ def _is_whole(value: Any) -> bool:
 
 
 def _plain(answer: str) -> str:
+    answer = answer.replace("{:}", ":").replace(r"\varnothing", r"\emptyset")
+    answer = REPEATING.sub(_as_fraction, answer)
     for sign in ("$", "\\(", "\\)", "\\[", "\\]"):  # math delimiters; here the box delimits
         answer = answer.replace(sign, " ")
     return MIXED_NUMBER.sub(r"\1\\frac{\2}{\3}", answer)
+
+
+def _as_fraction(match: re.Match[str]) -> str:
+    """A repeating decimal: 0.1(6) is 15/90."""
+    whole, fixed, period = match.groups()
+    value = int(whole + fixed + period) - int(whole + fixed or "0")
+    return f"\\frac{{{value}}}{{{'9' * len(period) + '0' * len(fixed)}}}"
 
 
 def _parse(answer: str) -> Any:

@@ -47,13 +47,20 @@ EQUAL = [
     (r"\frac{\sqrt2+\sqrt6}{4}", r"\sin\frac{5\pi}{12}"), (r"\frac{3\ln 2}{\ln 10}", r"3\log 2"),
     (r"\frac{34}{2}", r"\frac{51}{3}"), (r"(x-1)^2+y^2=3^2", "(x-1)^2+y^2=9"),
     (r"3\pm 2\sqrt{2}", r"3+2\sqrt2, 3-2\sqrt2"),
+    (r"\varnothing", r"\emptyset"), (r"\{\}", r"\varnothing"), ("1/3", r"0.\overline{3}"),
+    (r"0.1\overline{6}", r"\frac16"), (r"-12.3\overline{45}", r"-\frac{679}{55}"), (r".\bar{3}", "1/3"),
+    ("1{:}2", "1:2"), ("1:2", "1{:}2"),
+    (r"\frac{\pi}{2}+1", r"1+\frac{\pi}{2}"), (r"\pi+\frac{\pi}{3}", r"\frac{\pi}{3}+\pi"),
+    (r"e^2\cdot\pi", r"\pi e^2"), (r"\frac{\pi}{6}+\frac{\sqrt3}{2}", r"\frac{\pi+3\sqrt3}{6}"),
+    (r"\frac{e^2-1}{2e}", r"\frac{e-e^{-1}}{2}"),
+    (r"\frac{d}{dx} f(x)", r"\frac{d}{dx}f(x)"), (r"\frac{d}{c}", "d/c"), (r"\frac{d}{dx} x^3 = 3x^2", "3x^2"),
     (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1\\ 2\end{pmatrix}"),
 ]  # fmt: skip
 DIFFERENT = [
     ("0.33", r"\frac13"), (r"\frac{1}{3}", r"\frac{2}{3}"), ("[0,1)", "[0,1]"), ("(1,2)", "[1,2]"), ("(2,1)", "(1,2)"),
     ("5,6", "5"), ("5 or 6", "6"), ("x+1", "x-1"), ("x^2=4", "x=2"), ("Tuesday", "Monday"), (r"\frac{5", "5"),
     ("", "5"), ("-5", "5"), (r"\sqrt{2}", "1.4"), ("__import__('os').getpid()", "5"), ("{}", "5"), ("$", "5"),
-    ("5", ""), ("", ""),
+    ("5", ""), ("", ""), (r"0.\overline{3}", "0.3"),
 ]  # fmt: skip
 UNEVALUATED = [
     (r"17 \cdot 23", "391"), ("17*23", "391"), (r"17\times 23", "391"), ("x = 17*23", "391"), ("17*23 =", "391"),
@@ -68,7 +75,9 @@ UNEVALUATED = [
     (r"\frac14+\frac14", "0.5"), (r"25\%+25\%", "0.5"), (r"\frac{34}{2}", "17"), ("34/2", "17"), ("(34)/2", "17"),
     (r"17\div 5", "3.4"), ("20 20", "40"), ("17(23)", "40"), (r"\left(17\right)\left(23\right)", "40"),
     ("(1+2, 2^2)", "(3, 4)"), (r"3\pm 2", "1, 5"), (r"\frac{17\cdot 23}{2}\pi", r"\frac{391}{2}\pi"),
-    (r"\sum_{k=1}^{3} x", "3x"), ("2+3", "x=5"),
+    (r"\sum_{k=1}^{3} x", "3x"), ("2+3", "x=5"), (r"\frac{d}{dx} x^3", "3x^2"), (r"\frac{d}{dx} x^3 + 1", "3x^2+1"),
+    (r"\frac{\pi}{6}+\frac{\pi}{3}", r"\frac{\pi}{2}"), (r"3\pi-2\pi", r"\pi"), (r"2\sqrt2+3\sqrt2", r"5\sqrt2"),
+    (r"e^2\cdot e^3", "e^5"), (r"\frac{e^7}{e^2}", "e^5"), (r"\pi\cdot\pi", r"\pi^2"),
 ]  # fmt: skip
 HANGS = "(" * 900 + "1" + ")" * 900
 HOSTILE = [
