@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +23,7 @@ SMALL_FILES = (
     *(CONFIG, "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "chat_template.json", "preprocessor_config.json", "processor_config.json"),
 )
+STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16"}  # names in safetensors, and of `model.dtype`
 MAX_TOKENIZER_BYTES = 2**28
 MAX_NESTING = 32
 MAX_SIZES = {  # ten times those of the largest models, or more
@@ -97,15 +99,20 @@ def weight_files(directory: Path) -> list[Path]:
     return [directory / name for name in sorted(set(names.values()))]
 
 
-def num_stored_values(files: list[Path]) -> int:
-    """The number of values of all tensors in safetensors files; ValueError for a file that is damaged."""
+def num_stored_values(files: list[Path]) -> Counter[str]:
+    """The number of values in safetensors files by dtype (float32, bfloat16, or safetensors' name of another).
+
+    ValueError for a file that is damaged.
+    """
     from safetensors import SafetensorError, safe_open
 
-    total = 0
+    total: Counter[str] = Counter()
     for path in files:
         try:
             with safe_open(path, framework="np") as tensors:
-                total += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+                for part in map(tensors.get_slice, tensors.keys()):
+                    kind = part.get_dtype()
+                    total[STORED_DTYPES.get(kind, kind)] += math.prod(part.get_shape())
         except FileNotFoundError:
             raise ValueError(f"{path.name} is missing") from None
         except (OSError, SafetensorError) as error:
@@ -128,7 +135,7 @@ def available_memory() -> int:
 
 def require_memory(num_values: int, dtype: Any, device: Any) -> None:
     """Raise ValueError unless a model with so many weights fits into the memory of a torch device."""
-    if device.type == "cuda":  # weights go there straight from the mapped file
+    if device.type == "cuda":
         import torch
 
         size = torch.cuda.mem_get_info(device)[1]

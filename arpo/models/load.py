@@ -192,12 +192,14 @@ def _require_weights(directory: Path, config: Any, dtype: torch.dtype, device: t
         skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     described = sum(parameter.numel() for parameter in skeleton.parameters())
     stored = num_stored_values(weight_files(directory))
-    if described > stored:
+    if described > stored.total():
         raise ValueError(
-            f"{CONFIG} describes a model of {described:,} weights, but its files hold only {stored:,}: they do not "
-            "belong together, or are incomplete"
+            f"{CONFIG} describes a model of {described:,} weights, but its files hold only {stored.total():,}: they do "
+            "not belong together, or are incomplete"
         )
     require_memory(described, dtype, device)
+    converted = stored.total() - stored[str(dtype).removeprefix("torch.")]  # the others stay in the mapped file
+    require_memory(min(described, converted), dtype, torch.device("cpu"))
 
 
 def _check_loaded(model: Any, tokenizer: Any, report: dict[str, Any]) -> None:

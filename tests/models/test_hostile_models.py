@@ -17,6 +17,7 @@ import pytest
 import torch
 from gguf_files import small_model, vocabulary_of, write_model
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from arpo.config.schema import Model
 from arpo.errors import ArpoError
@@ -239,6 +240,15 @@ def test_a_model_for_a_gpu_needs_memory_there_and_not_here(monkeypatch: pytest.M
     checks.require_memory(500_000, torch.bfloat16, torch.device("cuda"))
     with pytest.raises(ValueError, match=r"needs about 2.0 MB of memory as bfloat16, and the GPU has 1.0 MB$"):
         checks.require_memory(1_000_000, torch.bfloat16, torch.device("cuda"))
+
+
+def test_weights_in_another_dtype_need_memory_here_too(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "available_memory", lambda: 1000)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**9, 10**9))
+    settings = AutoConfig.from_pretrained(base)
+    load._require_weights(base, settings, torch.float32, torch.device("cuda"))  # as they are stored
+    with pytest.raises(ValueError, match=r"of memory as bfloat16, and this machine has 1.0 kB of RAM free"):
+        load._require_weights(base, settings, torch.bfloat16, torch.device("cuda"))
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model(base: Path, tmp_path: Path, tokenizer: Any) -> None:
