@@ -108,6 +108,26 @@ def test_eval_says_how_many_answers_a_broken_tool_spoiled(arpo: Arpo) -> None:
 
 
 @pytest.mark.slow
+def test_a_checkpoint_is_verified_and_one_without_a_manifest_is_used_with_one_warning(
+    arpo: Arpo, trained: Path
+) -> None:
+    checkpoint = shutil.copytree(trained, Path("again")) / "checkpoints" / "step_000002"
+    commands = [("eval", "again"), ("eval", "small.toml", "model.path=again"), ("export", "again", "out")]
+    weights = checkpoint / "model" / "model.safetensors"
+    good = weights.read_bytes()
+    weights.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    for command in commands:
+        assert "model/model.safetensors was changed" in mistake(arpo(*command))
+    weights.write_bytes(good)
+    (checkpoint / "manifest.json").unlink()
+    for command in [*commands, ("train", "small.toml", "run.dir=again", "train.steps=3", "--resume")]:
+        outcome = arpo(*command)
+        assert outcome.code == 0, outcome.err
+        assert (outcome.out + outcome.err).count("no manifest.json (older version?), so it was not verified") == 1
+    assert (checkpoint.with_name("step_000003") / "manifest.json").is_file()
+
+
+@pytest.mark.slow
 def test_eval_of_a_run_on_a_benchmark(arpo: Arpo, trained: Path) -> None:
     write_questions("gsm8k.jsonl", *({"question": f"{n} + 1?", "answer": f"so\n#### {n + 1}"} for n in range(3)))
     own = ("tools.enabled=[]", "--benchmarks", "gsm8k", "--data-dir", ".", "--out", "out")
