@@ -368,6 +368,9 @@ def test_a_resumed_checkpoint_is_hashed_once(
     config = config_for(model_path, directory, "train.steps=6")
     with open_training(config, resume=True):
         assert hashed.count("model.safetensors") == 1
+    hashed.clear()
+    with open_training(config_for(directory, tmp_path / "new", "loss.kl_coef=0.1")):  # also loaded as the reference
+        assert hashed.count("model.safetensors") == 1
 
 
 @pytest.mark.slow
