@@ -195,7 +195,7 @@ def test_an_unknown_key_names_the_nearest(arpo: Arpo) -> None:
 
 def test_a_wrong_type(arpo: Arpo) -> None:
     assert mistake(arpo("train", "small.toml", "train.steps=many")) == (
-        'command line: train.steps: got "many", expected whole number >= 1 and <= 10000000'
+        'command line: train.steps: got "many", expected whole number >= 1 and <= 2147483647'
     )
 
 
