@@ -44,9 +44,8 @@ def run(folder: Path, options: argparse.Namespace, report: Report) -> None:
     report.progress(f"undisturbed: {reference.seconds:.1f} s, {1000 * reference.write_seconds:.0f} ms a checkpoint")
 
     def one(number: int) -> Outcome:
-        outcome = _kill_and_resume(
-            folder / f"run-{number}", reference, random.Random(f"{options.seed}.{number}"), number
-        )
+        rng = random.Random(f"{options.seed}.{number}")
+        outcome = _kill_and_resume(folder / f"run-{number}", reference, rng, while_writing=number % 2 == 1)
         report.progress(f"kill {number + 1}: {outcome.difference or 'exact'}")
         return outcome
 
