@@ -842,5 +842,7 @@ def test_the_benchmark_runs() -> None:
 
 def test_a_crowd_can_connect_before_anyone_is_answered(tmp_path: Path) -> None:
     with build_server(Folder(tmp_path), "127.0.0.1", 0) as server, ExitStack() as connections:
-        for _ in range(100):  # nothing is accepted; a short queue would let clients wait until they give up
-            connections.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=20))
+        address = ("127.0.0.1", server.port)
+        made = [connections.enter_context(socket.create_connection(address, timeout=20)) for _ in range(100)]
+        # Nothing was accepted yet; with a short queue, clients would have waited until they gave up.
+        assert [connection.getpeername() for connection in made] == [address] * 100
