@@ -5,7 +5,7 @@ SEED ?= 0
 # Slow tests are handed out one by one, the others file by file: see tests/conftest.py.
 PARALLEL := -n logical --dist loadgroup --no-loadscope-reorder
 
-.PHONY: demo chaos test test-fast check format clean bench-sandbox bench-search bench-engine bench-gpu bench-tree bench-math bench-view bench-plan bench-cluster test-kernels test-mcp-npm test-browser test-vllm
+.PHONY: demo chaos test test-fast check format clean bench-sandbox bench-session bench-search bench-engine bench-gpu bench-tree bench-math bench-view bench-plan bench-cluster bench-labyrinth test-kernels test-mcp-npm test-openenv test-browser test-vllm
 
 demo: .venv/installed  ## watch a small agent learn, a few minutes
 	$(BIN)/arpo demo --seed $(SEED)
@@ -21,6 +21,9 @@ chaos: .venv/installed-dev  ## kill runs, fill disks, damage files, break tools;
 
 bench-sandbox: .venv/installed  ## the sandbox against a new interpreter per call; JSON on the last line
 	$(BIN)/python benchmarks/bench_sandbox.py
+
+bench-session: .venv/installed  ## a branch of a Python session: fork, replay and a new interpreter; JSON on the last line
+	$(BIN)/python benchmarks/bench_session.py
 
 bench-search: .venv/installed  ## building and asking an index of a million passages; JSON on the last line
 	$(BIN)/python benchmarks/bench_search.py
@@ -46,6 +49,9 @@ bench-cluster: .venv/installed-dev  ## one and two sampling nodes with a slow to
 bench-plan: .venv/installed  ## what `arpo plan` predicts against a few steps on this CPU; JSON on the last line
 	$(BIN)/python benchmarks/bench_plan.py
 
+bench-labyrinth: .venv/installed  ## how the labyrinth is calibrated: whether the place of a branch matters; JSON on the last line
+	$(BIN)/python benchmarks/bench_labyrinth.py
+
 test-kernels: .venv/installed-dev  ## the GPU kernels without a GPU: in Triton's interpreter, and compiled
 	$(BIN)/python -m pip install --quiet --no-deps --target .venv/triton --upgrade triton==3.9.0
 	PYTHONPATH=.venv/triton $(BIN)/python tests/support/compile_kernels.py
@@ -55,6 +61,12 @@ test-mcp-npm: .venv/installed-dev  ## MCP against a server from npm; needs node
 	npm install --prefix .venv/npm --no-audit --no-fund --loglevel=error @modelcontextprotocol/server-everything@2026.8.31
 	ARPO_TEST_NPM_MCP=$(CURDIR)/.venv/npm/node_modules/@modelcontextprotocol/server-everything/dist/index.js \
 		$(BIN)/python -m pytest tests/tools/test_mcp.py -k npm
+
+# The newest version needs an older mcp than this package does, so its server gets an environment of its own.
+test-openenv: .venv/installed-dev  ## the OpenEnv adapter against a server of the newest version of that package
+	$(PYTHON) -m venv .venv-openenv
+	.venv-openenv/bin/python -m pip install --quiet openenv==0.10.0
+	ARPO_TEST_OPENENV=$(CURDIR)/.venv-openenv/bin/python $(BIN)/python -m pytest tests/environments/test_openenv.py
 
 # Where neither can be had, the tests end at once and say what to do.
 test-browser: .venv/installed-dev  ## the viewer's page in a browser: the system's chromium, or else Playwright's
@@ -76,7 +88,7 @@ format: .venv/installed-dev  ## let ruff format the code
 	$(BIN)/ruff format .
 
 clean:  ## remove the environment and caches
-	rm -rf .venv .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
+	rm -rf .venv .venv-openenv .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
 
 # torch first: its pinned build keeps pip from choosing another one for the packages that need it.
 .venv/installed: pyproject.toml constraints.txt

@@ -39,12 +39,14 @@ class Kind(StrEnum):
 class StopReason(StrEnum):
     """Why a trajectory ended."""
 
-    ANSWER = "answer"  # the model closed its final answer
-    EOS = "eos"  # the model ended its turn with neither a call nor a closed answer
+    ANSWER = "answer"  # the model closed its final answer, or ended its final message
+    EOS = "eos"  # the model ended its turn with neither a call nor an answer
     MAX_TOOL_CALLS = "max_tool_calls"  # it asked for one more tool call than the limit allows
     LENGTH = "length"  # the token limit of the trajectory
     MAX_SECONDS = "max_seconds"  # the wall-clock limit of the trajectory
     WORKER_LOST = "worker_lost"  # the wall-clock limit, while the engine was unreachable
+    DONE = "done"  # the environment ended it
+    ENVIRONMENT_FAILED = "environment_failed"  # there is no environment for the task
 
 
 class Fault(StrEnum):
@@ -59,14 +61,17 @@ class Fault(StrEnum):
 class Task:
     """One question. `Task("q1", "Where was Mira Tolven born?", ("Upper Kelso",), kind="hop1")`.
 
-    `answers` are all accepted answers, `kind` groups tasks (reports, `reward.by_kind`), `meta` has the other columns.
+    `answers` are all accepted answers; there may be none where a reward of the user's own judges. `kind` groups tasks
+    (reports, `reward.by_kind`). `meta` has all columns of the row that the task was read from, as JSON can hold them.
+    `system` is the row's own system message, if it has one.
     """
 
     id: str
     question: str
-    answers: tuple[str, ...]
+    answers: tuple[str, ...] = ()
     kind: str = ""
     meta: Mapping[str, Any] = field(default_factory=dict)
+    system: str = ""
 
     def __post_init__(self) -> None:
         if not self.question.strip():
@@ -75,8 +80,6 @@ class Task:
             self.question.encode()
         except UnicodeEncodeError:
             raise ValueError(f"the question of task {self.id!r} holds half a character (a lone surrogate)") from None
-        if not self.answers:
-            raise ValueError(f"task {self.id!r} has no answer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,17 +133,21 @@ class ToolSpec:
 
     @property
     def main_argument(self) -> str:
-        """The argument that the text of `<search>text</search>` is passed as: the first one of the schema."""
-        return str(next(iter(self.schema["properties"])))
+        """The argument that the text of `<search>text</search>` is passed as: the first of the schema, "" if none."""
+        return str(next(iter(self.schema.get("properties") or {}), ""))
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """What the model asked for. `error` is set when the text was no usable call; it is then shown to the model."""
+    """What the model asked for. `error` is set when the text was no usable call; it is then shown to the model.
+
+    `id` is the one that the model gave the call, in call formats that have ids.
+    """
 
     name: str
     args: Mapping[str, Any]
     error: str | None = None
+    id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,19 +216,27 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """The end of one trajectory: its last node and why it ended. Two cut-off trajectories may share a last node."""
+    """The end of one trajectory: its last node, why it ended, and the answer that was read from its last message.
+
+    Two cut-off trajectories may share a last node.
+    """
 
     node: int
     stop_reason: StopReason
+    answer: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutTree:
-    """Everything sampled for one task. Node 0 is the prompt; a parent always stands before its children."""
+    """Everything sampled for one task. Node 0 is the prompt; a parent always stands before its children.
+
+    `format` is the call format in which it was sampled: native, tags or json.
+    """
 
     task: Task
     nodes: tuple[Node, ...]
     leaves: tuple[Leaf, ...]
+    format: str = "tags"
 
     def __post_init__(self) -> None:
         if not self.nodes or self.nodes[0].kind is not Kind.PROMPT:
@@ -342,16 +357,13 @@ class Trajectory:
 
     @property
     def answer(self) -> str | None:
-        """The boxed content of the final answer; None unless the trajectory ends in a turn that has one."""
-        if self.tree.nodes[self.leaf.node].kind is not Kind.MODEL:
-            return None
-        answer = answer_text(self.turns[-1])
-        return None if answer is None else boxed(answer)
+        """The answer in its last message, read as `answer.parse` says; None if it has none."""
+        return self.leaf.answer
 
     @property
     def infra_fault(self) -> bool:
         """Whether a broken tool or engine (not the model) spoiled this trajectory."""
-        if self.stop_reason is StopReason.WORKER_LOST:
+        if self.stop_reason in (StopReason.WORKER_LOST, StopReason.ENVIRONMENT_FAILED):
             return True
         return any(node.result is not None and node.result.fault is Fault.INFRA for node in self.nodes)
 
@@ -360,11 +372,13 @@ class Trajectory:
 class Reward:
     """A trajectory's reward and its parts: `Reward(1.1, {"format": 1.0, "correct": 1.0, "bonus": 0.1})`.
 
-    The metrics `accuracy` and `format` are the means of the parts "correct" and "format".
+    The metrics `accuracy` and `format` are the means of the parts "correct" and "format", if there are any; those of
+    other parts are `reward_PART`. `note` says in words why it is so, for those who read the trajectory.
     """
 
     total: float
     parts: Mapping[str, float] = field(default_factory=dict)
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import random
 import statistics
 import sys
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from bench_engine import build_model
@@ -28,7 +28,7 @@ from arpo.types import SamplingParams
 class NoTokenizer:
     """Enough of one for requests without stop strings."""
 
-    eos_token_id = None
+    added_tokens_decoder: ClassVar[dict[int, Any]] = {}
 
     def __len__(self) -> int:
         return 1
@@ -128,7 +128,11 @@ def main() -> None:
     model = build(args.model, torch.bfloat16)
     context = args.prompt + args.new + 1
     engine = LocalEngine(
-        model, NoTokenizer(), max_num_seqs=args.rows, kv_cache_tokens=args.rows * (context + 64) + 8192
+        model,
+        NoTokenizer(),
+        max_num_seqs=args.rows,
+        kv_cache_tokens=args.rows * (context + 64) + 8192,
+        end_tokens=frozenset(),
     )
     runs = []
     for repeat in range(args.repeats + 1):  # the first one records the graphs

@@ -122,8 +122,8 @@ def timed(work: Callable[[], int]) -> Timing:
 def make_ours(model: Any, rows: int) -> Callable[[list[Step]], Timing]:
     """The local engine: every trajectory is its own task. Log-probs and entropies included."""
     tokenizer = build_tokenizer(["-"])
-    tokenizer.eos_token = None
-    engine = LocalEngine(model, tokenizer, max_num_seqs=rows, threaded=False)  # as agents do whose tools answer at once
+    # not threaded, as for agents whose tools answer at once; nothing ends a turn
+    engine = LocalEngine(model, tokenizer, max_num_seqs=rows, threaded=False, end_tokens=frozenset())
     seeds = count()
 
     async def worker_loop(step: Step) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from cli_runs import SMALL_TOML, Arpo, Outcome, call
 from hypothesis import HealthCheck, settings
 
 os.environ["OMP_NUM_THREADS"] = "1"  # these models are too small for more threads to help; set before torch is loaded
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a background job of a shell; tests send this signal
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile(
     "any machine", parent=settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )

@@ -26,6 +26,7 @@ ORDER = (
     "runs",
     "data",
     "tools",
+    "environments",
     "rewards",
     "models",
     "engine",
@@ -35,6 +36,7 @@ ORDER = (
     "evaluation",
     "training",
     "cluster studies plan",
+    "api",
     "viewer",
     "builtin",
     "cli",
@@ -126,6 +128,26 @@ def test_every_setting_is_described() -> None:
     table = settings_table()
     assert len(table) > 50
     assert [key for key, kind, _, description in table if not (kind and description.strip())] == []
+
+
+PRINTING = {"builtin/pretrain.py", "training/collect.py"}  # a script; to a file
+IN_SANDBOX = "tools/sandbox/"  # mostly other processes; and that there is no isolation must be seen
+
+
+def prints(source: str) -> bool:
+    """Whether a source prints or uses the console library."""
+    calls = [node.func for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    return any(isinstance(call, ast.Name) and call.id == "print" for call in calls) or any(
+        "rich" in ast.unparse(node).replace(".", " ").split() for node in imports
+    )
+
+
+def test_nothing_below_the_command_line_prints() -> None:
+    found = {file for file, path in FILES.items() if prints(path.read_text(encoding="utf-8"))}
+    assert {file for file in found if room_of(file) != "cli" and not file.startswith(IN_SANDBOX)} == PRINTING
+    assert prints("def f():\n    print(3)") and prints("from rich.console import Console")
+    assert not prints("def f(out):\n    out.print(3)")
 
 
 LIGHT_COMMANDS = """

@@ -4,41 +4,26 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import json
 import re
+import textwrap
 from functools import reduce
 from itertools import groupby
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
 import typer.main
 
+import arpo
 from arpo.cli.main import app
 from arpo.config.loading import load_config, settings_table
 
 ROOT = Path(__file__).parent.parent
 SETTINGS = ROOT / "docs" / "settings.md"
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")]
-SMALL = """
-[model]
-path = {model!r}
-device = "cpu"
-[world]
-entities = 60
-train_questions = 12
-test_questions = 4
-[tools]
-python_blocks = true
-[rollout]
-num_trajectories = 4
-max_tokens = 40
-max_tool_calls = 2
-[train]
-batch_size = 2
-[run]
-dir = "runs/mine"
-"""
 
 
 def settings_page() -> str:
@@ -91,6 +76,77 @@ def test_the_settings_page_is_up_to_date() -> None:
     assert SETTINGS.read_text(encoding="utf-8") == settings_page(), "run: .venv/bin/python tests/test_docs.py"
 
 
+REFERENCE = "## Reference\n"
+CONSTRUCTED = ("Trainer", "Agent", "Task", "Reward", "Mcp")  # classes whose arguments a user gives
+IN_ORDER = (
+    *("Trainer", "Agent", "load_agent", "rollout", "evaluate", "Callback", "Evaluation", "Tree", "RolloutTree"),
+    *("Trajectory", "Task", "Reward", "tool", "Tool", "Mcp", "ToolError", "ToolTimeout", "Environment", "Config"),
+    "ArpoError",
+)
+
+
+def reference() -> str:
+    """The last section of docs/api.md, from signatures and docstrings; `python tests/test_docs.py` writes it."""
+    lines = [REFERENCE, "Generated from the docstrings by `.venv/bin/python tests/test_docs.py`.", ""]
+    for name in IN_ORDER:
+        value = getattr(arpo, name)
+        is_class = isinstance(value, type)
+        lines += [f"### arpo.{name}", ""]
+        if not is_class or name in CONSTRUCTED:
+            lines += ["```", *textwrap.wrap(f"arpo.{name}{_signature(value)}", 96, subsequent_indent="    "), "```", ""]
+        text = inspect.getdoc(value) or ""
+        arguments = ""
+        if is_class and "Args:" in (value.__init__.__doc__ or ""):
+            arguments = (inspect.getdoc(value.__init__) or "").partition("Args:\n")[2]
+        lines += [line for part in text.split("\n\n") for line in (*_wrapped(part), "")]
+        for entry in re.split(r"\n(?=    \w+: )", arguments.rstrip()) if arguments else []:
+            key, _, meaning = entry.strip().partition(": ")
+            lines += _item(key, meaning)
+        members = [] if not is_class or issubclass(value, Exception) or name in ("Config", "Mcp") else _members(value)
+        lines += [""] if arguments and members else []
+        for key in members:
+            member = getattr(value, key)
+            shown = f".{key}" if isinstance(member, property) else f".{key}{_signature(member)}"
+            lines += _item(shown, inspect.getdoc(member) or "")
+        lines += [""] if members else []
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _wrapped(paragraph: str) -> list[str]:
+    """A paragraph of a docstring, wrapped; examples stay as they are."""
+    return paragraph.split("\n") if paragraph.startswith("    ") else textwrap.wrap(" ".join(paragraph.split()), 100)
+
+
+def _item(name: str, meaning: str) -> list[str]:
+    """An entry of a list."""
+    return textwrap.wrap(f"- `{name}`: {_plain(' '.join(meaning.split()))}", 100, subsequent_indent="  ")
+
+
+def _members(kind: type) -> list[str]:
+    """The public methods and properties that a class defines itself."""
+    return [key for key, value in vars(kind).items() if key[0] != "_" and isinstance(value, FunctionType | property)]
+
+
+def _signature(value: Any) -> str:
+    """Names and defaults of the parameters."""
+    parameters = [
+        parameter.replace(annotation=parameter.empty)
+        for parameter in inspect.signature(value).parameters.values()
+        if parameter.name != "self"
+    ]
+    return str(inspect.Signature(parameters)).replace("<factory>", "{}")
+
+
+def test_every_exported_name_is_in_the_reference() -> None:
+    assert sorted([*IN_ORDER, "__version__"]) == sorted(arpo.__all__) == sorted({*arpo.__all__})
+    assert set(arpo.__all__) <= set(dir(arpo))
+
+
+def test_the_reference_of_the_api_is_up_to_date() -> None:
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    assert page[page.index(REFERENCE) :] == reference(), "run: .venv/bin/python tests/test_docs.py"
+
+
 def test_links_between_pages_lead_somewhere() -> None:
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
@@ -103,20 +159,50 @@ def blocks(page: Path, language: str) -> list[str]:
     return [block for marked, block in fenced if marked == language]
 
 
+SMALLER = {
+    "steps=50": "steps=2",
+    '"num_trajectories": 8, "max_tokens": 512': '"num_trajectories": 4, "max_tokens": 40',
+    'preset="arpo")': 'preset="arpo", rollout={"num_trajectories": 4, "max_tokens": 40}, train={"batch_size": 2})',
+}
+"""What the tests of Python examples replace, besides the name of the model, so that they take seconds."""
+
+
+def run_examples(page: Path, model: Path) -> dict[str, Any]:
+    """Run the Python blocks of a page one after the other, with a small random model; returns their variables."""
+    code = "\n".join(blocks(page, "python")).replace("Qwen/Qwen3-0.6B", str(model))
+    for shown, smaller in SMALLER.items():
+        code = code.replace(shown, smaller)
+    variables: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(code, page.name, "exec"), variables)
+    return variables
+
+
 @pytest.mark.slow
 def test_the_python_example_in_the_readme_runs(
-    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "my.toml").write_text(SMALL.format(model=str(model_path)), encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    (example,) = blocks(ROOT / "README.md", "python")
-    exec(compile(example, "README.md", "exec"), {})
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[:2]] == ["1", "2"]  # a line for each step
-    assert len(lines) == 2 + 2 * 4  # and one for each trajectory of the last step
+    trainer = run_examples(ROOT / "README.md", model_dir)["trainer"]
+    trainer.close()
+    shown = capsys.readouterr().out
+    assert shown.startswith("What do two pears cost?\n├─ ")
+    assert "<Evaluation of 9 tasks, 45 trajectories: reward 0.000, " in shown
+    assert (tmp_path / "my-agent" / "model.safetensors").is_file()
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    metrics = json.loads((tmp_path / "runs" / "mine" / "metrics.jsonl").read_text().splitlines()[-1])
+    metrics = json.loads((tmp_path / "runs" / "arpo" / "metrics.jsonl").read_text().splitlines()[-1])
     assert [name for name in metrics if f"`{name}`" not in page and not name.startswith("tool.")] == ["step"]
+
+
+@pytest.mark.slow
+def test_the_examples_of_the_api_run(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = run_examples(ROOT / "docs" / "api.md", model_dir)
+    assert [record["step"] for record in found["history"]] == [1, 2, 3, 4]
+    assert (tmp_path / "runs" / "arpo-2" / "metrics.jsonl").is_file()
+    assert capsys.readouterr().out.count("<Tree of 'tasks:") == 2 * 4  # of each task of two steps
+    assert len(found["evaluation"].trees) == 4
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -155,7 +241,9 @@ def test_names_of_code_in_prose_exist(page: Path) -> None:
     for path in re.findall(r"`((?:arpo|tests|examples|docs)/[\w/.+-]+)`", text):
         assert (ROOT / path).exists(), f"{page.name} names {path}"
     files = {
-        f"/{path.relative_to(ROOT).as_posix()}" for room in ("arpo", "tests") for path in (ROOT / room).rglob("*.py")
+        f"/{path.relative_to(ROOT).as_posix()}"
+        for room in ("arpo", "tests", "examples")
+        for path in (ROOT / room).rglob("*.py")
     }
     for path in re.findall(r"`([\w/]+\.py)`", text):
         assert any(file.endswith(f"/{path}") for file in files), f"{page.name} names {path}"
@@ -182,3 +270,5 @@ def test_every_room_is_in_the_picture() -> None:
 
 if __name__ == "__main__":
     SETTINGS.write_text(settings_page(), encoding="utf-8")
+    API = ROOT / "docs" / "api.md"
+    API.write_text(API.read_text(encoding="utf-8").partition(REFERENCE)[0] + reference(), encoding="utf-8")

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from arpo.agent.examples import encode_examples, read_examples
 from arpo.agent.formats import CallFormat, build_format, encode_next_question, encode_prompt
+from arpo.agent.turn_end import turn_end_tokens
+from arpo.config.files import expand_user, read_limited
+from arpo.config.plugins import NO_OBJECTS, Objects
 from arpo.config.schema import Config
 from arpo.data.task_set import TaskSet
+from arpo.data.tasks import Trace
 from arpo.errors import ArpoError
 from arpo.tools.base import Tool
 from arpo.types import Task
@@ -21,22 +25,38 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PromptEncoder:
-    """Turns questions into prompts: system prompt, worked examples (if any), question."""
+    """Turns tasks into prompts: system prompt, worked examples (if any), question."""
 
     tokenizer: Any
     format: CallFormat
     max_context: int
-    examples: tuple[int, ...] = ()  # token ids of the system prompt and the worked examples; empty without examples
+    result_tokens: int = 512
+    examples: tuple[Trace, ...] = ()
+    system: str | None = None  # prompt.system; None: the default of the format
+    from_data: bool = True  # a task's own system message takes its place
+    _starts: dict[str, tuple[int, ...]] = field(default_factory=dict, compare=False, repr=False)
 
-    def encode(self, question: str) -> tuple[int, ...]:
-        """The token ids of the prompt with this question, however long."""
+    def system_prompt(self, task: Task) -> str:
+        """The system prompt for a task: its own, the one that is set, or the default one."""
+        if self.from_data and task.system:
+            return self.format.system_prompt(task.system, with_answer=True)
+        return self.format.system_prompt(self.system)
+
+    def encode(self, task: Task) -> tuple[int, ...]:
+        """The token ids of a task's prompt, however long."""
+        system = self.system_prompt(task)
         if not self.examples:
-            return encode_prompt(self.tokenizer, question, self.format.instructions)
-        return (*self.examples, *encode_next_question(self.tokenizer, self.examples, question))
+            return encode_prompt(self.tokenizer, task.question, system, self.format)
+        if system not in self._starts:
+            self._starts[system] = encode_examples(
+                self.examples, self.tokenizer, self.format, self.result_tokens, system
+            )
+        start = self._starts[system]
+        return (*start, *encode_next_question(self.tokenizer, start, task.question, self.format))
 
     def prompt(self, task: Task) -> tuple[int, ...]:
         """The prompt's token ids; an error if no answer would fit into the context."""
-        tokens = self.encode(task.question)
+        tokens = self.encode(task)
         if len(tokens) >= self.max_context:
             fewer = ", give fewer rollout.examples" if self.examples else ""
             raise ArpoError(
@@ -48,32 +68,56 @@ class PromptEncoder:
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """What samples trajectories: engine, tokenizer, tools, call format, and the examples that begin every prompt."""
+    """What samples trajectories: engine, tokenizer, tools, call format, and the encoder of its prompts.
+
+    Without an encoder, prompts have the format's own system prompt and no examples.
+    """
 
     engine: Engine
     tokenizer: Any
     tools: Mapping[str, Tool]
     format: CallFormat
     result_tokens: int = 512
-    examples: tuple[int, ...] = ()  # as in `PromptEncoder`
+    encoder: PromptEncoder | None = None
 
     @property
     def prompts(self) -> PromptEncoder:
         """The encoder of this agent's prompts."""
-        return PromptEncoder(self.tokenizer, self.format, self.engine.capabilities.max_context, self.examples)
+        max_context = self.engine.capabilities.max_context
+        return self.encoder or PromptEncoder(self.tokenizer, self.format, max_context, self.result_tokens)
 
     def prompt(self, task: Task) -> tuple[int, ...]:
         """The prompt's token ids; an error if no answer would fit into the context."""
         return self.prompts.prompt(task)
 
 
-def call_format(config: Config, tools: Mapping[str, Tool]) -> CallFormat:
+def call_format(
+    config: Config, tools: Mapping[str, Tool], tokenizer: Any = None, objects: Objects = NO_OBJECTS
+) -> CallFormat:
     """The format in which these tools are called."""
-    return build_format(config.rollout.format, [tool.spec for tool in tools.values()])
+    specs = [tool.spec for tool in tools.values()]
+    arguments = config.prompt.template_arguments
+    return build_format(config.rollout.format, specs, tokenizer, config.answer.parse, arguments, objects)
+
+
+def system_text(setting: str | None) -> str | None:
+    """What `prompt.system` says: a text, or the content of the file that it names."""
+    if setting is None or "\n" in setting or not setting.endswith((".txt", ".md")):
+        return setting
+    path = expand_user(setting)
+    try:
+        return read_limited(path).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ArpoError(f"prompt.system: {path} cannot be read: {error}") from None
 
 
 def build_agent(
-    config: Config, tools: Mapping[str, Tool], model: Any, tokenizer: Any, threaded: bool | None = None
+    config: Config,
+    tools: Mapping[str, Tool],
+    model: Any,
+    tokenizer: Any,
+    threaded: bool | None = None,
+    objects: Objects = NO_OBJECTS,
 ) -> Agent:
     """Build the agent and its engine, which runs in a thread of its own if `threaded` or if some tool takes time."""
     from arpo.engine.build import build_engine
@@ -87,16 +131,29 @@ def build_agent(
             "rollout.engine: vLLM gets an adapter merged into the model, and in 16 bits most of what was trained would "
             "be rounded away; use rollout.engine=local, model.dtype=float32, or train.lora_rank=0"
         )
-    engine = build_engine(config.rollout, model, tokenizer, partial(save_for_vllm, model, tokenizer), threaded)
-    prompts = build_prompts(config, tools, tokenizer, engine.capabilities.max_context)
-    return Agent(engine, tokenizer, tools, prompts.format, config.tools.max_result_tokens, prompts.examples)
+    save_weights, ends = partial(save_for_vllm, model, tokenizer), turn_end_tokens(model, tokenizer)
+    engine = build_engine(config.rollout, model, tokenizer, save_weights, threaded, ends)
+    prompts = build_prompts(config, tools, tokenizer, engine.capabilities.max_context, objects)
+    texts = {text for text in tokenizer.convert_ids_to_tokens(sorted(ends)) if isinstance(text, str)}
+    fmt = replace(prompts.format, end_texts=tuple(sorted({*prompts.format.end_texts, *texts})))
+    prompts = replace(prompts, format=fmt)
+    return Agent(engine, tokenizer, tools, prompts.format, config.tools.max_result_tokens, prompts)
 
 
-def build_prompts(config: Config, tools: Mapping[str, Tool], tokenizer: Any, max_context: int) -> PromptEncoder:
+def build_prompts(
+    config: Config, tools: Mapping[str, Tool], tokenizer: Any, max_context: int, objects: Objects = NO_OBJECTS
+) -> PromptEncoder:
     """The encoder of the prompts that these settings describe."""
-    fmt, limit = call_format(config, tools), config.tools.max_result_tokens
-    examples = encode_examples(read_examples(config.rollout.examples, fmt), tokenizer, fmt, limit)
-    return PromptEncoder(tokenizer, fmt, max_context, examples)
+    fmt = call_format(config, tools, tokenizer, objects)
+    return PromptEncoder(
+        tokenizer,
+        fmt,
+        max_context,
+        config.tools.max_result_tokens,
+        read_examples(config.rollout.examples, fmt),
+        system_text(config.prompt.system),
+        config.prompt.from_data,
+    )
 
 
 def fit_prompts(tasks: TaskSet, prompts: PromptEncoder, max_tokens: int | None) -> TaskSet:
@@ -111,7 +168,7 @@ def fit_prompts(tasks: TaskSet, prompts: PromptEncoder, max_tokens: int | None) 
     limit = min(max_tokens, prompts.max_context - 1)
     sources, notes = [], []
     for source in tasks.sources:
-        short = tuple(task for task in source.tasks if len(prompts.encode(task.question)) <= limit)
+        short = tuple(task for task in source.tasks if len(prompts.encode(task)) <= limit)
         count, left_out = len(source.tasks), len(source.tasks) - len(short)
         if not short:
             raise ArpoError(

@@ -1,6 +1,7 @@
 """Rendering the chat template of a model, which is a program from outside, in a process with limits.
 
-    before = render_chats(tokenizer, {"question": ([{"role": "user", "content": "..."}], True)})["question"].text
+    chat = Chat([{"role": "user", "content": "..."}])
+    text = render_chats(tokenizer, {"question": chat}, {"enable_thinking": False})["question"].text
 
 Guarantees: a template that does not end, or takes too much memory, is an ArpoError after a few seconds of CPU time. The
 text is that of `tokenizer.apply_chat_template`. Each template is rendered once.
@@ -21,14 +22,20 @@ from typing import Any, NamedTuple
 
 from arpo.errors import ArpoError
 
-Chat = tuple[list[dict[str, str]], bool]
-"""Messages, and whether the start of the model's turn is added."""
 CPU_SECONDS = 5
 MEMORY_BYTES = 2**30
 MAX_TEXT = 1_000_000  # characters of a rendered chat
 WAIT_SECONDS = 120  # the worker's own limit counts CPU time; on a busy machine that takes longer
 _ENVIRONMENT = ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "TZ")  # passed on; no API keys
 _WORKER = Path(__file__).with_name("template_worker.py")
+
+
+class Chat(NamedTuple):
+    """Messages as Hugging Face templates take them, whether the start of the model's turn is added, and the tools."""
+
+    messages: list[dict[str, Any]]
+    add_generation_prompt: bool = True
+    tools: list[dict[str, Any]] | None = None
 
 
 class Rendered(NamedTuple):
@@ -38,13 +45,16 @@ class Rendered(NamedTuple):
     error: str | None
 
 
-def render_chats(tokenizer: Any, chats: Mapping[str, Chat]) -> dict[str, Rendered]:
-    """Each chat in the tokenizer's chat template."""
+def render_chats(
+    tokenizer: Any, chats: Mapping[str, Chat], arguments: Mapping[str, Any] | None = None
+) -> dict[str, Rendered]:
+    """Each chat in the tokenizer's chat template, which gets these further arguments."""
     try:
         template = tokenizer.get_chat_template()
     except ValueError:
         return dict.fromkeys(chats, Rendered(None, "it has several templates, and none is the default"))
-    request = {"template": template, "tokens": tokenizer.special_tokens_map, "chats": list(chats.values())}
+    tokens = {**tokenizer.special_tokens_map, **(arguments or {})}
+    request = {"template": template, "arguments": tokens, "chats": list(chats.values())}
     return dict(zip(chats, _render(json.dumps(request)), strict=True))
 
 

@@ -4,21 +4,25 @@
     conversation.ask("Where was Mira Tolven born?")
     answer = await conversation.answer(listener)      # a `Listener` gets every token, call and result
 
-Guarantees: sampled tokens are never tokenized again, and a question cannot become a control token. Calls are found,
-made and encoded as in rollouts. Cancelling an answer leaves all tokens sampled so far in the conversation.
+Guarantees: sampled tokens are never tokenized again, except those of earlier answers whose thoughts the model's own
+chat template drops when a new question follows. A question cannot become a control token. Calls are found, made and
+encoded as in rollouts. Cancelling an answer leaves all tokens sampled so far in the conversation.
 Not covered: `rollout.max_seconds`; the user can stop an answer.
 """
 
 from __future__ import annotations
 
 import time
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
 from arpo.agent.agent import Agent
-from arpo.agent.formats import encode_follow_up, encode_result
+from arpo.agent.formats import ResultPlace, drops_thoughts, encode_follow_up, encode_result, without_thoughts
 from arpo.agent.turn_loop import EncodedResult, Turn, generate_turn, run_turns, sampling_params
 from arpo.config.schema import Rollout
+from arpo.environments.states import State, open_state
 from arpo.errors import ArpoError
+from arpo.tools.base import ToolUnavailable
 from arpo.tools.executor import call_tool
 from arpo.types import StopReason, Task, ToolCall, ToolResult, derive_seed
 
@@ -61,16 +65,25 @@ class Conversation:
     probe_tokens: int
     seed: int
     tokens: list[int] = field(default_factory=list)
+    turns: list[tuple[int, int]] = field(default_factory=list)  # where the model's turns since the last question stand
     questions: int = 0
+    task: Task | None = None  # the first question
+    state: State | None = None  # of the environment, if there is one
+    is_new: bool = True  # the environment has not been reset for it yet
+    _open: AsyncExitStack = field(default_factory=AsyncExitStack)
 
     @property
     def has_memory(self) -> bool:
         """Whether a question can follow an answer; if not, each question starts a new conversation."""
-        return encode_follow_up(self.agent.tokenizer, (), "...") is not None
+        return encode_follow_up(self.agent.tokenizer, (), "...", self.agent.format) is not None
 
     def clear(self) -> None:
         """Start a new conversation."""
-        self.tokens = []
+        self.tokens, self.turns = [], []
+
+    async def close(self) -> None:
+        """Close the state of the environment."""
+        await self._open.aclose()
 
     def ask(self, question: str) -> bool:
         """Append a question. False if the context was full, so that a new conversation began with it."""
@@ -78,20 +91,49 @@ class Conversation:
             task = Task("chat", question, ("unknown",))
         except ValueError as error:
             raise ArpoError(str(error)) from None
-        more = encode_follow_up(self.agent.tokenizer, self.tokens, question) if self.tokens else None
+        self._drop_thoughts()
+        more = encode_follow_up(self.agent.tokenizer, self.tokens, question, self.agent.format) if self.tokens else None
         fits = more is None or len(self.tokens) + len(more) < self.agent.engine.capabilities.max_context
-        self.tokens = [*self.tokens, *more] if more is not None and fits else list(self.agent.prompt(task))
+        if more is not None and fits:
+            self.tokens = [*self.tokens, *more]
+        else:
+            self.tokens, self.task, self.is_new = list(self.agent.prompt(task)), task, True
+        self.turns = []
         self.questions += 1
         return fits
 
+    def _drop_thoughts(self) -> None:
+        """Remove the thoughts of the last answer, if the model's own template does so when a question follows."""
+        tokenizer, fmt = self.agent.tokenizer, self.agent.format
+        if fmt.name != "native" or not drops_thoughts(tokenizer, fmt):
+            return
+        for start, end in reversed(self.turns):
+            self.tokens[start:end] = without_thoughts(tokenizer, self.tokens[start:end])
+
     async def answer(self, listener: Listener | None = None) -> Answer:
         """Let the model answer, with its tools. If cancelled, what was sampled so far stays in the conversation."""
+        if self.is_new:
+            await self._reset()
         context = self.agent.engine.capabilities.max_context
         limit = min(len(self.tokens) + self.settings.max_tokens, context)
         answer = _AnswerInProgress(conversation=self, listener=listener or Listener(), limit=limit)
         answer.stop_reason = await run_turns(answer, self.agent.format, self.settings.max_tool_calls)
         answer.context_full = answer.stop_reason is StopReason.LENGTH and limit == context
         return answer
+
+    async def _reset(self) -> None:
+        """Prepare the environment for the first question of a conversation."""
+        assert self.task is not None
+        await self._open.aclose()
+        self.state = await self._open.enter_async_context(open_state(self.agent.tools, self.task))
+        if self.state is not None:
+            try:
+                await self.state.prepare()
+            except ToolUnavailable as error:
+                raise ArpoError(str(error)) from error
+            self.task = self.state.with_opening(self.task)
+            self.tokens = list(self.agent.prompt(self.task))
+        self.is_new = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -101,6 +143,10 @@ class _AnswerInProgress(Answer):
     conversation: Conversation
     listener: Listener
     limit: int
+
+    @property
+    def done(self) -> bool:
+        return self.conversation.state is not None and self.conversation.state.done
 
     @property
     def remaining_tokens(self) -> int:
@@ -126,6 +172,7 @@ class _AnswerInProgress(Answer):
         try:
             completion = await generate_turn(talk.agent.engine, prefix, params, on_token)
         finally:
+            talk.turns.append((len(prefix), len(talk.tokens)))
             self.sampled_tokens += sampled
             self.seconds += time.monotonic() - started
             self.listener.on_turn_end()
@@ -133,13 +180,14 @@ class _AnswerInProgress(Answer):
 
     async def call_tool(self, call: ToolCall) -> ToolResult:
         self.listener.on_call(call)
-        result = await call_tool(self.conversation.agent.tools, call)
+        talk = self.conversation
+        result = await call_tool(talk.agent.tools, call, talk.task, talk.state)
         self.listener.on_result(result)
         return result
 
-    def encode_result(self, text: str) -> EncodedResult:
+    def encode_result(self, text: str, place: ResultPlace) -> EncodedResult:
         agent = self.conversation.agent
-        tokens, text = encode_result(agent.tokenizer, agent.format, text, agent.result_tokens)
+        tokens, text = encode_result(agent.tokenizer, agent.format, text, agent.result_tokens, place)
         return EncodedResult(text, len(tokens), tokens)
 
     def append_result(self, call: ToolCall, result: ToolResult, encoded: EncodedResult, seconds: float) -> None:

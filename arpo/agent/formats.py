@@ -1,49 +1,56 @@
 """Call formats and prompts: questions to prompt tokens, turns to tool calls, tool results to tokens.
 
-    fmt = build_format("tags", [spec])                           # or "json"
-    ids = encode_prompt(tokenizer, task.question, fmt.instructions)
-    more = encode_follow_up(tokenizer, (*ids, *sampled), "And her mother?")
-    call = fmt.find_call("<think>..</think><search>Mira Tolven", "</search>")
+    fmt = build_format("auto", [spec], tokenizer)                # or "native", "tags", "json"
+    ids = encode_prompt(tokenizer, task.question, fmt.system_prompt(), fmt)
+    more = encode_follow_up(tokenizer, (*ids, *sampled), "And her mother?", fmt)
+    calls = fmt.find_calls("<think>..</think><search>Mira Tolven</search>", "</search>")
     ids, text = encode_result(tokenizer, fmt, "Mira Tolven was born in Upper Kelso.", max_tokens=200)
 
-Guarantees: `find_call` never raises and parses only what the model wrote. External text (a question, a tool's output)
+Guarantees: `find_calls` never raises and parses only what the model wrote. External text (a question, a tool's output)
 cannot become a control token of the tokenizer, and a tool's output cannot contain one of our tags. The wrapper around a
 result is always complete. Sampled tokens are never tokenized again.
-Not covered: chat templates that rewrite their content, and look-alike letters that the tokenizer's own normalizer turns
+Not covered: chat templates that rewrite questions, and look-alike letters that the tokenizer's own normalizer turns
 into our tags. Text is encoded piece by piece, so the ids at the seams may differ from encoding the whole text at once.
 """
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from itertools import pairwise
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from arpo.agent.chat_template import Chat, render_chats
+from arpo.agent.answers import HOW_TO_ANSWER, AnswerParser, build_answer_parser
+from arpo.agent.call_syntax import bare_call, check_call, read_calls
+from arpo.agent.chat_template import Chat, Rendered, render_chats
+from arpo.agent.encoding import control_tokens, decode, encode_plain, encode_text
+from arpo.agent.native import TRANSFORMS, Layout, NotNative, find_layout
+from arpo.agent.turn_end import closing_text
+from arpo.config.plugins import NO_OBJECTS, Objects
 from arpo.errors import ArpoError
+from arpo.models.end_tokens import end_texts
 from arpo.types import ToolCall, ToolSpec
 
 PROTOCOL_TAGS = ("think", "answer", "result", "tool_call", "tool_response")
 """Reserved tags; every tool's name is one more."""
 
+FORMATS = ("auto", "native", "tags", "json")
 ANSWER_STOP = "</answer>"
 CUT_NOTE = " [cut]"
+TOOLS_PLACE = "{tools}"  # where a system prompt of the user's has the tools described
 _SLOT_1, _SLOT_2 = "@@slot-1@@", "@@slot-2@@"  # placeholders for content in a rendered chat template; never encoded
 _GAP = "\n\n"  # between instructions and question, where both are the user's message
 
 
-def _chats() -> dict[str, Chat]:
-    """Every chat from which the texts around content are taken."""
+def _chats(tools: Sequence[Mapping[str, Any]] = ()) -> dict[str, Chat]:
+    """Every chat from which the texts around content are taken; the template describes these tools."""
     system, user = {"role": "system", "content": _SLOT_1}, {"role": "user", "content": _SLOT_2}
     talk = [{"role": "user", "content": "..."}, {"role": "assistant", "content": _SLOT_1}]
+    thoughtful = {"role": "assistant", "content": f"<think>\n{_SLOT_1}\n</think>\n\n..."}
     tagged = f"<tool_response>\n{_SLOT_2}\n</tool_response>"
-    return {
+    chats = {
         "system and user": ([system, user], True),
         "system and user, no turn": ([system, user], False),
         "user, no turn": ([user], False),
@@ -53,197 +60,441 @@ def _chats() -> dict[str, Chat]:
         "tool result of the user": ([*talk, {"role": "user", "content": tagged}], True),
         "next question": ([*talk, user], True),
         "answer, no turn": (talk, False),
+        "thoughts": ([{"role": "user", "content": "..."}, thoughtful, user], True),
     }
+    described = [dict(tool) for tool in tools] or None
+    return {name: Chat(messages, start, described) for name, (messages, start) in chats.items()}
 
 
-_CHATS = _chats()
+@dataclass(frozen=True, slots=True)
+class ResultPlace:
+    """Where a result stands: the number of its call among those of the turn, and how the turn ended."""
+
+    call: ToolCall | None = None
+    number: int = 0  # from 0
+    count: int = 1
+    ended: bool = False  # the model wrote the end-of-turn token itself
+    previous: ToolCall | None = None  # the call before it in the turn
 
 
 @dataclass(frozen=True, slots=True)
 class CallFormat(ABC):
-    """How the model writes tool calls and how results are wrapped."""
+    """How the model writes tool calls and its answer, and how results are wrapped."""
 
     specs: tuple[ToolSpec, ...]
+    answer: str = "tag"  # answer.parse
+    parse_answer: AnswerParser = field(default_factory=lambda: build_answer_parser("tag"), compare=False)
+    end_texts: tuple[str, ...] = ()  # of the tokens that end a turn
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    why: str = ""  # why it was chosen, for the user
+    answer_end: str = ""  # the token that ends a final message
+    control: tuple[str, ...] = ()  # texts of the tokenizer's control tokens
+    name = ""
 
     @property
-    @abstractmethod
+    def note(self) -> str:
+        """What the user is told about the format."""
+        return f"Tool calls are written in the format {self.name}{self.why}; answers are read by {self.answer}."
+
+    @property
+    def call_stops(self) -> tuple[str, ...]:
+        """Stop strings at the end of a call; none if a turn with calls ends with the end-of-turn token."""
+        return ()
+
+    @property
     def stops(self) -> tuple[str, ...]:
         """Stop strings of a turn: the end of a call, or of the answer."""
+        return (*self.call_stops, *([ANSWER_STOP] if self.answer == "tag" else []))
 
     @property
-    @abstractmethod
-    def instructions(self) -> str:
-        """The system prompt: task, tools, how to call them, how to answer."""
+    def template_tools(self) -> list[dict[str, Any]]:
+        """The tools as the chat template is given them; none if the system prompt describes them."""
+        return []
+
+    def system_prompt(self, own: str | None = None, with_answer: bool = False) -> str:
+        """The system prompt: the default one, or the user's own with what the model must know of the tools.
+
+        `with_answer` adds how to answer, for a prompt that cannot know of it.
+        """
+        if own is None:
+            return self._default_prompt()
+        if with_answer and self.answer in HOW_TO_ANSWER:
+            own = f"{own.strip()}\n\n{HOW_TO_ANSWER[self.answer]}"
+        tools = self._tools_prompt()
+        if TOOLS_PLACE in own:
+            return own.replace(TOOLS_PLACE, tools).strip()
+        return f"{own.strip()}\n\n{tools}" if tools else own.strip()
+
+    def _default_prompt(self) -> str:
+        use = f" {tools}\n" if (tools := self._tools_prompt()) else " "
+        how = HOW_TO_ANSWER.get(self.answer, "")
+        return f"Answer the question. Reason step by step in <think>...</think>.{use}{how}".rstrip()
+
+    def _tools_prompt(self) -> str:
+        """What the system prompt says of the tools and how to call them."""
+        return ""
 
     @abstractmethod
-    def find_call(self, text: str, stop: str | None) -> ToolCall | None:
-        """The call at the end of a turn that stopped at `stop`; None if that is not the end of a call."""
+    def find_calls(self, text: str, stop: str | None) -> tuple[ToolCall, ...]:
+        """The calls in a turn that ended at `stop`, or (None) with an end token. Unusable calls have an error."""
 
     @abstractmethod
-    def write_call(self, call: ToolCall) -> str:
-        """The call as the model would write it, inverse of `find_call`; ValueError if the format cannot express it."""
+    def write_turn(self, content: str, call: ToolCall | None) -> str:
+        """A turn as the model would write it; ValueError if the format cannot express the call."""
+
+    def end_turn(self, text: str, is_last: bool) -> str:
+        """A whole turn with what ends it, where that is a token."""
+        return self.message(text) + self.answer_end if is_last and self.answer != "tag" else text
+
+    def has_ended(self, text: str) -> bool:
+        """Whether a turn ends with the token that stands before a result."""
+        return False
 
     @abstractmethod
-    def wrapper(self, tokenizer: Any) -> tuple[str, str]:
+    def wrapper(self, tokenizer: Any, place: ResultPlace) -> tuple[str, str]:
         """The text before and after a tool's text."""
+
+    def transform(self, text: str) -> str:
+        """A tool's text as it stands in its wrapper."""
+        return text
+
+    def message(self, text: str) -> str:
+        """The text of a turn without the token that ended it."""
+        ended = next((end for end in self.end_texts if text.endswith(end)), "")
+        return text.removesuffix(ended).rstrip()
+
+    def read_answer(self, text: str) -> str | None:
+        """The answer in the last turn of a trajectory; None if there is none."""
+        return self.parse_answer(self.message(text))
+
+    def is_answered(self, text: str, stop: str | None) -> bool:
+        """Whether a turn without calls holds the final answer."""
+        return stop == ANSWER_STOP if self.answer == "tag" else self.read_answer(text) is not None
 
 
 @dataclass(frozen=True, slots=True)
 class TagFormat(CallFormat):
     """`<search>query</search>`, answered by `<result>...</result>` in the same message."""
 
-    @property
-    def stops(self) -> tuple[str, ...]:
-        return (*(f"</{spec.name}>" for spec in self.specs), ANSWER_STOP)
+    name = "tags"
 
     @property
-    def instructions(self) -> str:
-        tools = (f"<{s.name}>{s.main_argument}</{s.name}>: {s.description}" for s in self.specs)
-        return _instructions(tools, "A tool is called with its tags. What it finds comes back in <result>...</result>.")
+    def call_stops(self) -> tuple[str, ...]:
+        return tuple(f"</{spec.name}>" for spec in self.specs)
 
-    def find_call(self, text: str, stop: str | None) -> ToolCall | None:
+    def _tools_prompt(self) -> str:
+        tools = [f"<{s.name}>{_tag_body(s)}</{s.name}>: {s.description}" for s in self.specs]
+        return _tools_prompt(tools, "A tool is called with its tags. What it finds comes back in <result>...</result>.")
+
+    def find_calls(self, text: str, stop: str | None) -> tuple[ToolCall, ...]:
         spec = next((spec for spec in self.specs if stop == f"</{spec.name}>"), None)
         if spec is None:
-            return None
-        body, error = _call_body(text, spec.name, [spec.name for spec in self.specs])
-        return ToolCall(spec.name, {} if error else {spec.main_argument: body}, error)
+            return ()
+        may_be_empty = not spec.schema.get("required")
+        body, error = _call_body(text, spec.name, [spec.name for spec in self.specs], may_be_empty)
+        return (ToolCall(spec.name, {} if error else _tag_arguments(spec, body), error),)
 
-    def write_call(self, call: ToolCall) -> str:
-        main = {spec.name: spec.main_argument for spec in self.specs}.get(call.name)
-        value = call.args.get(main) if main is not None and len(call.args) == 1 else None
-        if not isinstance(value, str):
+    def write_turn(self, content: str, call: ToolCall | None) -> str:
+        if call is None:
+            return content
+        spec = next((spec for spec in self.specs if spec.name == call.name), None)
+        value = call.args.get(spec.main_argument, "") if spec is not None and len(call.args) < 2 else call.args
+        value = value if isinstance(value, str) else json.dumps(value, default=str)
+        if spec is None or _tag_arguments(spec, value) != call.args:
             raise ValueError(f"tags cannot write a call of {call.name!r} with {', '.join(call.args) or 'no arguments'}")
-        return f"<{call.name}>\n{value}\n</{call.name}>" if "\n" in value else f"<{call.name}>{value}</{call.name}>"
+        body = f"\n{value}\n" if "\n" in value else value
+        return f"{content}<{call.name}>{body}</{call.name}>"
 
-    def wrapper(self, tokenizer: Any) -> tuple[str, str]:
+    def wrapper(self, tokenizer: Any, place: ResultPlace) -> tuple[str, str]:
         return "<result>", "</result>\n"
+
+
+def _tag_body(spec: ToolSpec) -> str:
+    """What stands between the tags of a call: the main argument, or all that are required as a JSON object."""
+    required = spec.schema.get("required", ())
+    return spec.main_argument if len(required) < 2 else "{" + ", ".join(f'"{name}": ...' for name in required) + "}"
+
+
+def _tag_arguments(spec: ToolSpec, body: str) -> dict[str, Any]:
+    """The arguments in the body of a call: an object with some of them, or else the value of the main one.
+
+    A value that is no string is written as JSON. What does not fit stays as it is, and the check of arguments says so.
+    """
+    properties = spec.schema.get("properties") or {}
+    if not body.strip() and not spec.schema.get("required"):
+        return {}
+    if not properties:
+        return {"text": body}
+    main = properties[spec.main_argument]
+    types = main.get("type", "string") if isinstance(main, dict) else "string"
+    is_text = "string" in ([types] if isinstance(types, str) else types)
+    if is_text and len(properties) == 1:
+        return {spec.main_argument: body}
+    try:
+        value = json.loads(body)
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # no NaN, no lone surrogates
+    except (ValueError, RecursionError):
+        return {spec.main_argument: body}
+    if isinstance(value, dict) and value and value.keys() <= properties.keys():
+        return value
+    return {spec.main_argument: body if is_text else value}
 
 
 @dataclass(frozen=True, slots=True)
 class JsonFormat(CallFormat):
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, answered by a message of its own."""
 
-    @property
-    def stops(self) -> tuple[str, ...]:
-        return ("</tool_call>", ANSWER_STOP)
+    name = "json"
 
     @property
-    def instructions(self) -> str:
-        tools = (
+    def call_stops(self) -> tuple[str, ...]:
+        return ("</tool_call>",)
+
+    def _tools_prompt(self) -> str:
+        tools = [
             json.dumps({"name": s.name, "description": s.description, "parameters": s.schema}, ensure_ascii=False)
             for s in self.specs
-        )
+        ]
         how = 'Call a tool with <tool_call>{"name": "...", "arguments": {...}}</tool_call>, one call at a time.'
-        return _instructions(tools, f"{how} What it finds comes back in the next turn.")
+        return _tools_prompt(tools, f"{how} What it finds comes back in the next turn.")
 
-    def find_call(self, text: str, stop: str | None) -> ToolCall | None:
+    def find_calls(self, text: str, stop: str | None) -> tuple[ToolCall, ...]:
         if stop != "</tool_call>":
-            return None
+            return ()
         body, error = _call_body(text, "tool_call", ["tool_call"])
-        return ToolCall("", {}, error) if error else _json_call(body, [spec.name for spec in self.specs])
+        return (ToolCall("", {}, error) if error else _json_call(body, [spec.name for spec in self.specs]),)
 
-    def write_call(self, call: ToolCall) -> str:
+    def write_turn(self, content: str, call: ToolCall | None) -> str:
+        if call is None:
+            return content
         body = json.dumps({"name": call.name, "arguments": call.args}, ensure_ascii=False)
-        return f"<tool_call>\n{body}\n</tool_call>"
+        return f"{content}<tool_call>\n{body}\n</tool_call>"
 
-    def wrapper(self, tokenizer: Any) -> tuple[str, str]:
-        return _turn_wrapper(tokenizer)
+    def wrapper(self, tokenizer: Any, place: ResultPlace) -> tuple[str, str]:
+        return _turn_wrapper(tokenizer, self)
 
 
-def build_format(name: str, specs: Sequence[ToolSpec]) -> CallFormat:
-    """The call format `name` ("tags" or "json") for these tools."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeFormat(CallFormat):
+    """Calls, results and descriptions of tools as the model's own chat template writes them.
+
+    A turn ends with the end-of-turn token. All calls in it are made, in their order.
+    """
+
+    name = "native"
+    layout: Layout
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def template_tools(self) -> list[dict[str, Any]]:
+        functions = [{"name": s.name, "description": s.description, "parameters": dict(s.schema)} for s in self.specs]
+        return [{"type": "function", "function": _without_control(each, self.control)} for each in functions]
+
+    def _default_prompt(self) -> str:
+        return f"Answer the question. {HOW_TO_ANSWER[self.answer]}" if self.answer in HOW_TO_ANSWER else ""
+
+    def find_calls(self, text: str, stop: str | None) -> tuple[ToolCall, ...]:
+        if not self.specs:
+            return ()
+        message = self.message(text)
+        layout = self.layout
+        calls = read_calls(message, layout.parser, self.template_tools, layout.alone, layout.opens_thoughts)
+        if not calls and (bare := bare_call(message)) is not None:  # some models leave out the markers around it
+            call = check_call(bare.name, bare.args, [spec.name for spec in self.specs])
+            hint = f" Write calls like this: {self.layout.example(self.specs[0].name)}"
+            return (call if call.error is None else replace(call, error=call.error + hint),)
+        if len(calls) > 1 and self.layout.between is None:
+            return (ToolCall("", {}, "Error: make one call at a time."),)
+        return calls
+
+    def is_answered(self, text: str, stop: str | None) -> bool:
+        return self.read_answer(text) is not None
+
+    def write_turn(self, content: str, call: ToolCall | None) -> str:
+        return content if call is None else self.layout.write_call(content, call.name, call.args)
+
+    def end_turn(self, text: str, is_last: bool) -> str:
+        return self.message(text) + (self.answer_end if is_last else self.layout.end)
+
+    def has_ended(self, text: str) -> bool:
+        return bool(self.layout.end) and text.endswith(self.layout.end)
+
+    def wrapper(self, tokenizer: Any, place: ResultPlace) -> tuple[str, str]:
+        """The text around a result; before the first one also the end-of-turn token, if the model did not write it."""
+        call, previous = place.call or ToolCall("", {}), place.previous or ToolCall("", {})
+        name = call.name if any(spec.name == call.name for spec in self.specs) else "tool"
+        ids = (call.id or f"call0000{place.number % 10}", previous.id or f"call0000{(place.number - 1) % 10}")
+        before, after = self.layout.around(place.number, place.number == place.count - 1, name, *ids)
+        if place.number == 0 and not place.ended:
+            before = self.layout.end + before
+        return before, after
+
+    def transform(self, text: str) -> str:
+        return TRANSFORMS[self.layout.transform](text)
+
+
+def _without_control(value: Any, control: Sequence[str]) -> Any:
+    """A description of a tool, which may come from outside, without texts of control tokens and of our slots."""
+    if isinstance(value, Mapping):
+        return {key: _without_control(each, control) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_control(each, control) for each in value]
+    if not isinstance(value, str):
+        return value
+    for token in (*control, "@@slot-"):
+        value = value.replace(token, f"{token[0]} {token[1:]}")
+    return value
+
+
+def build_format(
+    name: str,
+    specs: Sequence[ToolSpec],
+    tokenizer: Any = None,
+    answer: str | None = None,
+    template_arguments: Mapping[str, Any] | None = None,
+    objects: Objects = NO_OBJECTS,
+) -> CallFormat:
+    """The call format `name` for these tools. "auto" is native if the tokenizer's chat template describes tools."""
+    if name not in FORMATS:
+        raise ArpoError(f"there is no call format {name!r}; use one of {', '.join(FORMATS)}")
+    arguments = dict(template_arguments or {})
+    ends = () if tokenizer is None else end_texts(tokenizer)
+    layout, reason = None, "there is no tokenizer"
+    if name in ("auto", "native") and tokenizer is not None:
+        try:
+            layout = find_layout(tokenizer, arguments)
+        except NotNative as error:
+            reason = str(error)
+    if name == "native" and layout is None:
+        raise ArpoError(f"rollout.format: the model's own call format cannot be used: {reason}; use tags or json")
+    answer = answer or ("tag" if layout is None else "boxed")
+    for spec in specs:
+        if not re.fullmatch(r"[A-Za-z_][\w.-]*", spec.name):
+            raise ArpoError(f"a tool cannot be named {spec.name!r}: use letters, digits, _, . and -, a letter first")
+    common: dict[str, Any] = {
+        "specs": tuple(specs),
+        "answer": answer,
+        "parse_answer": build_answer_parser(answer, objects),
+        "end_texts": ends,
+        "template_arguments": arguments,
+        "answer_end": "" if tokenizer is None else closing_text(tokenizer),
+        "control": () if tokenizer is None else control_tokens(tokenizer, len(tokenizer), False)[0],
+        "why": f" (the syntax {layout.syntax})" if layout else f": {reason}" if name == "auto" else "",
+    }
+    if layout is not None:
+        return NativeFormat(**common, layout=layout)
     taken = set(PROTOCOL_TAGS)
     for spec in specs:
-        if not re.fullmatch(r"[A-Za-z_][\w.-]*", spec.name) or spec.name.lower() in taken:
+        if spec.name.lower() in taken:
             raise ArpoError(f"a tool cannot be named {spec.name!r}: it must work as a tag, and the tag must be free")
         taken.add(spec.name.lower())
-    if name == "json":
-        return JsonFormat(tuple(specs))
-    if name != "tags":
-        raise ArpoError(f"there is no call format {name!r}; use tags or json")
-    for spec in specs:
-        properties = spec.schema.get("properties") or {}
-        main = next(iter(properties), None)
-        others = {*spec.schema.get("required", ())} - {main}
-        if main is None or others or properties[main].get("type", "string") != "string":
-            raise ArpoError(
-                f"tool {spec.name!r} does not take a single text argument, as the tags format requires; use json"
-            )
-    return TagFormat(tuple(specs))
+    return (JsonFormat if name == "json" else TagFormat)(**common)
 
 
-def encode_prompt(tokenizer: Any, question: str, system: str) -> tuple[int, ...]:
+def encode_prompt(tokenizer: Any, question: str, system: str, fmt: CallFormat | None = None) -> tuple[int, ...]:
     """Token ids of the whole prompt, up to where the model starts to write.
 
     If the chat template handles the system role by writing nothing for it, the instructions are left out.
     """
-    system = "" if _ignores_system(tokenizer) else system
+    system = "" if _ignores_system(tokenizer, fmt) else system
     gap = _GAP if system else ""
     if getattr(tokenizer, "chat_template", None):
         names = ("system and user", "combined") if system else ("user",)
-        pieces = next(filter(None, (_pieces(tokenizer, name) for name in names)), None)
+        pieces = next(filter(None, (_pieces(tokenizer, name, fmt) for name in names)), None)
         if pieces is None:
-            why = render_chats(tokenizer, _CHATS)[names[-1]].error or "it leaves the message out, or repeats it"
+            why = _rendered(tokenizer, fmt)[names[-1]].error or "it leaves the message out, or repeats it"
             raise ArpoError(
                 f"the tokenizer's chat template cannot render a user message; give it another template ({why})"
             )
         before, between, after = pieces
-        start = _ids(tokenizer, before)
+        start = encode_text(tokenizer, before)
     else:
         between, after = f"{gap}Question: ", "\nAnswer:"
         start = [i for i in tokenizer("")["input_ids"][:1] if i == tokenizer.bos_token_id]
-    middle = _plain_ids(tokenizer, system, tags=True) + _ids(tokenizer, between)
-    return (*start, *middle, *_plain_ids(tokenizer, question.strip()), *_ids(tokenizer, after))
+    middle = encode_plain(tokenizer, system, tags=True) + encode_text(tokenizer, between)
+    return (*start, *middle, *encode_plain(tokenizer, question.strip()), *encode_text(tokenizer, after))
 
 
-def encode_follow_up(tokenizer: Any, history: Sequence[int], question: str) -> tuple[int, ...] | None:
+def encode_follow_up(
+    tokenizer: Any, history: Sequence[int], question: str, fmt: CallFormat | None = None
+) -> tuple[int, ...] | None:
     """Token ids of the user's next message after `history`, up to where the model starts to write again.
 
     None if the chat template does not mark the end of a model's turn, so that no question can follow an answer.
     """
-    pieces = _follow_up_pieces(tokenizer)
+    pieces = _follow_up_pieces(tokenizer, fmt)
     if pieces is None:
         return None
-    between, after = (_ids(tokenizer, piece) for piece in pieces)
-    _, control = _control_tokens(tokenizer, len(tokenizer), True)
+    between, after = (encode_text(tokenizer, piece) for piece in pieces)
+    _, control = control_tokens(tokenizer, len(tokenizer), True)
     end = next((place for place, token in enumerate(between) if token in control), None)
     if end is not None and tuple(history[-1:]) == (between[end],):  # the model sampled the end-of-turn token itself
         between = between[end + 1 :]
-    return (*between, *_plain_ids(tokenizer, question.strip()), *after)
+    return (*between, *encode_plain(tokenizer, question.strip()), *after)
 
 
-def encode_next_question(tokenizer: Any, history: Sequence[int], question: str) -> tuple[int, ...]:
+def drops_thoughts(tokenizer: Any, fmt: CallFormat) -> bool:
+    """Whether the chat template leaves out the thoughts of earlier answers when a new question follows."""
+    if not getattr(tokenizer, "chat_template", None):
+        return False
+    text = _rendered(tokenizer, fmt)["thoughts"].text
+    return text is not None and _SLOT_1 not in text
+
+
+def without_thoughts(tokenizer: Any, turn: Sequence[int]) -> list[int]:
+    """The token ids of a turn without its thoughts, as a template writes it that drops them."""
+    text = decode(tokenizer, list(turn))
+    return encode_text(tokenizer, text.rpartition("</think>")[2].lstrip("\n")) if "</think>" in text else list(turn)
+
+
+def encode_next_question(
+    tokenizer: Any, history: Sequence[int], question: str, fmt: CallFormat | None = None
+) -> tuple[int, ...]:
     """Token ids of a question that comes after worked examples, up to where the model starts to write."""
-    more = encode_follow_up(tokenizer, history, question)
+    more = encode_follow_up(tokenizer, history, question, fmt)
     if more is not None:
         return more
     if getattr(tokenizer, "chat_template", None):
         raise ArpoError(
             "rollout.examples: the model's chat template does not mark where an answer ends; leave them out"
         )
-    before, after = _ids(tokenizer, "\n\nQuestion: "), _ids(tokenizer, "\nAnswer:")
-    return (*before, *_plain_ids(tokenizer, question.strip()), *after)
+    before, after = encode_text(tokenizer, "\n\nQuestion: "), encode_text(tokenizer, "\nAnswer:")
+    return (*before, *encode_plain(tokenizer, question.strip()), *after)
 
 
-def encode_example_turn(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of a model turn in a worked example: with our tags, without special tokens."""
-    return _plain_ids(tokenizer, text, tags=True)
+def encode_example_turn(tokenizer: Any, text: str, fmt: CallFormat) -> list[int]:
+    """Token ids of a model turn in a worked example: with our tags; special tokens only in the model's own format."""
+    if fmt.name == "native":
+        return encode_text(tokenizer, text)
+    return encode_plain(tokenizer, text, tags=True)
 
 
-def encode_result(tokenizer: Any, fmt: CallFormat, text: str, max_tokens: int) -> tuple[tuple[int, ...], str]:
+def place_after(fmt: CallFormat, turn: str) -> ResultPlace:
+    """The place of the result that follows a turn of a trace, which has one call at most."""
+    return ResultPlace(next(iter(fmt.find_calls(turn, None)), None), ended=fmt.has_ended(turn))
+
+
+def encode_result(
+    tokenizer: Any, fmt: CallFormat, text: str, max_tokens: int, place: ResultPlace | None = None
+) -> tuple[tuple[int, ...], str]:
     """Token ids and text of a tool result in its wrapper; the tool's text is cut to `max_tokens`, note included."""
     body = escape_protocol_tags(text, fmt.specs)
-    ids = _plain_ids(tokenizer, body)
+    ids = encode_plain(tokenizer, body)
     if len(ids) > max_tokens:
-        note = _ids(tokenizer, CUT_NOTE)
+        note = encode_text(tokenizer, CUT_NOTE)
         note = note if len(note) <= max_tokens else []
         kept = ids[: max(0, max_tokens - len(note))]
         for _ in range(3):  # a character has at most four tokens; do not end inside one
-            if kept and _text(tokenizer, kept).endswith("\ufffd"):
+            if kept and decode(tokenizer, kept).endswith("\ufffd"):
                 kept.pop()
-        ids, body = kept + note, _text(tokenizer, kept) + (CUT_NOTE if note else "")
-    before, after = fmt.wrapper(tokenizer)
-    return (*_ids(tokenizer, before), *ids, *_ids(tokenizer, after)), f"{before}{body}{after}"
+        ids, body = kept + note, decode(tokenizer, kept) + (CUT_NOTE if note else "")
+    if (changed := fmt.transform(body)) != body:
+        ids, body = encode_plain(tokenizer, changed), changed
+    before, after = fmt.wrapper(tokenizer, place or ResultPlace())
+    return (*encode_text(tokenizer, before), *ids, *encode_text(tokenizer, after)), f"{before}{body}{after}"
 
 
 def wrap_result(fmt: CallFormat, text: str, max_chars: int) -> str:
@@ -251,7 +502,7 @@ def wrap_result(fmt: CallFormat, text: str, max_chars: int) -> str:
     body = escape_protocol_tags(text, fmt.specs)
     if len(body) > max_chars:
         body = body[: max(0, max_chars - len(CUT_NOTE))] + CUT_NOTE
-    before, after = fmt.wrapper(None)
+    before, after = fmt.wrapper(None, ResultPlace())
     return f"{before}{body}{after}"
 
 
@@ -261,7 +512,7 @@ def escape_protocol_tags(text: str, specs: Sequence[ToolSpec]) -> str:
     return re.sub(rf"<(?=[\s/]*(?:{names})\b)", "\u2039", text, flags=re.IGNORECASE)
 
 
-def _call_body(text: str, tag: str, tags: Sequence[str]) -> tuple[str, str | None]:
+def _call_body(text: str, tag: str, tags: Sequence[str], may_be_empty: bool = False) -> tuple[str, str | None]:
     """The body of the call that `</tag>` ends, and its error if there is one. Tags in a closed <think> do not count."""
     turn = text.partition(f"</{tag}>")[0].rpartition("</think>")[2]
     if f"<{tag}>" not in turn:
@@ -273,7 +524,9 @@ def _call_body(text: str, tag: str, tags: Sequence[str]) -> tuple[str, str | Non
     blank = len(body) - len(body.lstrip())
     body = body[body.rfind("\n", 0, blank) + 1 :]  # drop blank lines, keep the indentation of the first line of code
     body = body if "\n" in body else body.strip()
-    return body, None if body else f"Error: the call is empty; write what you want between <{tag}> and </{tag}>."
+    if body or may_be_empty:
+        return body, None
+    return body, f"Error: the call is empty; write what you want between <{tag}> and </{tag}>."
 
 
 def _json_call(body: str, names: Sequence[str]) -> ToolCall:
@@ -288,92 +541,52 @@ def _json_call(body: str, names: Sequence[str]) -> ToolCall:
     name = value.get("name") if isinstance(value, dict) else None
     if not isinstance(name, str):
         return ToolCall("", {}, f"Error: the call is not a JSON object with a name; {shape}.")
-    if name not in names:
-        near = difflib.get_close_matches(name[:100], names, n=1)
-        hint = f" Did you mean {near[0]}?" if near else ""
-        return ToolCall(name, {}, f"Error: there is no tool {name[:100]!r}.{hint} Available: {', '.join(names)}.")
-    if not isinstance(args, dict):
-        return ToolCall(name, {}, f"Error: the arguments of {name} are not a JSON object; {shape}.")
-    return ToolCall(name, args)
+    return check_call(name, args, names)
 
 
-def _instructions(tools: Iterable[str], how: str) -> str:
+def _tools_prompt(tools: Iterable[str], how: str) -> str:
     listed = "\n".join(f"- {line}" for line in tools)
-    use = f" You can use these tools:\n{listed}\n{how}\n" if listed else " "
-    end = r"End with exactly one <answer>\boxed{...}</answer> that holds only the final answer."
-    return f"Answer the question. Reason step by step in <think>...</think>.{use}{end}"
+    return f"You can use these tools:\n{listed}\n{how}" if listed else ""
 
 
-def _ignores_system(tokenizer: Any) -> bool:
+def _rendered(tokenizer: Any, fmt: CallFormat | None) -> dict[str, Rendered]:
+    """All chats in the tokenizer's template, with the tools and arguments of the format."""
+    if fmt is None:
+        return render_chats(tokenizer, _chats())
+    return render_chats(tokenizer, _chats(fmt.template_tools), fmt.template_arguments)
+
+
+def _ignores_system(tokenizer: Any, fmt: CallFormat | None) -> bool:
     """Whether the chat template accepts a system message and writes nothing for it."""
     if not getattr(tokenizer, "chat_template", None):
         return False
-    chats = render_chats(tokenizer, _CHATS)
+    chats = _rendered(tokenizer, fmt)
     with_system, without = chats["system and user, no turn"].text, chats["user, no turn"].text
     return with_system is not None and "system" in tokenizer.chat_template and with_system == without
 
 
-def _pieces(tokenizer: Any, chat: str) -> tuple[str, str, str] | None:
+def _pieces(tokenizer: Any, chat: str, fmt: CallFormat | None) -> tuple[str, str, str] | None:
     """The chat template's text before, between and after the two slots; None if it raises or drops one."""
-    text = render_chats(tokenizer, _CHATS)[chat].text or ""
+    text = _rendered(tokenizer, fmt)[chat].text or ""
     before, _, rest = text.partition(_SLOT_1)
     between, found, after = rest.partition(_SLOT_2)
     return (before, between, after) if found and text.count(_SLOT_1) == text.count(_SLOT_2) == 1 else None
 
 
-def _turn_wrapper(tokenizer: Any) -> tuple[str, str]:
+def _turn_wrapper(tokenizer: Any, fmt: CallFormat) -> tuple[str, str]:
     """The text from the end of a turn to a tool's text, and from there to the next turn."""
     if getattr(tokenizer, "chat_template", None):
         for chat in ("tool result", "tool result of the user"):
-            pieces = _pieces(tokenizer, chat)
+            pieces = _pieces(tokenizer, chat, fmt)
             if pieces is not None:
                 return pieces[1:]
     return "\n<tool_response>\n", "\n</tool_response>\n"
 
 
-def _follow_up_pieces(tokenizer: Any) -> tuple[str, str] | None:
+def _follow_up_pieces(tokenizer: Any, fmt: CallFormat | None) -> tuple[str, str] | None:
     """The text between a turn and the user's next message, and after that message."""
     if not getattr(tokenizer, "chat_template", None):
         return None
-    pieces = _pieces(tokenizer, "next question")
-    answered = render_chats(tokenizer, _CHATS)["answer, no turn"].text or ""
+    pieces = _pieces(tokenizer, "next question", fmt)
+    answered = _rendered(tokenizer, fmt)["answer, no turn"].text or ""
     return pieces[1:] if pieces is not None and answered.partition(_SLOT_1)[2].strip() else None
-
-
-@lru_cache(maxsize=8)
-def _control_tokens(tokenizer: Any, size: int, tags: bool) -> tuple[tuple[str, ...], frozenset[int]]:
-    """Texts and ids of control tokens: special ones and, unless `tags`, added ones that look like markup."""
-    special = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
-    for index, token in tokenizer.added_tokens_decoder.items():
-        if token.special or (not tags and token.content.startswith(("<", "["))):
-            special[token.content] = index
-    return tuple(special), frozenset(special.values()) - {tokenizer.unk_token_id}
-
-
-def _plain_ids(tokenizer: Any, text: str, *, tags: bool = False) -> list[int]:
-    """Ids of external text. Every control token in it is split in two before encoding, so that none can result."""
-    control, banned = _control_tokens(tokenizer, len(tokenizer), tags)
-    present = tuple(token for token in control if token in text)
-    cuts = [i + 1 for i in range(len(text)) if text.startswith(present, i)] if present else []
-    parts = [text[start:end] for start, end in pairwise((0, *cuts, len(text)))]
-    encoded: list[list[int]] = _encode(tokenizer, parts)
-    return [i for ids in encoded for i in ids if i not in banned]
-
-
-def _ids(tokenizer: Any, text: str) -> list[int]:
-    ids: list[int] = _encode(tokenizer, text)
-    return ids
-
-
-def _encode(tokenizer: Any, text: str | list[str]) -> Any:
-    try:
-        return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":  # of tokenizers: a regular expression that backtracks too much
-            raise
-        raise ArpoError(f"the model's tokenizer fails: {error}"[:300]) from error
-
-
-def _text(tokenizer: Any, ids: list[int]) -> str:
-    text: str = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return text

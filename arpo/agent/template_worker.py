@@ -2,8 +2,9 @@
 
     python template_worker.py CPU_SECONDS MEMORY_BYTES MAX_TEXT < request.json > reply.json
 
-The request has the `template`, the special `tokens`, and `chats`: lists of messages, each with whether a generation
-prompt is added. The reply has a pair for each chat: its text and null, or null and the error that the template raised.
+The request has the `template`, its `arguments` (special tokens and others), and `chats`: lists of messages, each with
+whether a generation prompt is added and with the tools. The reply has a pair for each chat: its text and null, or null
+and the error that the template raised.
 A text of more than MAX_TEXT characters takes too much memory.
 
 Guarantees: the process ends when a limit is reached, by SIGXCPU or a MemoryError. A template can import nothing, and
@@ -95,7 +96,10 @@ def _forbid(event: str, args: tuple[Any, ...]) -> None:
 
 
 def render(
-    template: str, tokens: dict[str, str], chats: list[tuple[list[dict[str, str]], bool]], max_text: int
+    template: str,
+    arguments: dict[str, Any],
+    chats: list[tuple[list[dict[str, Any]], bool, list[dict[str, Any]] | None]],
+    max_text: int,
 ) -> list[tuple[str | None, str | None]]:
     """The text of each chat, or the error that the template raises."""
     environment = ImmutableSandboxedEnvironment(
@@ -109,10 +113,12 @@ def render(
         "namespace": _Attributes,
     }
     found: list[tuple[str | None, str | None]] = []
-    for messages, add_generation_prompt in chats:
-        given = {"tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
+    compiled = None
+    for messages, add_generation_prompt, tools in chats:
+        given = {"tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
         try:
-            text = environment.from_string(template).render(**tokens, **given, messages=messages)
+            compiled = compiled or environment.from_string(template)
+            text = compiled.render({**arguments, **given, "messages": messages})
         except MemoryError:
             raise
         except Exception as error:  # a template may raise anything
@@ -137,9 +143,9 @@ def main() -> None:
     set_limits(cpu_seconds, memory_bytes)
     request = json.load(sys.stdin)
     warm_up = "{{ strftime_now('%d') | tojson | pprint | wordwrap }}{{ lipsum(n=1) }}{{ raise_exception('') }}"
-    render(warm_up, {}, [([], False)], max_text)  # imports what is imported on first use
+    render(warm_up, {}, [([], False, None)], max_text)  # imports what is imported on first use
     sys.addaudithook(_forbid)
-    json.dump(render(request["template"], request["tokens"], request["chats"], max_text), sys.stdout)
+    json.dump(render(request["template"], request["arguments"], request["chats"], max_text), sys.stdout)
 
 
 if __name__ == "__main__":

@@ -3,12 +3,12 @@
 A row has one of three layouts:
 
     {"messages": [...]}                     OpenAI's: one user message, then assistant and tool messages, alternating
-    {"question": ..., "text": ...}          what follows the question, with tags and <result>...</result>
+    {"question": ..., "text": ...}          what follows the question, with tags and <result>...</result>; calls in
+                                            tags are brought into the run's format
     {"question": ..., "segments": [...]}    the same in pieces, {"by": "model" or "tool", "text": ...}, taken verbatim
 
 Guarantees: every row becomes a trace or a problem that names the row and says why. Each turn of the model ends where
-sampling would have stopped: at a call that can be parsed, or at the closed answer. System messages are left out, since
-the prompt explains the tools.
+sampling would have stopped: at a call that can be parsed, or at the closed answer. A system message is the task's own.
 Not covered: whether a call's arguments make sense and what a tool would return; several calls in one turn.
 """
 
@@ -19,7 +19,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from arpo.agent.formats import ANSWER_STOP, CallFormat
+from arpo.agent.formats import ANSWER_STOP, CallFormat, TagFormat
 from arpo.data.rows import read_rows, source_name
 from arpo.data.tasks import Row, Segment, Trace, question_of
 from arpo.types import Kind, Task, ToolCall
@@ -61,6 +61,9 @@ def check_segments(segments: Sequence[Segment], fmt: CallFormat) -> None:
 
 
 def _check_turn(text: str, last: bool, fmt: CallFormat) -> None:
+    if not fmt.stops or (last and fmt.answer != "tag"):
+        _check_ended_turn(text, last, fmt)
+        return
     found = [(text.index(stop), stop) for stop in fmt.stops if stop in text]
     place, stop = min(found, default=(0, None))
     if stop is None or text[place + len(stop) :].strip() or (stop == ANSWER_STOP) != last:
@@ -68,9 +71,26 @@ def _check_turn(text: str, last: bool, fmt: CallFormat) -> None:
         expected = ANSWER_STOP if last else calls
         found_stop = "holds neither a call nor an answer" if stop is None else f"stops at the first {stop}"
         raise ValueError(f"a turn {found_stop}, expected it to end with its first {expected}: {_short(text)}")
-    call = None if last else fmt.find_call(text, stop)
-    if call is not None and call.error is not None:
-        raise ValueError(f"a call cannot be parsed: {call.error}")
+    _check_calls(fmt.find_calls(text, stop))
+
+
+def _check_ended_turn(text: str, last: bool, fmt: CallFormat) -> None:
+    """Check a turn of a format in which turns end with a token, not with a stop string."""
+    calls = fmt.find_calls(text, None)
+    if bool(calls) == last:
+        what = "with a call is the last one" if calls else "that is not the last one holds no call"
+        raise ValueError(f"a turn {what}: {_short(text)}")
+    if last and not fmt.is_answered(text, None):
+        raise ValueError(f"the last turn holds no answer that answer.parse={fmt.answer} can read: {_short(text)}")
+    if len(calls) > 1:
+        raise ValueError(f"{len(calls)} calls in one turn; only one at a time is supported in traces")
+    _check_calls(calls)
+
+
+def _check_calls(calls: Sequence[ToolCall]) -> None:
+    for call in calls:
+        if call.error is not None:
+            raise ValueError(f"a call cannot be parsed: {call.error}")
 
 
 def _parse_trace(row: Row, name: str, fmt: CallFormat) -> Trace:
@@ -80,14 +100,30 @@ def _parse_trace(row: Row, name: str, fmt: CallFormat) -> Trace:
         raise ValueError(f"expected one of the columns {', '.join(LAYOUTS)}, got {got}")
     value = row[layouts[0]]
     if layouts == ["messages"]:
-        question, segments = _from_messages(value, fmt)
+        question, system, segments = _from_messages(value, fmt)
     else:
-        question = question_of(row)
+        question, system = question_of(row), ""
         segments = _from_text(value) if layouts == ["text"] else _from_segments(value)
+        segments = [(kind, _translate(text, fmt) if kind is Kind.MODEL else text) for kind, text in segments]
+    last = len(segments) - 1
+    segments = [
+        (kind, fmt.end_turn(text, number == last) if kind is Kind.MODEL else text)
+        for number, (kind, text) in enumerate(segments)
+    ]
     check_segments(segments, fmt)
     answer = row.get("answer")
-    answers = tuple(map(str, answer if isinstance(answer, list) else [answer])) if answer else ("unknown",)
-    return Trace(Task(str(row.get("id") or name), question, answers), tuple(segments))
+    answers = tuple(map(str, answer if isinstance(answer, list) else [answer])) if answer else ()
+    return Trace(Task(str(row.get("id") or name), question, answers, system=system), tuple(segments))
+
+
+def _translate(text: str, fmt: CallFormat) -> str:
+    """A turn in the run's format, if its call is written in tags; else as it stands."""
+    tags = TagFormat(fmt.specs)
+    stop = min(((text.index(stop), stop) for stop in tags.call_stops if stop in text), default=(0, None))[1]
+    if fmt.name == tags.name or stop is None:
+        return text
+    [call] = tags.find_calls(text, stop)
+    return text if call.error is not None else fmt.write_turn(text[: text.rindex(f"<{call.name}>")].rstrip(), call)
 
 
 def _from_segments(value: Any) -> list[Segment]:
@@ -110,10 +146,12 @@ def _from_text(value: Any) -> list[Segment]:
     return segments if segments[-1][1] else segments[:-1]
 
 
-def _from_messages(value: Any, fmt: CallFormat) -> tuple[str, list[Segment]]:
+def _from_messages(value: Any, fmt: CallFormat) -> tuple[str, str, list[Segment]]:
+    """The question, the system message and the segments of a conversation."""
     if not isinstance(value, list) or not all(isinstance(message, Mapping) for message in value):
         raise ValueError("messages should be a list of objects with role and content")
     messages = [message for message in value if message.get("role") != "system"]
+    system = "\n\n".join(_content(message).strip() for message in value if message.get("role") == "system")
     roles = [message.get("role") for message in messages]
     if roles[:1] != ["user"] or not {*roles[1:]} <= {"assistant", "tool"}:
         shown = ", ".join(map(str, roles)) or "none"
@@ -122,7 +160,7 @@ def _from_messages(value: Any, fmt: CallFormat) -> tuple[str, list[Segment]]:
         (Kind.TOOL, _content(message)) if message["role"] == "tool" else (Kind.MODEL, _assistant_text(message, fmt))
         for message in messages[1:]
     ]
-    return _content(messages[0]), segments
+    return _content(messages[0]), system, segments
 
 
 def _assistant_text(message: Mapping[str, Any], fmt: CallFormat) -> str:
@@ -130,6 +168,7 @@ def _assistant_text(message: Mapping[str, Any], fmt: CallFormat) -> str:
     text, calls = _content(message), message.get("tool_calls") or []
     if len(calls) > 1:
         raise ValueError(f"{len(calls)} calls in one message; only one at a time is supported")
+    made = None
     for call in calls:
         function = call.get("function") if isinstance(call, Mapping) else None
         name, args = (
@@ -142,8 +181,8 @@ def _assistant_text(message: Mapping[str, Any], fmt: CallFormat) -> str:
                 raise ValueError(f"the arguments of a call are not JSON ({error})") from None
         if not isinstance(name, str) or not isinstance(args, Mapping):
             raise ValueError(f"a call should have a function with name and arguments, got {_short(call)}")
-        text += fmt.write_call(ToolCall(name, dict(args)))
-    return text.rstrip()
+        made = ToolCall(name, dict(args))
+    return fmt.write_turn(text, made).rstrip()
 
 
 def _content(message: Mapping[str, Any]) -> str:

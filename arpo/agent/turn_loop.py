@@ -1,4 +1,4 @@
-"""The turn loop: sample a turn, find its tool call, make the call, append the result, until the trajectory ends.
+"""The turn loop: sample a turn, find its tool calls, make them, append the results, until the trajectory ends.
 
 Rollouts, chat and endpoint evaluation all run this loop. They differ in what samples a turn and in how results are
 appended (token ids or messages); a `Dialogue` holds these differences.
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from arpo.agent.formats import ANSWER_STOP, CallFormat
+from arpo.agent.formats import ANSWER_STOP, CallFormat, ResultPlace
 from arpo.types import Completion, Fault, SamplingParams, StopReason, ToolCall, ToolResult
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ class Turn:
     text: str
     finish: str
     stop: str | None = None
+    calls: tuple[ToolCall, ...] | None = None  # where they do not stand in the text
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,10 @@ class Dialogue(Protocol):
     tool_calls: int  # made so far; the loop counts them
 
     @property
+    def done(self) -> bool:
+        """Whether the environment has ended the trajectory."""
+
+    @property
     def remaining_tokens(self) -> int:
         """How many tokens may still be added."""
 
@@ -64,7 +69,7 @@ class Dialogue(Protocol):
     async def call_tool(self, call: ToolCall) -> ToolResult:
         """Make a call."""
 
-    def encode_result(self, text: str) -> EncodedResult:
+    def encode_result(self, text: str, place: ResultPlace) -> EncodedResult:
         """A tool's text in its wrapper, truncated to the limit for results."""
 
     def append_result(self, call: ToolCall, result: ToolResult, encoded: EncodedResult, seconds: float) -> None:
@@ -79,30 +84,45 @@ async def run_turns(
         if dialogue.remaining_tokens < 1:
             return StopReason.LENGTH
         turn = await dialogue.sample_turn()
-        if turn.finish != "stop":
+        if turn.finish not in ("stop", "eos"):
             return _STOP_REASONS[turn.finish]
-        if turn.stop == ANSWER_STOP:
-            return StopReason.ANSWER
-        if dialogue.tool_calls == max_tool_calls:
-            return StopReason.MAX_TOOL_CALLS
-        dialogue.tool_calls += 1
-        call = fmt.find_call(turn.text, turn.stop) or ToolCall("", {}, "no tool call was found")
-        started = time.monotonic()
-        stop_reason: StopReason | None = None
-        try:
-            async with asyncio.timeout(None if deadline is None else deadline - started):
-                result = await dialogue.call_tool(call)
-        except TimeoutError:
-            stop_reason = StopReason.MAX_SECONDS
-            result = ToolResult("The trajectory's time was up.", Fault.TIMEOUT)
-        encoded = dialogue.encode_result(result.text)
-        if stop_reason is None and encoded.num_tokens >= dialogue.remaining_tokens:
-            stop_reason = StopReason.LENGTH
-        if stop_reason is not None:
-            encoded = EncodedResult(encoded.text, 0)
-        dialogue.append_result(call, result, encoded, time.monotonic() - started)
-        if stop_reason is not None:
-            return stop_reason
+        stop = turn.stop if turn.finish == "stop" else None
+        calls = fmt.find_calls(turn.text, stop) if turn.calls is None else turn.calls
+        if not calls and stop not in (None, ANSWER_STOP):
+            calls = (ToolCall("", {}, "no tool call was found"),)
+        if not calls:
+            return StopReason.ANSWER if fmt.is_answered(turn.text, stop) else StopReason.EOS
+        for number, call in enumerate(calls):
+            previous = calls[number - 1] if number else None
+            place = ResultPlace(call, number, len(calls), fmt.has_ended(turn.text), previous)
+            stop_reason = await _run_call(dialogue, place, max_tool_calls, deadline)
+            if stop_reason is not None:
+                return stop_reason
+
+
+async def _run_call(
+    dialogue: Dialogue, place: ResultPlace, max_tool_calls: int, deadline: float | None
+) -> StopReason | None:
+    """Make a call and append its result. Returns why the trajectory ends here, if it does."""
+    if dialogue.tool_calls == max_tool_calls:
+        return StopReason.MAX_TOOL_CALLS
+    dialogue.tool_calls += 1
+    assert place.call is not None
+    started = time.monotonic()
+    stop_reason: StopReason | None = None
+    try:
+        async with asyncio.timeout(None if deadline is None else deadline - started):
+            result = await dialogue.call_tool(place.call)
+    except TimeoutError:
+        stop_reason = StopReason.MAX_SECONDS
+        result = ToolResult("The trajectory's time was up.", Fault.TIMEOUT)
+    encoded = dialogue.encode_result(result.text, place)
+    if stop_reason is None and encoded.num_tokens >= dialogue.remaining_tokens:
+        stop_reason = StopReason.LENGTH
+    if stop_reason is not None:
+        encoded = EncodedResult(encoded.text, 0)
+    dialogue.append_result(place.call, result, encoded, time.monotonic() - started)
+    return StopReason.DONE if stop_reason is None and dialogue.done else stop_reason
 
 
 def sampling_params(settings: Rollout, fmt: CallFormat, max_tokens: int, seed: int) -> SamplingParams:

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 
-from arpo.types import Fault, Kind, RolloutTree, ScoredTree, ToolResult, Trajectory, percentile
+from arpo.config.schema import Rollout
+from arpo.rewards import WRONG_FORMAT, FormatFault, reward_metrics
+from arpo.types import Fault, Kind, RolloutTree, ScoredTree, StopReason, ToolResult, Trajectory, percentile
+
+LIMITS = {
+    StopReason.MAX_TOOL_CALLS: "max_tool_calls",
+    StopReason.LENGTH: "max_tokens",
+    StopReason.MAX_SECONDS: "max_seconds",
+}
+"""The setting of `[rollout]` that a trajectory was cut off by, by its stop reason."""
 
 
 def rollout_metrics(scored: Sequence[ScoredTree], probe_tokens: int) -> dict[str, float]:
@@ -21,12 +31,11 @@ def rollout_metrics(scored: Sequence[ScoredTree], probe_tokens: int) -> dict[str
     decisions = [node.decision for node in nodes if node.decision is not None]
     trajectories = [trajectory for tree in trees for trajectory in tree.trajectories]
     return {
-        "reward": fmean(reward.total for reward in every),
-        "accuracy": fmean(reward.parts["correct"] for reward in every),
-        "format": fmean(reward.parts["format"] for reward in every),
+        **reward_metrics(every),
         "informative_groups": fmean(one.has_learning_signal for one in scored),
         "questions": len(trees),
         "trajectories": len(trajectories),
+        "truncated": fmean(trajectory.stop_reason in LIMITS for trajectory in trajectories),
         "masked_trajectories": sum(one.mask.count(False) for one in scored),
         "tool_calls": sum(tree.tool_calls for tree in trees),
         "calls_per_trajectory": sum(map(_num_calls, trajectories)) / len(trajectories),
@@ -40,6 +49,41 @@ def rollout_metrics(scored: Sequence[ScoredTree], probe_tokens: int) -> dict[str
         "unique_tokens": sum(tree.unique_tokens for tree in trees),
         "total_tokens": sum(tree.total_tokens for tree in trees),
         "tool_seconds": sum(node.seconds for node in nodes if node.kind is Kind.TOOL),
+    }
+
+
+def limit_warnings(scored: Sequence[ScoredTree], settings: Rollout) -> dict[str, str]:
+    """A sentence for each limit of `[rollout]` that cut off more than half of the trajectories, by the setting."""
+    return stop_warnings(Counter(leaf.stop_reason for one in scored for leaf in one.tree.leaves), settings)
+
+
+def stop_warnings(stops: Mapping[str, int], settings: Rollout) -> dict[str, str]:
+    """The same for numbers of trajectories by their stop reason."""
+    total = sum(stops.values())
+    return {
+        name: f"{cut_off} of {total} trajectories were cut off by rollout.{name}={getattr(settings, name)} "
+        "before an answer; raise it if the task needs more"
+        for reason, name in LIMITS.items()
+        if 2 * (cut_off := stops.get(reason, 0)) > total
+    }
+
+
+def format_warnings(scored: Sequence[ScoredTree]) -> dict[str, str]:
+    """A sentence with the commonest reason, if more than half of the trajectories have a wrong format, by its metric.
+
+    Reasons are counted by rule; what a rule's first trajectory got wrong stands for all.
+    """
+    rewards = [reward for one in scored for reward in one.rewards]
+    found: dict[FormatFault, list[str]] = {}
+    for fault in FormatFault:
+        found[fault] = [reward.note for reward in rewards if fault.part in reward.parts]
+    wrong, most = sum(map(len, found.values())), max(found, key=lambda fault: len(found[fault]))
+    if 2 * wrong <= len(rewards):
+        return {}
+    words = found[most][0].removeprefix(WRONG_FORMAT) or most
+    return {
+        most.part: f"{wrong} of {len(rewards)} trajectories have a wrong format; the commonest reason, in "
+        f"{len(found[most])}, is {words!r} ({most.part} in the metrics counts it)"
     }
 
 

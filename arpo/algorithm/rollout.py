@@ -10,7 +10,9 @@
 
 Guarantees: trajectories do not wait for each other; each one waits only for its own turns and tools. Sampled tokens are
 never tokenized again. No model output raises. All random numbers are derived from the seed: two rollouts differ only
-where the output or the timing of engine and tools does.
+where the output or the timing of engine and tools does. With an environment, every trajectory has a state of its own,
+which for a branch is a fork of the state where it branches off; a branch whose state cannot be made is not opened, and
+a trajectory from the prompt takes its place.
 Not covered: what a turn is and when a trajectory ends (see `arpo.agent.turn_loop`).
 """
 
@@ -25,15 +27,28 @@ from dataclasses import dataclass, replace
 
 from arpo.agent.agent import Agent
 from arpo.agent.detokenize import token_char_offsets
-from arpo.agent.formats import encode_result
+from arpo.agent.formats import ResultPlace, encode_result
 from arpo.agent.turn_loop import EncodedResult, Turn, generate_turn, run_turns, sampling_params
 from arpo.algorithm.branching import POSTHOC_POLICIES, balanced_num_initial, decide
 from arpo.config.schema import Branching, Rollout
+from arpo.environments.states import State, open_state
 from arpo.tools.executor import call_tool
-from arpo.types import Completion, Kind, Leaf, Node, RolloutTree, ScoredTree, Task, ToolCall, ToolResult, derive_seed
+from arpo.types import (
+    Completion,
+    Kind,
+    Leaf,
+    Node,
+    RolloutTree,
+    ScoredTree,
+    StopReason,
+    Task,
+    ToolCall,
+    ToolResult,
+    derive_seed,
+)
 
-ScoreFn = Callable[[RolloutTree], Awaitable[ScoredTree]]
-"""Returns a tree with the rewards of its leaves: `Scorer.score`."""
+ScoreFn = Callable[[RolloutTree, Sequence[State]], Awaitable[ScoredTree]]
+"""Returns a tree with the rewards of its leaves, given the final state of each if there is an environment."""
 
 
 async def sample_trees(
@@ -58,13 +73,12 @@ async def sample_trees(
         on_tree(scored)
         return scored
 
-    running = [asyncio.create_task(sample(task, seed)) for task, seed in zip(tasks, seeds, strict=True)]
     try:
-        return await asyncio.gather(*running)
-    finally:
-        for other in running:
-            other.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        async with asyncio.TaskGroup() as group:
+            running = [group.create_task(sample(task, seed)) for task, seed in zip(tasks, seeds, strict=True)]
+    except ExceptionGroup as several:
+        raise several.exceptions[0] from several
+    return [done.result() for done in running]
 
 
 async def sample_tree(
@@ -80,14 +94,14 @@ async def sample_tree(
 
     With `branching.fill = "informative"`, a tree whose first trajectories all earned the same is not filled.
     """
-    builder = _TreeBuilder(agent, task, settings, branching, seed, slots)
-    await builder.sample_initial()
-    if branching.fill == "informative" and builder.budget:
-        scored = await score(builder.tree())
-        if not scored.has_learning_signal:
-            return scored
-    await builder.fill()
-    return await score(builder.tree())
+    async with _open_builder(agent, task, settings, branching, seed, slots) as builder:
+        await builder.sample_initial()
+        if branching.fill == "informative" and (builder.budget or builder.not_opened):
+            scored = await score(builder.tree(), builder.final_states)
+            if not scored.has_learning_signal:
+                return scored
+        await builder.fill()
+        return await score(builder.tree(), builder.final_states)
 
 
 async def rollout(
@@ -102,10 +116,26 @@ async def rollout(
 
     A trajectory starts, and its time limit begins, when it gets one of the `slots`.
     """
-    builder = _TreeBuilder(agent, task, settings, branching, seed, slots)
-    await builder.sample_initial()
-    await builder.fill()
-    return builder.tree()
+    async with _open_builder(agent, task, settings, branching, seed, slots) as builder:
+        await builder.sample_initial()
+        await builder.fill()
+        return builder.tree()
+
+
+@asynccontextmanager
+async def _open_builder(
+    agent: Agent,
+    task: Task,
+    settings: Rollout,
+    branching: Branching,
+    seed: int,
+    slots: asyncio.Semaphore | None,
+) -> AsyncIterator[_TreeBuilder]:
+    """The builder of a task's tree, and the states of its trajectories, which are closed at the end of the block."""
+    async with open_state(agent.tools, task) as root:
+        failed = root is not None and not await root.try_prepare()
+        task = task if root is None else root.with_opening(task)
+        yield _TreeBuilder(agent, task, settings, branching, seed, slots, root, failed)
 
 
 class _TreeBuilder:
@@ -119,20 +149,31 @@ class _TreeBuilder:
         branching: Branching,
         seed: int,
         slots: asyncio.Semaphore | None,
+        root: State | None,
+        failed: bool,
     ) -> None:
+        self.root, self.failed = root, failed  # the state at the prompt, and whether it cannot be made
         self.agent, self.task, self.settings, self.branching, self.seed = agent, task, settings, branching, seed
         self.slots = slots or asyncio.Semaphore(settings.concurrency)
         prompt = agent.prompt(task)
         self.nodes = [Node(None, Kind.PROMPT, prompt, agent.tokenizer.decode(list(prompt)))]
         self.leaves: list[Leaf] = []
+        self.final_states: list[State] = []  # of the leaves, if there is an environment
+        self.saved_states: dict[int, State] = {}  # after tool results where branches may open later
         self.max_tokens = min(settings.max_tokens, agent.engine.capabilities.max_context - len(prompt))
         self.budget = settings.num_trajectories  # trajectories that may still be started
+        self.started = self.not_opened = 0  # trajectories, and those of them whose state could not be made
         self.defer_decisions = False
         self.task_group: asyncio.TaskGroup
 
+    @property
+    def branches_later(self) -> bool:
+        """Whether branches may open at a tool result after its trajectory has gone on."""
+        return self.defer_decisions or self.branching.policy in POSTHOC_POLICIES
+
     def tree(self) -> RolloutTree:
         """What has been sampled so far."""
-        return RolloutTree(self.task, tuple(self.nodes), tuple(self.leaves))
+        return RolloutTree(self.task, tuple(self.nodes), tuple(self.leaves), self.agent.format.name)
 
     async def sample_initial(self) -> None:
         """Sample the initial trajectories and the branches that they open."""
@@ -145,6 +186,7 @@ class _TreeBuilder:
         """Spend the rest of the budget, when all trajectories have ended."""
         while self.branching.policy in POSTHOC_POLICIES and self.budget:
             await self._branch_posthoc()
+        self.budget, self.not_opened = self.budget + self.not_opened, 0
         if self.budget:
             await self._run_from([0] * self.budget)
 
@@ -170,25 +212,48 @@ class _TreeBuilder:
         return _ActiveTrajectory(
             self,
             source,
-            self.settings.num_trajectories - self.budget,
+            self.started,
             self.settings.max_seconds,
             tool_calls=sum(node.kind is Kind.TOOL for node in above),
             tokens=sum(len(node.tokens) for node in above),
             initial_entropies=first[: self.branching.probe_tokens],
             already_probed=source > 0,
+            state=None if self.root is None else (self.saved_states[source] if source else self.root).branch(),
         )
 
     def _start(self, trajectory: _ActiveTrajectory) -> None:
         self.budget -= 1
+        self.started += 1
         self.task_group.create_task(self._run(trajectory))
 
     async def _run(self, trajectory: _ActiveTrajectory) -> None:
         """Run one trajectory to its end."""
         async with self.slots:
             trajectory.deadline = time.monotonic() + trajectory.seconds
-            max_tool_calls = self.settings.max_tool_calls
-            stop_reason = await run_turns(trajectory, self.agent.format, max_tool_calls, trajectory.deadline)
-            self.leaves.append(Leaf(trajectory.node, stop_reason))
+            if self.failed:
+                stop_reason = StopReason.ENVIRONMENT_FAILED
+            elif await self._has_state(trajectory):
+                max_tool_calls = self.settings.max_tool_calls
+                stop_reason = await run_turns(trajectory, self.agent.format, max_tool_calls, trajectory.deadline)
+            else:
+                return
+            self.leaves.append(Leaf(trajectory.node, stop_reason, self._answer(trajectory.node)))
+            if trajectory.state is not None:
+                self.final_states.append(trajectory.state)
+
+    async def _has_state(self, trajectory: _ActiveTrajectory) -> bool:
+        """Whether a branch has the state that it starts with. If it cannot be made, the branch is not opened."""
+        source, state = trajectory.node, trajectory.state
+        if state is None or not source or await state.try_prepare():
+            return True
+        await state.close()
+        self.not_opened += 1
+        decision = self.nodes[source].decision
+        if decision is not None and decision.branches:
+            reason = "a branch was not opened: the state there could not be made again"
+            decision = replace(decision, branches=decision.branches - 1, reason=reason)
+            self.nodes[source] = replace(self.nodes[source], decision=decision)
+        return False
 
     def branch_at(self, trajectory: _ActiveTrajectory, source: int, entropies: Sequence[float]) -> None:
         """Decide from the entropies after tool node `source` how many branches open there, and start them."""
@@ -205,9 +270,10 @@ class _TreeBuilder:
         self.nodes[source] = replace(self.nodes[source], decision=decision)
         trajectory.consecutive_branches = trajectory.consecutive_branches + 1 if decision.branches else 0
         for _ in range(decision.branches):
-            number = self.settings.num_trajectories - self.budget
             left = trajectory.deadline - time.monotonic()  # a branch inherits the remaining time
-            self._start(replace(trajectory, node=source, number=number, seconds=left, already_probed=True))
+            state = None if trajectory.state is None else trajectory.state.branch()
+            branch = replace(trajectory, node=source, number=self.started, seconds=left, already_probed=True)
+            self._start(replace(branch, state=state))
 
     async def _sample_balanced(self, weight: float) -> None:
         """AEPO: sample one trajectory; its entropies decide how many more start at the prompt and where it branches."""
@@ -272,6 +338,11 @@ class _TreeBuilder:
             at = self.nodes[at].parent
         return nodes[::-1]
 
+    def _answer(self, index: int) -> str | None:
+        """The answer of a trajectory that ends with this node."""
+        node = self.nodes[index]
+        return self.agent.format.read_answer(node.text) if node.kind is Kind.MODEL else None
+
     def prefix_tokens(self, index: int) -> list[int]:
         """All token ids from the root to the end of a node."""
         return [token for node in self._prefix(index) for token in node.tokens]
@@ -296,6 +367,11 @@ class _ActiveTrajectory:
     initial_entropies: tuple[float, ...] = ()  # of its first tokens
     consecutive_branches: int = 0  # branch points in a row just above
     already_probed: bool = False  # it starts at a tool result where the decision has been made
+    state: State | None = None  # of the environment, if there is one
+
+    @property
+    def done(self) -> bool:
+        return self.state is not None and self.state.done
 
     @property
     def remaining_tokens(self) -> int:
@@ -346,14 +422,16 @@ class _ActiveTrajectory:
         self.initial_entropies = self.initial_entropies or completion.entropies[: self.builder.branching.probe_tokens]
 
     async def call_tool(self, call: ToolCall) -> ToolResult:
-        return await call_tool(self.builder.agent.tools, call)
+        return await call_tool(self.builder.agent.tools, call, self.builder.task, self.state)
 
-    def encode_result(self, text: str) -> EncodedResult:
+    def encode_result(self, text: str, place: ResultPlace) -> EncodedResult:
         agent = self.builder.agent
-        tokens, text = encode_result(agent.tokenizer, agent.format, text, agent.result_tokens)
+        tokens, text = encode_result(agent.tokenizer, agent.format, text, agent.result_tokens, place)
         return EncodedResult(text, len(tokens), tokens)
 
     def append_result(self, call: ToolCall, result: ToolResult, encoded: EncodedResult, seconds: float) -> None:
         node = Node(self.node, Kind.TOOL, encoded.tokens, encoded.text, call=call, result=result, seconds=seconds)
         self.node = self.builder.add(node)
         self.tokens += len(encoded.tokens)
+        if self.state is not None and self.builder.branches_later:
+            self.builder.saved_states[self.node] = self.state.branch()

@@ -1,4 +1,4 @@
-"""The cold start: the base model that comes with the package imitates traces of the toy world.
+"""The cold start: the base model that comes with the package imitates traces of the toy world or the labyrinth.
 
 It takes about half a minute on two cores. The result is a Hugging Face directory in the cache, named by a hash of
 everything it depends on, and is made once. Pretraining uses the same supervised training on token rows: only marked
@@ -13,9 +13,11 @@ import math
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib import resources
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +25,14 @@ import torch
 from torch.nn import functional
 
 from arpo.agent.formats import CallFormat, build_format
+from arpo.builtin import labyrinth
+from arpo.builtin.model import add_words
 from arpo.builtin.traces import TRACES_PER_WORLD, CallTool, write_traces
 from arpo.builtin.world import World, build_world
-from arpo.config.schema import Config, Model
+from arpo.config.schema import Coldstart, Config, Model
 from arpo.data.task_set import Progress
 from arpo.data.tasks import Trace
+from arpo.environments.labyrinth import Labyrinth
 from arpo.errors import ArpoError
 from arpo.models.load import load_model
 from arpo.models.save import save_pretrained
@@ -39,6 +44,7 @@ from arpo.training.sft_examples import encode_trace
 from arpo.types import Kind, ToolCall
 
 RECIPE = 1  # raise this when the same settings should give another model
+LABYRINTH_LR_SCALE = 4
 Row = tuple[list[int], list[bool]]
 """Token ids, and which of them are trained on."""
 
@@ -50,16 +56,47 @@ def cache_dir() -> Path:
 
 
 def cold_start(config: Config, progress: Progress) -> Path:
-    """The directory of the cold-started model; it is trained now if the cache does not have it."""
-    world = build_world(config.world)
-    directory = cache_dir() / f"tiny-{_fingerprint(config, world)}"
+    """The directory of the model cold-started for the world; it is trained now if the cache does not have it."""
+    world, settings = build_world(config.world), config.coldstart
+
+    def write(count: int) -> list[list[Trace]]:
+        return [write_traces(world, count, tool_caller(config), settings.seed, config.world.difficulty)]
+
+    return _cold_start(settings, config.world.difficulty, write, list(world_tools(config, world).values()), progress)
+
+
+def labyrinth_cold_start(config: Config, progress: Progress) -> Path:
+    """The directory of the model cold-started for the labyrinth; it is trained now if the cache does not have it.
+
+    The base knows neither its tags nor its sentences, so there are two stages, and larger steps than for the world.
+    The first stage, in which half of the decisions follow the note, teaches to remember it; the second one the habits.
+    """
+    settings = config.coldstart.model_copy(update={"lr": LABYRINTH_LR_SCALE * config.coldstart.lr})
+    stages = [config.labyrinth.model_copy(update={"difficulty": 0.5}), config.labyrinth]
+
+    def write(count: int) -> list[list[Trace]]:
+        return [labyrinth.write_traces(stage, count, settings.seed) for stage in stages]
+
+    return _cold_start(settings, config.labyrinth.difficulty, write, Labyrinth().tools(), progress, labyrinth.WORDS)
+
+
+def _cold_start(
+    settings: Coldstart,
+    difficulty: float,
+    write: Callable[[int], list[list[Trace]]],
+    tools: Sequence[Tool],
+    progress: Progress,
+    words: Mapping[str, str] | None = None,
+) -> Path:
+    """The directory of the base model after imitating traces, stage by stage; `words` become tokens."""
+    directory = cache_dir() / f"tiny-{_fingerprint(settings, difficulty, write(TRACES_PER_WORLD), words)}"
     if not (directory / "config.json").is_file():
         unfinished = directory.with_name(f"{directory.name}.{os.getpid()}.tmp")
         try:
             unfinished.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ArpoError(f"{cache_dir()}: {error.strerror}; set ARPO_CACHE to a folder to write to") from None
-        save_pretrained(*train_from_base(config, world, progress), unfinished)
+        save_pretrained(*_train_from_base(settings, write, tools, progress, words), unfinished)
         try:
             unfinished.rename(directory)
         except OSError:  # another process was faster; its model is the same
@@ -67,17 +104,22 @@ def cold_start(config: Config, progress: Progress) -> Path:
     return directory
 
 
-def train_from_base(config: Config, world: World, progress: Progress) -> tuple[Any, Any]:
-    """The base model after imitating traces of the world's difficulty, and its tokenizer."""
-    settings = config.coldstart
+def _train_from_base(
+    settings: Coldstart,
+    write: Callable[[int], list[list[Trace]]],
+    tools: Sequence[Tool],
+    progress: Progress,
+    words: Mapping[str, str] | None,
+) -> tuple[Any, Any]:
     with resources.as_file(resources.files("arpo.builtin").joinpath("base")) as base:
         model, tokenizer = load_model(Model(path=str(base), device="cpu"))  # the same result on every machine
+    if words:
+        add_words(model, tokenizer, words, settings.seed)
     progress(0, settings.steps, math.nan)
-    traces = write_traces(world, settings.traces, tool_caller(config), settings.seed, config.world.difficulty)
-    fmt = build_format("tags", [tool.spec for tool in world_tools(config, world).values()])
-    rows = trace_rows(traces, tokenizer, fmt)
-    batches = batch_rows(lambda: rows, settings.batch_tokens, random.Random(settings.seed))
-    imitate(model, batches, settings.steps, settings.lr, progress)
+    fmt, rng = build_format("tags", [tool.spec for tool in tools]), random.Random(settings.seed)
+    stages = [trace_rows(traces, tokenizer, fmt) for traces in write(settings.traces)]
+    batches = (islice(batch_rows(rows.copy, settings.batch_tokens, rng), settings.steps) for rows in stages)
+    imitate(model, chain.from_iterable(batches), len(stages) * settings.steps, settings.lr, progress)
     return model.eval(), tokenizer
 
 
@@ -92,22 +134,27 @@ def tool_caller(config: Config) -> Callable[[World], CallTool]:
 
     def for_world(world: World) -> CallTool:
         tools = world_tools(config, world)
+        thread = ThreadPoolExecutor(1)  # the caller's own may run an event loop already, as in a notebook
 
         @cache
         def call(name: str, argument: str) -> str:
             made = ToolCall(name, {tools[name].spec.main_argument: argument})
-            return asyncio.run(call_tool(tools, made)).text
+            return thread.submit(asyncio.run, call_tool(tools, made)).result().text
 
         return call
 
     return for_world
 
 
-def _fingerprint(config: Config, world: World) -> str:
-    """A hash of what the model is made from: the recipe, the settings, a sample of the traces, the base."""
-    settings = config.coldstart
-    traces = write_traces(world, TRACES_PER_WORLD, tool_caller(config), settings.seed, config.world.difficulty)
-    digest = hashlib.sha256(f"{RECIPE} {settings.model_dump_json()} {torch.__version__} {traces!r}".encode())
+def _fingerprint(
+    settings: Coldstart, difficulty: float, stages: list[list[Trace]], words: Mapping[str, str] | None
+) -> str:
+    """A hash of what the model is made from: the recipe, the settings, a sample of the traces, the base, new words.
+
+    The sample is often the same for two difficulties that are close.
+    """
+    made_of = f"{RECIPE} {settings.model_dump_json()} {difficulty} {torch.__version__} {stages!r} {words!r}"
+    digest = hashlib.sha256(made_of.encode())
     base = resources.files("arpo.builtin").joinpath("base")
     for name in sorted(path.name for path in base.iterdir()):
         digest.update(base.joinpath(name).read_bytes())

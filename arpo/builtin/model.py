@@ -6,7 +6,7 @@ one token, so a name is two tokens and a number is one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -62,3 +62,18 @@ def build_model(tokenizer: Any, hidden: int, layers: int, max_context: int, seed
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return LlamaForCausalLM(config)
+
+
+def add_words(model: Any, tokenizer: Any, words: Mapping[str, str], seed: int) -> None:
+    """Make each of these words one token; its embedding starts near that of the token it is mapped to."""
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words])
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    table_VH = model.get_input_embeddings().weight.data
+    like_W = [_single_token(tokenizer, word) for word in words.values()]
+    noise_WH = torch.randn((len(words), table_VH.shape[1]), generator=torch.Generator().manual_seed(seed))
+    table_VH[-len(words) :] = table_VH[like_W] + 0.3 * table_VH.std(dim=0) * noise_WH
+
+
+def _single_token(tokenizer: Any, word: str) -> int:
+    (token,) = tokenizer(word, add_special_tokens=False).input_ids
+    return int(token)

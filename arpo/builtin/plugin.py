@@ -1,4 +1,4 @@
-"""The built-in task plug-in: questions and documents of the toy world, and the small model cold-started for them.
+"""The built-in task plug-ins: the toy world and the labyrinth, each with the small model cold-started for it.
 
 Light: torch is imported only when the model is asked for.
 """
@@ -8,12 +8,14 @@ from __future__ import annotations
 from functools import lru_cache
 from pathlib import Path
 
+from arpo.builtin.labyrinth import build_labyrinths
 from arpo.builtin.world import build_world
 from arpo.config.schema import Config
 from arpo.data.task_set import Progress
 from arpo.errors import ArpoError
 from arpo.types import Document, Task
 
+_cached_labyrinths = lru_cache(maxsize=4)(build_labyrinths)
 _cached_world = lru_cache(maxsize=4)(build_world)
 
 
@@ -31,13 +33,37 @@ class WorldPlugin:
 
     def model(self, config: Config, progress: Progress) -> Path:
         """The directory of the cold-started model; it is made once and cached."""
-        if config.rollout.format != "tags":
-            raise ArpoError(
-                'rollout.format: the built-in model ("tiny") was trained with tags; use "tags" or another model.path'
-            )
+        _require_tags(config)
         from arpo.builtin.cold_start import cold_start
 
         return cold_start(config, progress)
 
 
+class LabyrinthPlugin:
+    """The labyrinths of `config.labyrinth` as a `TaskPlugin`."""
+
+    def tasks(self, config: Config) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
+        """The training and the test tasks."""
+        return _cached_labyrinths(config.labyrinth)
+
+    def documents(self, config: Config) -> tuple[Document, ...]:
+        """None: there is nothing to search."""
+        return ()
+
+    def model(self, config: Config, progress: Progress) -> Path:
+        """The directory of the cold-started model; it is made once and cached."""
+        _require_tags(config)
+        from arpo.builtin.cold_start import labyrinth_cold_start
+
+        return labyrinth_cold_start(config, progress)
+
+
+def _require_tags(config: Config) -> None:
+    if config.rollout.format not in ("auto", "tags"):
+        raise ArpoError(
+            'rollout.format: the built-in model ("tiny") was trained with tags; use "tags" or another model.path'
+        )
+
+
 WORLD = WorldPlugin()
+LABYRINTH = LabyrinthPlugin()

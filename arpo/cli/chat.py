@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from rich.console import Console
@@ -22,10 +22,11 @@ from arpo.agent.conversation import Answer, Conversation, Listener
 from arpo.agent.detokenize import StreamDecoder
 from arpo.cli.display import COLORS, ConsoleReporter
 from arpo.config.schema import Config
+from arpo.environments.build import build_toolset
 from arpo.errors import ArpoError
 from arpo.figures.text import printable
+from arpo.models.end_tokens import end_texts
 from arpo.models.resolve import load_policy
-from arpo.tools.build import build_tools
 from arpo.types import Kind, StopReason, ToolCall, ToolResult
 
 COMMANDS = {
@@ -44,14 +45,15 @@ class Screen(Listener):
     """Shows a conversation on a console."""
 
     def __init__(self, console: Console, tokenizer: Any) -> None:
-        self._console, self._decoder, self._eos = console, StreamDecoder(tokenizer), tokenizer.eos_token_id
+        self._console, self._decoder = console, StreamDecoder(tokenizer)
+        self._ends = frozenset(map(tokenizer.convert_tokens_to_ids, end_texts(tokenizer)))
         self._at_line_start = True
         self._max_entropy = 0.0  # since the last text was shown
         self.shading = False
 
     def on_token(self, token: int, entropy: float) -> None:
-        """Show a token as soon as its text is complete; the end-of-turn token has none."""
-        if token != self._eos:
+        """Show a token as soon as its text is complete; tokens that end a turn have none."""
+        if token not in self._ends:
             self._max_entropy = max(self._max_entropy, entropy)
             self._show(self._decoder.push(token))
 
@@ -115,7 +117,7 @@ def summary(answer: Answer) -> str:
 @contextmanager
 def open_agent(config: Config) -> Iterator[Agent]:
     """The agent of a config, without its tasks; its tools are closed at the end."""
-    with build_tools(config) as tools:
+    with build_toolset(config) as tools:
         model, tokenizer = load_policy(config, ConsoleReporter())
         yield build_agent(config, tools, model, tokenizer, threaded=True)  # a thread, so that Ctrl-C need not wait
 
@@ -127,7 +129,8 @@ def chat(conversation: Conversation, screen: Screen, read_line: Callable[[], str
     """
     if not conversation.has_memory:
         screen.note(NO_MEMORY)
-    with asyncio.Runner() as runner:  # turns Ctrl-C into a cancellation
+    with asyncio.Runner() as runner, ExitStack() as stack:  # the runner turns Ctrl-C into a cancellation
+        stack.callback(lambda: runner.run(conversation.close()))
         while True:
             try:
                 line = read_line().strip()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from arpo.cli.display import ConsoleReporter, console, print_reading, progress_bar
-from arpo.cli.options import Overrides, load_target_config
+from arpo.cli.options import ModelTarget, Overrides, load_model_config, require_questions
 from arpo.config.loading import load_config
 from arpo.errors import ArpoError
 from arpo.figures.text import printable
@@ -72,7 +72,7 @@ def check_data(
     overrides: Overrides = None,
 ) -> None:
     """Show what would be read: columns, first questions, rows that do not fit (exit code 1 if they are refused)."""
-    from arpo.data.task_set import TASK_PLUGINS
+    from arpo.data.task_set import TASK_PLUGINS, needs_answers
     from arpo.data.tasks import Columns, read_tasks
 
     own = source.endswith(".toml")
@@ -80,9 +80,10 @@ def check_data(
         Path(source) if own else None, [*([] if own else [f"data.train={source}"]), *(overrides or [])]
     )
     prefix = "data.mix." if settings.data.mix else "data."
-    chosen = [(mix.source, Columns.named(mix, prefix)) for mix in settings.data.training]
+    answers = needs_answers(settings)
+    chosen = [(mix.source, Columns.named(mix, prefix, answers)) for mix in settings.data.training]
     if settings.data.test:
-        chosen.append((settings.data.test, Columns.named(settings.data)))
+        chosen.append((settings.data.test, Columns.named(settings.data, answers=answers)))
     skip = settings.data.bad_rows == "skip"
     readings = [read_tasks(name, columns) for name, columns in chosen if name not in TASK_PLUGINS]
     for reading in readings:
@@ -131,7 +132,7 @@ def make_pathquestion(
 
 @data_app.command(name="sample")
 def sample_data(
-    target: Annotated[Path, typer.Argument(help="a run's directory (its last checkpoint is used) or a TOML file")],
+    target: ModelTarget,
     out: Annotated[Path, typer.Option(help="the .jsonl file to make")],
     overrides: Overrides = None,
     questions: Annotated[int | None, typer.Option(min=1, help="only the first training questions")] = None,
@@ -142,7 +143,9 @@ def sample_data(
     from arpo.training.context import open_context
 
     reporter = ConsoleReporter()
-    with closing(open_context(load_target_config(target, overrides or []), reporter)) as context:
+    config = load_model_config(target, overrides or [])
+    require_questions(target, config, "data.train=...")
+    with closing(open_context(config, reporter)) as context:
         run_async(sample_traces(context, out, questions, per_question, reporter))
 
 
@@ -150,7 +153,7 @@ async def _answer(tool: Tool, query: str) -> str:
     from arpo.tools.base import ToolError
 
     try:
-        return await tool.run(query=query)
+        return str(await tool.run(query=query))
     except ToolError as error:
         raise ArpoError(str(error)) from None
 

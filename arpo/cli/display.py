@@ -20,8 +20,9 @@ from rich.tree import Tree
 from arpo.data.rows import list_problems
 from arpo.data.tasks import Reading
 from arpo.figures.text import printable
+from arpo.figures.tree_text import call_line, decision_line, leaf_line
 from arpo.runs import reporter as reporting
-from arpo.types import Fault, Kind, Node, ScoredTree, ToolCall, ToolResult
+from arpo.types import Kind, Node, ScoredTree, Task
 
 if TYPE_CHECKING:
     from arpo.tools.executor import ToolStats
@@ -115,9 +116,11 @@ class ConsoleReporter(reporting.Reporter):
 def step_line(step: int, m: Mapping[str, float]) -> str:
     """The metrics of a training step as a line under `HEADER`."""
     tokens = f"{m['unique_tokens'] / 1000:.1f}k/{m['total_tokens'] / 1000:.1f}k"
-    tested = f"  held-out accuracy {m['test_accuracy']:.1%}" if "test_accuracy" in m else ""
+    tested = f"  held-out reward {m['test_reward']:.3f}" if "test_reward" in m else ""
+    tested = f"  held-out accuracy {m['test_accuracy']:.1%}" if "test_accuracy" in m else tested
+    accuracy, form = (f"{m[name]:.0%}" if name in m else "-" for name in ("accuracy", "format"))
     return (
-        f"{step:>4} {m['reward']:>6.2f} {m['accuracy']:>5.0%} {m['format']:>6.0%} {m['tool_calls']:>6.0f}"
+        f"{step:>4} {m['reward']:>6.2f} {accuracy:>5} {form:>6} {m['tool_calls']:>6.0f}"
         f" {m['branches']:>8.0f} {m['entropy_start']:>15.2f} {m['entropy_after_tool']:>4.2f} {tokens:>21}"
         f" {m['rollout_seconds']:>16.1f} {m['tool_seconds']:>5.1f} {m['train_seconds']:>5.1f}{tested}"
     )
@@ -141,7 +144,7 @@ def print_reading(reading: Reading, skip: bool) -> None:
     for task in reading.tasks[:3]:
         kind = f" [{task.kind}]" if task.kind else ""
         console.print(printable(f"{task.id}{kind}: {shorten(task.question, 200)}"))
-        console.print(printable(f"  answer: {shorten(' | '.join(task.answers), 200)}"))
+        console.print(printable(f"  answer: {shorten(' | '.join(task.answers) or 'none', 200)}"))
     if reading.problems:
         fate = "are skipped" if skip else "are refused; data.bad_rows=skip skips them"
         console.print(f"rows that cannot be used and {fate}: {len(reading.problems):,}")
@@ -182,7 +185,7 @@ def print_tree(scored: ScoredTree) -> None:
         for child in children.get(index, []):
             stack.append((child, branch.add(_label(tree.nodes[child], full))))
     console.print(root, soft_wrap=False)
-    console.print(Text(f"right answer: {printable(' or '.join(tree.task.answers))}"))
+    _print_answers(tree.task)
 
 
 def print_trajectory(scored: ScoredTree, number: int) -> None:
@@ -196,37 +199,18 @@ def print_trajectory(scored: ScoredTree, number: int) -> None:
         console.print(Text(f"--- {node.kind}, {facts}", style="bold"))
         console.print(_label(node, True))
     console.print(Text(leaf_line(scored, number), style="green"))
-    console.print(Text(f"right answer: {printable(' or '.join(trajectory.task.answers))}"))
+    _print_answers(trajectory.task)
 
 
-def leaf_line(scored: ScoredTree, number: int) -> str:
-    """Stop reason and reward of trajectory `number`; for a tree with credits also reward parts and advantage."""
-    leaf, reward = scored.tree.leaves[number], scored.rewards[number]
-    line = f"trajectory {number + 1}: {leaf.stop_reason}, reward {reward.total:.2f}"
-    if not scored.credits:
-        return line
-    parts = ", ".join(f"{printable(name)} {value:g}" for name, value in reward.parts.items())
-    masked = "" if scored.mask[number] else ", left out of training"
-    return line + (f" ({parts})" if parts else "") + f", advantage {scored.credits[number].advantage:+.3f}{masked}"
+def _print_answers(task: Task) -> None:
+    if task.answers:
+        console.print(Text(f"right answer: {printable(' or '.join(task.answers))}"))
 
 
 def _label(node: Node, full: bool) -> Text:
     label = Text(printable(node.text.strip()), style=COLORS[node.kind])
     if full and node.result is not None:
-        label.append("\n" + _call_line(node.call, node.result), style="red" if node.result.fault else "magenta")
-    decision = node.decision
-    if decision is not None:
-        label.append(
-            f"\n[H {decision.entropy:.3f}, at the start {decision.initial_entropy:.3f}, dH {decision.delta:+.4f}, "
-            f"P {decision.probability:.4f}: {decision.reason}]",
-            style="magenta",
-        )
+        label.append("\n" + call_line(node.call, node.result), style="red" if node.result.fault else "magenta")
+    if node.decision is not None:
+        label.append("\n" + decision_line(node.decision), style="magenta")
     return label
-
-
-def _call_line(call: ToolCall | None, result: ToolResult) -> str:
-    name = printable(call.name) if call is not None and call.name else "no tool"
-    if result.fault is not None:
-        why = {Fault.MODEL: "the model's mistake", Fault.TIMEOUT: "timeout", Fault.INFRA: "tool unavailable"}
-        return f"[{name}: failed, {why[result.fault]}; {result.seconds:.3f} s, {result.attempts} attempts]"
-    return f"[{name}: {'cached' if result.cached else f'{result.seconds:.3f} s'}]"

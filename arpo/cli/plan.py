@@ -9,14 +9,15 @@ from typing import Annotated
 import typer
 
 from arpo.cli.display import console
-from arpo.cli.options import Overrides
+from arpo.cli.options import ModelTarget, Overrides, load_model_config
+from arpo.config.files import expand_user
 from arpo.config.loading import load_config
 from arpo.errors import ArpoError
 from arpo.runs.run_dir import CONFIG_FILE, is_run_dir
 
 
 def plan(
-    target: Annotated[Path, typer.Argument(help="a TOML file with settings, or a run's directory")],
+    target: ModelTarget,
     overrides: Overrides = None,
     gpus: Annotated[int, typer.Option(min=1, max=4096, help="number of GPUs")] = 1,
     model: Annotated[str | None, typer.Option(help="a size (14B), a name or a directory; default: model.path")] = None,
@@ -41,8 +42,12 @@ def plan(
     from arpo.plan import report
     from arpo.plan.planner import make_plan
 
-    own_run = is_run_dir(target)
-    config = load_config(target / CONFIG_FILE if own_run else target, overrides or [], allow_masked=True)
+    given, path = overrides or [], expand_user(target)
+    own_run = is_run_dir(path)
+    if own_run:  # with the model that it began with
+        config = load_config(path / CONFIG_FILE, given, allow_masked=True)
+    else:
+        config = load_model_config(target, given, allow_masked=True)
     if source is not None and not is_run_dir(source):
         raise ArpoError(f"--from: {source} is not a run (a directory with config.json and metrics.jsonl)")
     found = make_plan(
@@ -53,7 +58,7 @@ def plan(
         network=None if network is None else network * 1e9,
         shared_by=shared_by,
         staleness=staleness,
-        run=source or (target if own_run else None),
+        run=source or (path if own_run else None),
         compare_with_run=own_run and source is None and gpus == 1 and not overrides,
         assumptions=assume or [],
         seed=seed,

@@ -10,60 +10,78 @@ import json
 import random
 import sys
 from contextlib import closing
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from arpo.cli.display import ConsoleReporter, console, print_tree
-from arpo.cli.options import Overrides, Target, load_model_config, load_target_config
+from arpo.cli.options import ModelTarget, Overrides, load_model_config, require_questions
 from arpo.errors import ArpoError
 from arpo.training.interrupt import run_async
 from arpo.types import ScoredTree, Task, derive_seed
+
+if TYPE_CHECKING:
+    from arpo.config.schema import Config
 
 # Defaults of a chat: a lower temperature than in training, one sequence at a time, no bonus.
 CHAT_SETTINGS = ("rollout.temperature=0.7", "rollout.concurrency=1", "reward.bonus=0")
 
 
 def rollout(
-    target: Target,
+    target: ModelTarget,
     overrides: Overrides = None,
-    number: Annotated[int, typer.Option(min=0, help="which held-out question, counted from 0")] = 0,
-    ask: Annotated[str | None, typer.Option(help="ask this instead; accuracy is not scored")] = None,
+    number: Annotated[
+        int,
+        typer.Option(min=0, help="which held-out question, from 0; a training question if none is held out"),
+    ] = 0,
+    ask: Annotated[str | None, typer.Option(help="ask this instead; it is not scored")] = None,
 ) -> None:
     """Sample the rollout tree of one question and print it."""
-    from arpo.algorithm.rollout import rollout as sample_tree
-    from arpo.training.context import open_context
-    from arpo.training.loop import require_test_tasks
+    config = load_model_config(target, overrides or [])
+    if ask is None:
+        require_questions(target, config, "data.test=... or data.train=..., or ask one with --ask")
+    scored = _sample_question(config, number) if ask is None else _sample_asked(config, ask)
+    tree = scored.tree
+    print_tree(scored)
+    shared = 1 - tree.unique_tokens / tree.total_tokens
+    console.print(
+        f"{len(tree.leaves)} trajectories, {tree.tool_calls} tool calls, {tree.branch_points} branch points, "
+        f"{shared:.0%} of tokens shared"
+    )
 
-    with closing(open_context(load_target_config(target, overrides or []), ConsoleReporter())) as context:
-        held_out = context.tasks.test
-        if ask is None and number >= len(held_out) > 0:
-            raise ArpoError(f"--number {number}: there are {len(held_out)} held-out questions, counted from 0")
-        if ask is None:
-            require_test_tasks(context.tasks)
-        try:
-            task = held_out[number] if ask is None else Task("asked", ask, ("unknown",))
-        except ValueError as error:
-            raise ArpoError(f"--ask: {error}") from None
-        config = context.config
+
+def _sample_question(config: Config, number: int) -> ScoredTree:
+    """The scored tree of a held-out question, or of a training question if none is held out."""
+    from arpo.training.context import open_context
+    from arpo.training.sampler import LocalSampler
+
+    with closing(open_context(config, ConsoleReporter())) as context:
+        tasks, what = context.tasks.test, "held-out"
+        if not tasks:
+            tasks, what = context.tasks.train, "training"
+        if number >= len(tasks):
+            raise ArpoError(f"--number {number}: there are {len(tasks)} {what} questions, counted from 0")
         seed = derive_seed(config.seed, "show", number)
-        tree = run_async(sample_tree(context.agent, task, config.rollout, config.branching, seed))
-        print_tree(ScoredTree(tree, tuple(map(context.reward, tree.trajectories))))
-        shared = 1 - tree.unique_tokens / tree.total_tokens
-        console.print(
-            f"{len(tree.leaves)} trajectories, {tree.tool_calls} tool calls, {tree.branch_points} branch points, "
-            f"{shared:.0%} of tokens shared"
-        )
+        [scored] = run_async(LocalSampler(context).sample([tasks[number]], [seed]))
+        return scored
+
+
+def _sample_asked(config: Config, question: str) -> ScoredTree:
+    """The tree of a question that was asked; it needs neither tasks nor a reward."""
+    from arpo.algorithm.rollout import rollout as sample_tree
+    from arpo.cli.chat import open_agent
+
+    try:
+        task = Task("asked", question)
+    except ValueError as error:
+        raise ArpoError(f"--ask: {error}") from None
+    with open_agent(config) as agent:
+        seed = derive_seed(config.seed, "show", 0)
+        return ScoredTree(run_async(sample_tree(agent, task, config.rollout, config.branching, seed)))
 
 
 def chat(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help='"tiny" (built in), a Hugging Face directory, a hub name, a .gguf file, a run directory (its last '
-            "checkpoint is used) or a TOML file"
-        ),
-    ],
+    model: ModelTarget,
     overrides: Overrides = None,
     tools: Annotated[str | None, typer.Option(help='tools the model may call, like python,search; "" for none')] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="repeats a conversation; default: random")] = None,

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from arpo.cli.display import ConsoleReporter, console, print_table
-from arpo.cli.options import Overrides, load_model_config
+from arpo.cli.options import Overrides, load_model_config, require_questions
 from arpo.config.files import expand_user
 from arpo.errors import ArpoError
 from arpo.figures.text import one_line
@@ -82,8 +82,8 @@ def entropy(
     target: Annotated[
         str,
         typer.Argument(
-            help="a run's directory (its saved trees are used) or a TOML file; a Hugging Face directory, a hub name or "
-            "a .gguf file if data.test=... or data.train=... names questions"
+            help="a run's directory (its saved trees are used) or a TOML file; a saved agent, a Hugging Face "
+            "directory, a hub name or a .gguf file if data.test=... or data.train=... names questions"
         ),
     ],
     overrides: Overrides = None,
@@ -102,22 +102,18 @@ def entropy(
         raise ArpoError("--steps selects saved trees of a run and cannot be combined with --sample")
     if not fresh and (given or questions is not None):
         raise ArpoError("settings and --questions apply to new trees: add --sample")
-    questionless = path.suffix != ".toml" and not is_run_dir(path) and target != "tiny"
-    if questionless and not any(each.startswith("data.") for each in given):
-        raise ArpoError(
-            f"{target} is neither a run nor a TOML file, and a model has no questions of its own: name some with "
-            "data.test=... or data.train=..."
-        )
+    config = load_model_config(target, given) if fresh else None
+    if config is not None:
+        require_questions(target, config)
     from arpo.figures.style import require_matplotlib
     from arpo.studies.entropy import report
     from arpo.studies.entropy import runner as study
 
     require_matplotlib()
     reporter = ConsoleReporter()
-    if fresh:
+    if config is not None:
         from arpo.training.context import open_context
 
-        config = load_model_config(target, given)
         out = study.make_output_dir(target, out)
         with closing(open_context(config, reporter)) as context:
             subject, found = run_async(study.study_model(target, context, questions or 100, tokens, reporter))
@@ -127,8 +123,8 @@ def entropy(
         out = study.make_output_dir(target, out)
         subject, found = study.study_run(run, chosen, tokens, reporter)
     report.write_study(out, subject, found)
-    head, rows = report.entropy_table(found)
-    print_table(head, [[one_line(cell) for cell in row] for row in rows])
+    for head, rows in (report.entropy_table(found), report.correlation_table(found)):
+        print_table(head, [[one_line(cell) for cell in row] for row in rows])
     for line in report.terminal_lines(found):
         console.print(line)
     console.print(f"entropy.md, .json, .svg and .png are in {out}")

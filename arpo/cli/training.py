@@ -60,7 +60,7 @@ def _run_to_the_end(training: Coroutine[None, None, int], directory: Path) -> No
     except asyncio.CancelledError:
         print(f"stopped; the run is saved in {directory}, continue with --resume", file=sys.stderr)
         raise typer.Exit(130) from None
-    console.print(f"done: {last} steps; the run is in {directory}")
+    console.print(f"done: {last} step{'' if last == 1 else 's'}; the run is in {directory}")
 
 
 def export(
@@ -68,11 +68,15 @@ def export(
     directory: Annotated[Path, typer.Argument(help="where to write the model: a new or empty directory")],
     step: Annotated[int | None, typer.Option(min=1, help="the checkpoint of this step; default: the last")] = None,
 ) -> None:
-    """Write the model of a checkpoint as a plain Hugging Face directory; an adapter is merged into its base."""
-    from arpo.models.export import export_model
+    """Write the agent of a checkpoint as a directory for transformers, vLLM, `arpo chat` and `arpo eval`.
+
+    It has the model, with any adapter merged into its base, the tokenizer with its chat template, a generation config
+    with all end tokens, and arpo_agent.json: system prompt, tools, call format, limits and settings.
+    """
+    from arpo.training.export import export_model
 
     done = export_model(run, directory, step, ConsoleReporter())
-    console.print(f"the model of step {done} is in {directory}")
+    console.print(f"the agent of step {done} is in {directory}")
 
 
 def demo(seed: Annotated[int, typer.Option(min=0, help="the seed of the run")] = 0) -> None:

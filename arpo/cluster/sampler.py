@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, Protocol
 
@@ -112,7 +112,7 @@ class RaySampler:
         self._last_worker = self._last_tick = time.monotonic()  # when a worker was last there, and time was counted
         self._busy_seconds = self._worker_seconds = 0.0
         self._retried = 0  # trees, up to the last step
-        self._engine_stats: dict[str, list[float]] = {}
+        self._worker_stats: dict[str, list[float]] = {}
         self._tool_calls: dict[int, list[int]] = {}  # of each tree of a step that was not trained on yet
 
     @property
@@ -144,18 +144,18 @@ class RaySampler:
         return Evaluation(tuple(await self._sample_all(tasks, seeds, None, self._scheduler.version, on_tree)))
 
     def step_metrics(self, step: int) -> dict[str, float]:
-        """The engines' counters, the number of workers, trees sampled again and the share of time spent sampling."""
+        """The workers' counters, the number of workers, trees sampled again and the share of time spent sampling."""
         self._tick()
         self._tool_calls = {number: calls for number, calls in self._tool_calls.items() if number > step}
-        engine = {f"engine_{name}": value for name, value in merge_stats(self._engine_stats).items()}
+        merged = merge_stats(self._worker_stats)
         metrics = {
             "cluster_actors": len(self._scheduler.workers),
             "cluster_retried": self._scheduler.retried - self._retried,
             "cluster_busy": self._busy_seconds / self._worker_seconds if self._worker_seconds else 0.0,
         }
-        self._engine_stats, self._retried = {}, self._scheduler.retried
+        self._worker_stats, self._retried = {}, self._scheduler.retried
         self._busy_seconds = self._worker_seconds = 0.0
-        return engine | metrics
+        return merged | metrics
 
     def discarded_metrics(self) -> dict[str, float]:
         """Rollouts discarded at shutdown: sampled ahead and never trained on."""
@@ -208,11 +208,15 @@ class RaySampler:
             return
         frame, stats = reply
         for counter, value in stats.items():
-            self._engine_stats.setdefault(counter, []).append(value)
+            self._worker_stats.setdefault(counter, []).append(value)
         scored = unpack_tree(frame)
+        task = replace(scored.tree.task, meta=job.task.meta)  # packed trees shorten long columns
+        scored = replace(scored, tree=replace(scored.tree, task=task))
         if job.step is not None:
             self._tool_calls.setdefault(job.step, []).append(scored.tree.tool_calls)
         if not job.result.done():
+            if job.step is not None:
+                self._reporter.tree(scored)
             job.result.set_result(scored)
 
     # --- workers
@@ -362,6 +366,6 @@ class RaySampler:
 
 
 def merge_stats(stats: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Counters of several engines as one: maxima by their maximum, errors by their mean, all others by their sum."""
+    """Counters of several workers as one: maxima by their maximum, errors by their mean, all others by their sum."""
     ways = {name: max if name.endswith("_max") else fmean if name.endswith("_error") else sum for name in stats}
     return {name: float(ways[name](values)) for name, values in stats.items()}

@@ -74,13 +74,13 @@ class Worker:
 
     @_replies
     async def sample(self, request: bytes) -> tuple[bytes, dict[str, float]]:
-        """Sample and score one tree; returns it packed, and the engine's counters since the last call."""
+        """Sample and score one tree; returns it packed, and the counters since the last call."""
         task, seed, evaluating = decode_request(request)
         if evaluating:
             [scored] = (await self._sampler.evaluate([task], [seed], slots=self._slots)).trees
         else:
             [scored] = await self._sampler.sample([task], [seed], slots=self._slots)
-        return pack_trees([scored])[0], self._sampler.context.agent.engine.stats()
+        return pack_trees([scored])[0], self._sampler.step_metrics(0)
 
 
 def encode_request(task: Task, seed: int, evaluating: bool) -> bytes:

@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import ValidationError
@@ -31,6 +32,7 @@ from arpo.config.schema import Config
 from arpo.errors import ArpoError
 
 COMMAND_LINE = "command line"
+ARGUMENTS = "arguments"
 MAX_DEPTH = 10  # of tables and lists in a file of settings; environments of MCP servers are the deepest, with 4
 _ABSENT = object()
 Layers = Sequence[tuple[str, Mapping[str, Any]]]  # (source, values), highest precedence first
@@ -67,15 +69,25 @@ RENAMED_VALUES = {
 
 
 def load_config(
-    path: Path | None, overrides: Sequence[str] = (), algorithm: str | None = None, *, allow_masked: bool = False
+    path: Path | Config | None,
+    overrides: Sequence[str] = (),
+    algorithm: str | None = None,
+    *,
+    arguments: Mapping[str, Any] = MappingProxyType({}),
+    allow_masked: bool = False,
 ) -> Config:
     """Load the configuration in `path` (TOML, or a run's config.json; None: defaults) with `key.sub=value` overrides.
+
+    `arguments` are settings as Python values, by section, that take precedence over the file. In place of a file there
+    may be a whole configuration.
 
     The preset `algorithm`, and the defaults of the settings that define an algorithm, take precedence over the file.
     With `allow_masked`, for use without tools and servers, secrets that the file lacks need not be given again.
     """
     problems: list[str] = []
-    from_file = {} if path is None else _read_file(path)
+    from_file: Mapping[str, Any] = {}
+    if path is not None:
+        from_file = path.resolved(reveal=True) if isinstance(path, Config) else _read_file(path)
     from_command: dict[str, Any] = {}
     for text in overrides:
         key, equals, value = text.partition("=")
@@ -84,16 +96,21 @@ def load_config(
             problems.append(f"{COMMAND_LINE}: got {_show(text)}, expected key=value, like rollout.num_trajectories=8")
             continue
         from_command = _merge(from_command, _nest(key, _parse(key, value)))
-    layers = [(COMMAND_LINE, from_command), (str(path), from_file)]
-    complete = path is not None and path.suffix == ".json"  # a run's config.json contains its preset
+    name = "config" if isinstance(path, Config) else str(path)
+    layers: list[tuple[str, Mapping[str, Any]]] = [
+        (COMMAND_LINE, from_command),
+        (ARGUMENTS, arguments),
+        (name, from_file),
+    ]
+    complete = isinstance(path, Config) or (path is not None and path.suffix == ".json")  # with those of its preset
     if algorithm is not None:
         values = _preset(algorithm)
         if values is None:
             raise ArpoError(f"got the algorithm {_show(algorithm)}, expected {_preset_choices(algorithm)}")
         from_command["preset"] = algorithm
-        layers[1:1] = [(f'preset "{algorithm}"', values), ("defaults of an algorithm", _algorithm_defaults())]
-    elif not complete or "preset" in from_command:
-        preset = from_command.get("preset", from_file.get("preset", "arpo"))
+        layers[2:2] = [(f'preset "{algorithm}"', values), ("defaults of an algorithm", _algorithm_defaults())]
+    elif not complete or "preset" in from_command or "preset" in arguments:
+        preset = from_command.get("preset", arguments.get("preset", from_file.get("preset", "arpo")))
         values = _preset(preset) if isinstance(preset, str) else {}
         if values is None:
             expected = _preset_choices(preset)
@@ -211,7 +228,10 @@ def _type_name(schema: Mapping[str, Any]) -> str:
     if schema["type"] == "array":
         return "list of tables" if "$ref" in schema["items"] else 'list of texts, like ["search"]'
     if schema["type"] == "object":
-        return 'table of texts, like {KEY = "value"}'
+        values = schema["additionalProperties"] if isinstance(schema["additionalProperties"], dict) else {}
+        if values.get("type") == "number":
+            return 'table of weights, like {"file.py:name" = 0.5}'
+        return f'table{" of texts" if values.get("type") == "string" else ""}, like {{KEY = "value"}}'
     kind = {"integer": "whole number", "string": "non-empty text", "boolean": "true or false", "null": '"none"'}
     bounds = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
     limits = " and ".join(f"{sign} {schema[bound]}" for bound, sign in bounds.items() if bound in schema)
@@ -250,8 +270,9 @@ def _parse(key: str, text: str) -> Any:
     if nesting_depth(parsed) > MAX_DEPTH:
         return text  # no setting is a text with brackets in it only, so this is reported as one of the wrong type
     schema = _settings().get(key, {})
-    is_text = any(option.get("type") == "string" for option in [schema, *schema.get("anyOf", ())])
-    if parsed.keys() != {"value"} or (is_text and not isinstance(parsed["value"], str)):
+    types = {option.get("type") for option in [schema, *schema.get("anyOf", ())]}
+    taken = str if "object" not in types else (str, dict)
+    if parsed.keys() != {"value"} or ("string" in types and not isinstance(parsed["value"], taken)):
         return text
     return parsed["value"]
 
@@ -369,7 +390,8 @@ def _lookup(values: Any, path: Sequence[str | int]) -> Any:
 
 
 def _merge(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
-    tables = [k for k in high if isinstance(high[k], Mapping) and isinstance(low.get(k), Mapping)]
+    """Two layers as one. Tables are merged, but not `reward.function`: its weights belong together."""
+    tables = [k for k in high if isinstance(high[k], Mapping) and isinstance(low.get(k), Mapping) and k != "function"]
     return {**low, **high, **{key: _merge(low[key], high[key]) for key in tables}}
 
 

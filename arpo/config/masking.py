@@ -23,7 +23,7 @@ from typing import Any
 from urllib.parse import unquote
 
 MASK = "(masked)"
-USER_NAMED = ("by_kind",)  # tables whose keys the user chooses: these are no names of settings
+USER_NAMED = ("by_kind", "template_arguments")  # tables whose keys the user chooses: these are no names of settings
 _NAME = (  # the short words end a part of a name: API_KEY, apiKey and apikey, but neither keyword nor TOKENIZER
     r"(?i:secret|passw|passphrase|credential|authori[sz]|authent|bearer|cookie|signature|header)"
     r"|(?:[Kk]eys?|[Tt]oken|[Aa]uth|[Pp]wd|[Pp]ass)(?![a-z])|(?:KEYS?|TOKEN|AUTH|PWD|PASS)(?![A-Z])"

@@ -1,5 +1,8 @@
 """Python objects named by a setting: `package.module:name`, or `path/to/file.py:name`.
 
+A caller in Python gives objects themselves. The settings then name them, like `object:price`, and `Objects` holds what
+these names mean; it is passed along with the settings.
+
 Guarantees: a file is executed once per process, however many settings name it. Any failure (no such file, an error in
 it, no such name) is an `ArpoError` that names the setting.
 Not covered: isolation. The named code is the user's own and runs with all rights.
@@ -13,12 +16,27 @@ import importlib
 import importlib.util
 import sys
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from arpo.config.files import expand_user
 from arpo.errors import ArpoError
+
+Objects = Mapping[str, Any]
+"""What was given as a Python object, by the name that the settings have for it: `{"object:price": price}`."""
+GIVEN = "object:"  # begins the name of an object that was given
+NO_OBJECTS: Objects = MappingProxyType({})
+
+
+def require_given(setting: str, text: str, objects: Objects) -> None:
+    """Raise if `text`, the value of `setting`, is the name of a given object that is not among `objects`."""
+    if text.startswith(GIVEN) and text not in objects:
+        raise ArpoError(
+            f"{setting}: {text.removeprefix(GIVEN)} was given as a Python object, which no file of settings holds: "
+            "give it again in Python, or name it here, as path/to/file.py:name or as a path"
+        )
 
 
 def names_object(text: str) -> bool:
@@ -27,8 +45,11 @@ def names_object(text: str) -> bool:
     return bool(place) and name.isidentifier()
 
 
-def load_object(setting: str, text: str) -> Any:
-    """Load the object that `text`, the value of `setting`, names."""
+def load_object(setting: str, text: str, objects: Objects = NO_OBJECTS) -> Any:
+    """Load the object that `text`, the value of `setting`, names; one of `objects`, if its name is there."""
+    require_given(setting, text, objects)
+    if text in objects:
+        return objects[text]
     if not names_object(text):
         raise ArpoError(f"{setting}: got {text!r}, expected path/to/file.py:name or package.module:name")
     place, _, name = text.rpartition(":")

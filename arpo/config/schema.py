@@ -18,6 +18,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    JsonValue,
     SerializationInfo,
     SerializerFunctionWrapHandler,
     ValidationInfo,
@@ -108,10 +109,12 @@ class Data(_Columns):
 
     train: OptionalText = setting(
         None,
-        'training tasks: a .jsonl, .json or .parquet file, "hf:NAME:CONFIG:SPLIT", or "world"; none: data.mix, or '
-        "the world if there is no mix",
+        'training tasks: a .jsonl, .json or .parquet file, "hf:NAME:CONFIG:SPLIT", "world" or "labyrinth"; none: '
+        "data.mix, or the world if there is no mix",
     )
-    test: OptionalText = setting(None, "held-out tasks, as in data.train; none: the world's if data.train is the world")
+    test: OptionalText = setting(
+        None, "held-out tasks, as in data.train; none: those that go with built-in training tasks"
+    )
     mix: Annotated[tuple[Mix, ...], Field(strict=False)] = setting(
         (), "training tasks from several sources, one [[data.mix]] table each"
     )
@@ -140,10 +143,18 @@ class Data(_Columns):
     @property
     def training(self) -> tuple[Mix, ...]:
         """The sources of the training tasks; a single one is a mixture of one."""
-        return self.mix or (Mix(source=self.train or "world", **{name: getattr(self, name) for name in COLUMNS}),)
+        return self.mix or (Mix(source=self.train or WORLD, **{name: getattr(self, name) for name in COLUMNS}),)
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The sources of the tasks that settings should fit; one who names only test tasks does not train."""
+        if self.train is None and not self.mix and self.test is not None:
+            return (self.test,)
+        return tuple(mix.source for mix in self.training)
 
 
 COLUMNS = tuple(_Columns.model_fields)
+WORLD, LABYRINTH = "world", "labyrinth"  # in place of a file: the built-in tasks
 
 
 class World(Section):
@@ -158,8 +169,28 @@ class World(Section):
     )
 
 
+class Labyrinth(Section):
+    """The built-in generated labyrinths."""
+
+    seed: int = setting(0, "seed of the labyrinths", ge=0, le=MAX_SEED)
+    train_tasks: int = setting(2000, "number of training tasks", ge=1, le=100_000)
+    test_tasks: int = setting(300, "number of held-out tasks", ge=1, le=100_000)
+    horizon: int = setting(12, "tool calls of the longest solution; the shortest has 6", ge=6, le=16)
+    ambiguity: int = setting(3, "keys, and ways, among which one is right", ge=2, le=6)
+    difficulty: float = setting(
+        0.85, "how often the cold-start traces take what is named first instead of what the note says", ge=0, le=1
+    )
+
+
 class Mcp(Section):
-    """One MCP server whose tools the model may call: a command to start, or a URL."""
+    """One MCP server whose tools the model may call: a command to start, or a URL.
+
+        Mcp(command="npx", args=["-y", "some-server"], env={"KEY": "${SOME_KEY}"}, only=["fetch"])
+        Mcp(url="https://example.com/mcp", token_env="SOME_TOKEN")
+
+    `env` are further environment variables of the command, `token_env` is the name of the variable that holds the
+    bearer token, `only` are the names of the tools to use (default: all).
+    """
 
     command: OptionalText = setting(None, "program that speaks MCP over stdio")
     args: Names = setting((), "arguments of the command")
@@ -178,10 +209,11 @@ class Mcp(Section):
 class Tools(Section):
     """What the model may call."""
 
-    enabled: Names = setting(
-        ("search", "python"),
-        "tools of the model: search, python, browse, or your own as path/to/file.py:name; tools of MCP servers are "
-        "added",
+    enabled: Names = Field(
+        default_factory=tuple,
+        description="tools of the model: search, python, browse, or your own as path/to/file.py:name; tools of MCP "
+        "servers and of an environment are added; unset: python, and search if tools.search is set or the tasks are "
+        "the world's; with an environment none",
     )
     search: OptionalText = setting(
         None,
@@ -210,6 +242,25 @@ class Tools(Section):
     mcp: Annotated[tuple[Mcp, ...], Field(strict=False)] = setting((), "MCP servers, one [[tools.mcp]] table each")
 
 
+class Environment(Section):
+    """Tools with a state of their own for each trajectory, which forks with the branch."""
+
+    name: OptionalText = setting(
+        None,
+        "the environment: python, sqlite, gymnasium, openenv, labyrinth, or your class as path/to/file.py:name; none: "
+        "tools without state",
+    )
+    settings: dict[str, JsonValue] = setting({}, "keyword arguments of the environment's class")
+    timeout: float = setting(60.0, "time limit of a reset, a fork or a close, in seconds", gt=0, le=86_400)
+    max_states: int = setting(
+        1024,
+        "environments alive at a time; of those not in use, the least recently used is dropped, and made again from "
+        "its recorded calls when needed",
+        ge=2,
+        le=MAX_TRAJECTORIES,
+    )
+
+
 class Model(Section):
     """The model that is trained."""
 
@@ -227,11 +278,38 @@ class Model(Section):
     )
 
 
+class Prompt(Section):
+    """What stands before the question."""
+
+    system: OptionalText = setting(
+        None,
+        "system prompt: a text, or a file (.txt or .md); where it says {tools}, or at its end, the tools are "
+        "described, unless the chat template does so; none: a prompt that fits the format and answer.parse",
+    )
+    template_arguments: dict[str, JsonValue] = setting(
+        {}, "further arguments of the model's chat template, like {enable_thinking = false}"
+    )
+    from_data: bool = setting(True, "use a task's own system message, if it has one, in place of prompt.system")
+
+
+class Answer(Section):
+    """How the answer is read from a model's last message."""
+
+    parse: OptionalText = setting(
+        None,
+        "tag: \\boxed{...} in <answer>...</answer>; boxed: the last \\boxed{...}; last_line; final_message: all of it "
+        "but its thoughts; regex:PATTERN: its last match, or group 1 of it; or your function of the message, as "
+        "path/to/file.py:name; none: tag, and in the format native boxed",
+    )
+
+
 class Rollout(Section):
     """How trajectories are sampled."""
 
-    format: Literal["tags", "json"] = setting(
-        "tags", "format of tool calls: <search>...</search> tags, or JSON in <tool_call> tags"
+    format: Literal["auto", "native", "tags", "json"] = setting(
+        "auto",
+        "format of tool calls: the model's own, by its chat template (native); <search>...</search> tags; JSON in "
+        "<tool_call> tags; auto: native if the chat template describes tools and is exact, else tags",
     )
     num_trajectories: int = setting(16, "M: trajectories per task", ge=1, le=MAX_GROUP)
     num_initial: int = Field(
@@ -243,7 +321,12 @@ class Rollout(Section):
     examples: OptionalText = setting(
         None, "file of traces used as few-shot examples at the start of every prompt; none: none"
     )
-    max_tool_calls: int = setting(3, "tool calls per trajectory", ge=0, le=10_000)
+    max_tool_calls: int = Field(
+        default_factory=lambda: 3,
+        ge=0,
+        le=10_000,
+        description="tool calls per trajectory; unset: 3, 10 with an environment, labyrinth.horizon + 2 in labyrinths",
+    )
     max_tokens: int = setting(4096, "tokens per trajectory after the prompt", ge=1, le=MAX_TREE_TOKENS)
     max_seconds: float = setting(600.0, "wall-clock limit per trajectory, in seconds", gt=0, le=MAX_SECONDS)
     temperature: float = setting(1.0, "sampling temperature", gt=0, le=100)
@@ -297,6 +380,9 @@ class Branching(Section):
     )
 
 
+Weight = Annotated[float, Field(ge=-MAX_FACTOR, le=MAX_FACTOR)]
+
+
 class Rewards(Section):
     """The reward of a trajectory."""
 
@@ -306,9 +392,21 @@ class Rewards(Section):
         "or package.module:name",
     )
     by_kind: dict[str, Text] = setting({}, "a different accuracy for some kinds of tasks (data.kind)")
-    function: OptionalText = setting(None, "your function, named in the same way, that replaces the whole reward")
+    function: Annotated[Text | Annotated[dict[str, Weight], Field(min_length=1)] | None, NoneWord] = setting(
+        None,
+        "your function, named in the same way, that replaces the whole reward; or a table of several and their weights",
+    )
+    format: Text = setting(
+        "auto",
+        "what counts as the right format: auto: the rules of rollout.format and answer.parse; none: anything; or your "
+        "function of a trajectory, as path/to/file.py:name, that returns what is wrong, or nothing",
+    )
     bonus: float = setting(0.1, "added to a correct answer that used all of bonus_tools", ge=0, le=MAX_FACTOR)
-    bonus_tools: Names = setting(("search", "python"), "tools that must all be used for the bonus")
+    bonus_tools: Names = Field(
+        default_factory=tuple,
+        description="tools that must all be used for the bonus; unset: search and python, if both are in "
+        "tools.enabled, else there is no bonus",
+    )
     tolerance: float = setting(1e-6, "number: relative difference that is still correct", ge=0, lt=1)
     math_seconds: float = setting(3.0, "math: time limit for comparing one answer, in seconds", gt=0, le=3600)
     judge_url: OptionalText = setting(None, "judge: OpenAI-compatible endpoint, like http://localhost:8000/v1")
@@ -332,6 +430,13 @@ class Rewards(Section):
         if any(name not in known and ":" not in name for name in given):
             names = ", ".join(f'"{name}"' for name in known)
             raise PydanticCustomError("one_way", "{text}", {"text": f"one of {names} or path/to/file.py:name"})
+        return value
+
+    @field_validator("format")
+    @classmethod
+    def _format_is_known(cls, value: str) -> str:
+        if value not in ("auto", "none") and ":" not in value:
+            raise PydanticCustomError("one_way", "{text}", {"text": '"auto", "none" or path/to/file.py:name'})
         return value
 
 
@@ -450,9 +555,7 @@ class Eval(Section):
     temperature: float = setting(0.6, "sampling temperature; 0: greedy", ge=0, le=100)
     top_p: float = setting(0.95, "sample from the likeliest tokens of this total probability", gt=0, le=1)
     top_k: int = setting(0, "sample from this many likeliest tokens; 0: all", ge=0, le=10_000_000)
-    endpoint: OptionalText = setting(
-        None, "OpenAI-compatible endpoint that is evaluated on benchmarks instead of a local model"
-    )
+    endpoint: OptionalText = setting(None, "OpenAI-compatible endpoint that is evaluated instead of a local model")
     endpoint_model: OptionalText = setting(None, "model to use at the endpoint")
     endpoint_key_env: OptionalText = setting(
         None, "environment variable that holds the endpoint's API key; none: no key is sent"
@@ -543,7 +646,11 @@ class Config(Section):
     model: Model = Model()
     data: Data = Data()
     world: World = World()
+    labyrinth: Labyrinth = Labyrinth()
     tools: Tools = Tools()
+    environment: Environment = Environment()
+    prompt: Prompt = Prompt()
+    answer: Answer = Answer()
     rollout: Rollout = Rollout()
     branching: Branching = Branching()
     reward: Rewards = Rewards()
@@ -566,11 +673,28 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _all_initial_when_never_branching(self) -> Config:
-        if self.branching.policy == "never" and "num_initial" not in self.rollout.model_fields_set:
-            rollout = self.rollout.model_copy(update={"num_initial": self.rollout.num_trajectories})
-            object.__setattr__(self, "rollout", rollout)  # the one default that depends on another section
+    def _defaults_that_depend_on_other_sections(self) -> Config:
+        if LABYRINTH in self.data.sources:
+            self._default("environment", name=LABYRINTH)
+            self._default("rollout", max_tool_calls=self.labyrinth.horizon + 2)
+        with_environment = self.environment.name is not None
+        if self.branching.policy == "never":
+            self._default("rollout", num_initial=self.rollout.num_trajectories)
+        if with_environment:
+            self._default("rollout", max_tool_calls=10)
+        searched = WORLD in self.data.sources or self.tools.search is not None
+        enabled = ("search", "python") if searched else ("python",)
+        self._default("tools", enabled=() if with_environment else enabled)
+        both = {"search", "python"} <= set(self.tools.enabled)
+        self._default("reward", bonus_tools=("search", "python") if both else ())
         return self
+
+    def _default(self, section: str, **values: Any) -> None:
+        """Set values of a section that were not given."""
+        given: Section = getattr(self, section)
+        missing = {name: value for name, value in values.items() if name not in given.model_fields_set}
+        if missing:
+            object.__setattr__(self, section, given.model_copy(update=missing))
 
     def resolved(self, reveal: bool = False) -> dict[str, Any]:
         """Every setting with its value, ready for JSON; secrets are masked, except with `reveal`, for a process that

@@ -9,7 +9,7 @@ Not covered: folders of files, compressed files, rows of a Parquet file that unp
 from __future__ import annotations
 
 import importlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,9 +44,10 @@ class RawRow(NamedTuple):
                 value = parse_json(value.decode())
             except ValueError as error:
                 raise ValueError(f"not JSON ({error})") from None
-        if not isinstance(value, dict):
-            raise ValueError(f"expected a JSON object, got {type(value).__name__}")
-        return value
+        if not isinstance(value, Mapping):
+            expected = "a dict with columns" if self.unit == "row" else "a JSON object"
+            raise ValueError(f"expected {expected}, got {type(value).__name__}")
+        return dict(value)
 
 
 def read_rows(source: str, columns: Collection[str] = ()) -> Iterator[RawRow]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from arpo.models.end_tokens import end_tokens
+
 
 class StopFinder:
     """Finds the stop string that the newest token completes.
@@ -18,10 +20,11 @@ class StopFinder:
         self._stops = tuple(stops)
         self._window = max((len(stop.encode()) for stop in stops), default=0) + 1
         last_chars = {stop[-1] for stop in stops}
+        size = max([len(tokenizer), *(token + 1 for token in tokenizer.added_tokens_decoder)])  # ids may have gaps
         if not all("!" <= char <= "~" for char in last_chars):  # vocabularies write other characters in their own ways
-            self.candidates = frozenset(range(len(tokenizer)))
+            self.candidates = frozenset(range(size))
         else:
-            pieces = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+            pieces = tokenizer.convert_ids_to_tokens(list(range(size)))
             self.candidates = frozenset(
                 i for i, p in enumerate(pieces) if p is None or p.startswith("<0x") or last_chars & set(p)
             )
@@ -38,12 +41,10 @@ class StopFinder:
 
 
 class TurnEnds:
-    """Decides whether a turn has ended. `eos`: the tokens of the model's generation config, and the tokenizer's."""
+    """Decides whether a turn has ended. `eos`: the tokens that end it; default: all that are known of the model."""
 
-    def __init__(self, model: Any, tokenizer: Any) -> None:
-        declared = getattr(model.generation_config, "eos_token_id", None)
-        ids = declared if isinstance(declared, list) else [declared]
-        self.eos = frozenset(token for token in [*ids, tokenizer.eos_token_id] if token is not None)
+    def __init__(self, model: Any, tokenizer: Any, eos: frozenset[int] | None = None) -> None:
+        self.eos = end_tokens(model, tokenizer) if eos is None else eos
         self._tokenizer = tokenizer
         self._finders: dict[tuple[str, ...], tuple[StopFinder, frozenset[int]]] = {}
 

@@ -11,25 +11,47 @@ from statistics import fmean
 from arpo.agent.agent import Agent
 from arpo.algorithm.rollout import sample_trees
 from arpo.config.schema import Branching, Eval, Rollout
-from arpo.rewards import RewardFn, Scorer, fault_metrics
-from arpo.types import ScoredTree, Task, derive_seed
+from arpo.errors import ArpoError
+from arpo.rewards import RewardFn, Scorer, fault_metrics, reward_metrics
+from arpo.rewards.scorer import PART_METRICS
+from arpo.types import Reward, ScoredTree, Task, derive_seed
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Evaluation:
-    """The scored trees of an evaluation, and the metrics computed from them."""
+    """The scored trees of an evaluation, and the metrics computed from them. `print` shows pass@k for k in `ks`."""
 
     trees: tuple[ScoredTree, ...]
+    ks: tuple[int, ...] = (1,)
+
+    def __repr__(self) -> str:
+        metrics = self.metrics
+        shown = [f"accuracy {metrics['accuracy']:.1%}"] if "accuracy" in metrics else []
+        shown += [f"pass@{k} {self.pass_at(k):.1%}" for k in self.ks if k > 1 and "accuracy" in metrics]
+        shown += [f"{name} {value:.3f}" for name, value in metrics.items() if name != "accuracy"]
+        shown.append(f"{self.tool_calls:.2f} tool calls per trajectory")
+        trajectories = sum(len(one.tree.leaves) for one in self.trees)
+        return f"<Evaluation of {len(self.trees)} tasks, {trajectories} trajectories: {', '.join(shown)}>"
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The mean reward and the means of its parts, named as those of a training step (`reward_metrics`)."""
+        return reward_metrics([reward for one in self.trees for reward in one.rewards])
+
+    @property
+    def reward(self) -> float:
+        """The mean reward."""
+        return self.metrics["reward"]
 
     @property
     def accuracy(self) -> float:
-        """The share of answers that are right."""
-        return self._mean("correct")
+        """The share of answers that are right; ArpoError if the rewards have no part "correct"."""
+        return self._named("accuracy", "correct")
 
     @property
     def format_rate(self) -> float:
-        """The share of trajectories in the right format."""
-        return self._mean("format")
+        """The share of trajectories in the right format; ArpoError if the rewards have no part "format"."""
+        return self._named("format", "format")
 
     @property
     def faults(self) -> dict[str, float]:
@@ -43,18 +65,26 @@ class Evaluation:
 
     def pass_at(self, k: int) -> float:
         """Estimate of pass@k, the chance that one of k answers is right, over all questions."""
-        right = [[reward.parts["correct"] == 1.0 for reward in one.rewards] for one in self.trees]
+        self._named("accuracy", "correct")
+        right = [[reward.parts.get("correct") == 1.0 for reward in one.rewards] for one in self.trees]
         return fmean(pass_at_k(len(answers), sum(answers), k) for answers in right)
 
-    def by_kind(self) -> dict[str, float]:
-        """Accuracy for each kind of question."""
-        kinds: dict[str, list[float]] = {}
+    def by_kind(self, metric: str = "accuracy") -> dict[str, float]:
+        """A metric for each kind of question; as `accuracy`, ArpoError if it is not known."""
+        if metric in PART_METRICS.values():
+            self._named(metric, next(part for part, name in PART_METRICS.items() if name == metric))
+        kinds: dict[str, list[Reward]] = {}
         for one in self.trees:
-            kinds.setdefault(one.tree.task.kind or "all", []).extend(reward.parts["correct"] for reward in one.rewards)
-        return {kind: fmean(values) for kind, values in sorted(kinds.items())}
+            kinds.setdefault(one.tree.task.kind or "all", []).extend(one.rewards)
+        return {kind: reward_metrics(rewards).get(metric, 0.0) for kind, rewards in sorted(kinds.items())}
 
-    def _mean(self, part: str) -> float:
-        return fmean(reward.parts[part] for one in self.trees for reward in one.rewards)
+    def _named(self, metric: str, part: str) -> float:
+        if metric not in (metrics := self.metrics):
+            raise ArpoError(
+                f"reward.function: {metric} is not known, since the rewards have no part {part!r}; "
+                f'return Reward(total, {{"{part}": 1.0 or 0.0}})'
+            )
+        return metrics[metric]
 
 
 def evaluation_rollout(settings: Eval, rollout: Rollout, samples: int) -> Rollout:

@@ -11,38 +11,60 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arpo.data.benchmarks import BENCHMARKS, published_for
-from arpo.evaluation.samples import Sample
-from arpo.evaluation.statistics import LEVEL, Summary
+from arpo.evaluation.samples import RESULT_FILES, Sample
+from arpo.evaluation.statistics import RewardEstimate, Summary
+from arpo.evaluation.student import LEVEL
 from arpo.figures.style import INSTALL, figure_style, has_matplotlib, new_figure, render
 from arpo.figures.text import markdown_cell, markdown_table, one_line, printable
+from arpo.rewards.scorer import FORMAT_PARTS, PART_METRICS
 from arpo.runs.run_dir import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INTERVAL = f"{LEVEL:.0%} Wilson interval over questions"
-METRICS = {"math": "math equality", "f1": "token F1", "em": "exact match", "judge": "LLM judge", "choice": "choice"}
+METRICS = {
+    **{"math": "math equality", "f1": "token F1", "em": "exact match", "judge": "LLM judge", "choice": "choice"},
+    **{"number": "equal numbers", "reward": "reward"},
+}
 COLORS = ("#4f9bd0", "#86bde2", "#aed4ec", "#cde5f4", "#e1eef6")  # of the score, then of each pass@k; the last repeats
 NO_FIGURE = f"No figure: it needs matplotlib ({INSTALL})."
 
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """The agent's name, the summary of each benchmark, and the answers that failed."""
+    """The agent's name, the summary of each set of questions, and the answers that failed.
+
+    `metrics` say how the answers of sets that are not benchmarks are scored.
+    """
 
     agent: str
     summaries: Mapping[str, Summary]
     failures: Sequence[Sample] = ()
+    metrics: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def ks(self) -> list[int]:
         """Every k for which there is a pass@k."""
         return sorted({k for summary in self.summaries.values() for k in summary.pass_at})
+
+    @property
+    def has_rewards(self) -> bool:
+        """Whether a set is scored by a reward, and not by the metric of a benchmark."""
+        return any(name not in BENCHMARKS for name in self.summaries)
+
+    def title(self, name: str) -> str:
+        """How a set is called in tables."""
+        return BENCHMARKS[name].title if name in BENCHMARKS else "held-out questions"
+
+    def metric(self, name: str) -> str:
+        """How the answers of a set are scored."""
+        return BENCHMARKS[name].metric if name in BENCHMARKS else self.metrics.get(name, "reward")
 
 
 def write_results(directory: Path, results: Results) -> list[str]:
@@ -57,9 +79,9 @@ def write_results(directory: Path, results: Results) -> list[str]:
         "results.md": f"{markdown(results)}\n{link}\n".encode(),
         **{f"results.{kind}": content for kind, content in figure.items()},
     }
-    for name, content in files.items():
-        write_atomically(directory / name, content)
-    return list(files)
+    for name in (written := [name for name in RESULT_FILES if name in files]):
+        write_atomically(directory / name, files[name])
+    return written
 
 
 def results_json(results: Results) -> dict[str, Any]:
@@ -69,8 +91,8 @@ def results_json(results: Results) -> dict[str, Any]:
         "interval": INTERVAL,
         "benchmarks": {
             name: {
-                "title": BENCHMARKS[name].title,
-                "metric": BENCHMARKS[name].metric,
+                "title": results.title(name),
+                "metric": results.metric(name),
                 **asdict(summary),
                 "published": [asdict(row) for row in published_for(name)],
             }
@@ -84,34 +106,41 @@ def results_json(results: Results) -> dict[str, Any]:
 
 
 def markdown(results: Results) -> str:
-    """A table with a row per benchmark and the published numbers beside it, and a table of the levels."""
+    """A table with a row per set and the published numbers beside it, and a table of the levels."""
     ks = results.ks
     published = {name: found for name in results.summaries if (found := published_for(name))}
     head = ["benchmark", "metric", "score, %", *(f"pass@{k}, %" for k in ks), "questions", "answers"]
-    head += ["tool calls", "tokens", "correct format, %", "seconds"]
+    head += ["tool calls", "tokens", "correct format, %", "seconds", *(["mean reward"] if results.has_rewards else [])]
     rows = []
     for name, summary in results.summaries.items():
-        row = [BENCHMARKS[name].title, METRICS[BENCHMARKS[name].metric], *_estimates(summary, ks)]
+        metric = results.metric(name)
+        row = [results.title(name), METRICS.get(metric, markdown_cell(metric)), *_estimates(summary, ks)]
         row += [f"{summary.questions:,}", f"{summary.answers:,}", *_means(summary)]
+        row += [show_reward(summary.reward)] if results.has_rewards else []
         if published:
             row.append("; ".join(f"{p.method} {p.model} {p.measure} {p.percent:g}" for p in published.get(name, ())))
         rows.append(row)
     if published:
         head.append("published, %")
     parts = [f"# Evaluation of {markdown_cell(results.agent)}", "", *markdown_table(head, rows), ""]
-    parts += [f"In brackets: {INTERVAL}. Tool calls, generated tokens and seconds are means per answer."]
+    rewards = "; of rewards Student's" if results.has_rewards else ""
+    parts += [f"In brackets: {INTERVAL}{rewards}. Tool calls, generated tokens and seconds are means per answer."]
     if published:
         sources = sorted({each.source for group in published.values() for each in group})
         parts += [f"Published numbers: {', '.join(sources)}; their tools, judge and subsets may differ."]
     if results.failures:
         parts += [f"{len(results.failures):,} answers failed for reasons outside the model and are not counted."]
     levels = [
-        [BENCHMARKS[name].title, markdown_cell(level), *_estimates(part, ks), f"{part.questions:,}", _means(part)[0]]
+        [
+            *(results.title(name), markdown_cell(level), *_estimates(part, ks), f"{part.questions:,}", _means(part)[0]),
+            *([show_reward(part.reward)] if results.has_rewards else []),
+        ]
         for name, summary in results.summaries.items()
         for level, part in summary.levels.items()
     ]
     if levels:
         head = ["benchmark", "level", "score, %", *(f"pass@{k}, %" for k in ks), "questions", "tool calls"]
+        head += ["mean reward"] if results.has_rewards else []
         parts += ["", "## By level", "", *markdown_table(head, levels)]
     return "\n".join(parts) + "\n"
 
@@ -119,13 +148,37 @@ def markdown(results: Results) -> str:
 def results_table(results: Results) -> tuple[list[str], list[list[str]]]:
     """Head and rows of a shorter table for the terminal."""
     head = ["benchmark", "questions", "score %", *(f"pass@{k} %" for k in results.ks)]
-    head += ["calls", "tokens", "format %", "seconds"]
+    head += ["calls", "tokens", "format %", "seconds", *(["reward"] if results.has_rewards else [])]
     rows = []
     for name, summary in results.summaries.items():
         levels = [(f"  {one_line(level)}", part) for level, part in summary.levels.items()]
-        for title, part in [(BENCHMARKS[name].title, summary), *levels]:
+        for title, part in [(results.title(name), summary), *levels]:
             rows.append([title, f"{part.questions:,}", *_estimates(part, results.ks), *_means(part)])
+            rows[-1] += [show_reward(part.reward)] if results.has_rewards else []
     return head, rows
+
+
+def headline(summary: Summary) -> str:
+    """The result of a set in a line: the accuracy, or the mean reward if the rewards do not say what is right."""
+    over = f"over {summary.questions:,} question{'' if summary.questions == 1 else 's'}"
+    if summary.accuracy is not None:
+        value, low, high = (
+            100 * part for part in (summary.accuracy.value, summary.accuracy.low, summary.accuracy.high)
+        )
+        return f"accuracy {value:.1f}% ({low:.1f} to {high:.1f}) {over}"
+    if summary.reward is not None:
+        return f"reward {show_reward(summary.reward)} {over}"
+    return "no answers"
+
+
+def parts_line(summary: Summary) -> str | None:
+    """The mean reward, the means of its parts, named as metrics, and the format; None without answers."""
+    if summary.reward is None:
+        return None
+    hidden = (*PART_METRICS, *FORMAT_PARTS)
+    others = [f"reward_{part} {mean:.3f}" for part, mean in summary.parts.items() if part not in hidden]
+    form = [] if summary.format is None else [f"correct format {summary.format:.1%}"]
+    return printable(", ".join([f"mean reward {summary.reward.value:.3f}", *others, *form]))
 
 
 def results_notes(results: Results) -> list[str]:
@@ -134,6 +187,12 @@ def results_notes(results: Results) -> list[str]:
         f"{name}: {count:,} answers count as wrong because they could not be judged: {fault}"
         for name, summary in results.summaries.items()
         for fault, count in summary.faults.items()
+    ]
+    lines += [
+        f"{name}: {mean * summary.answers:,.0f} answers have a wrong format: {part}"
+        for name, summary in results.summaries.items()
+        for part, mean in summary.parts.items()
+        if part in FORMAT_PARTS
     ]
     if results.failures:
         reason = printable(results.failures[0].failed or "")
@@ -150,7 +209,8 @@ def draw_results(results: Results) -> Figure:
     y, ticks = 0.0, {}
     for name, summary in results.summaries.items():
         bars = [("score", summary.score), *((f"pass@{k}", summary.pass_at.get(k)) for k in results.ks)]
-        ticks[y + (len(bars) - 1) / 2] = f"{BENCHMARKS[name].title}\n{METRICS[BENCHMARKS[name].metric]}"
+        metric = results.metric(name)
+        ticks[y + (len(bars) - 1) / 2] = f"{results.title(name)}\n{METRICS.get(metric, one_line(metric))}"
         for index, (label, found) in enumerate(bars):
             if found is not None:
                 axes.barh(y, 100 * found.value, color=COLORS[min(index, len(COLORS) - 1)])
@@ -173,6 +233,13 @@ def _estimates(summary: Summary, ks: Sequence[int]) -> list[str]:
         "none" if found is None else f"{100 * found.value:.1f} ({100 * found.low:.1f} to {100 * found.high:.1f})"
         for found in (summary.score, *(summary.pass_at.get(k) for k in ks))
     ]
+
+
+def show_reward(reward: RewardEstimate | None) -> str:
+    """A mean reward with its interval, if it has one."""
+    if reward is None:
+        return "none"
+    return f"{reward.value:.3f}" + ("" if reward.low is None else f" ({reward.low:.3f} to {reward.high:.3f})")
 
 
 def _means(summary: Summary) -> list[str]:

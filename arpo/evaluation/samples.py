@@ -4,6 +4,8 @@
     samples/gsm8k.jsonl   one line per answer: its numbers, and the tree under `tree` (see `arpo.runs.trees`)
     run.lock              held by the process that writes
 
+    results.json, ...     what `arpo.evaluation.report` makes of the answers, written last and each time anew
+
 Guarantees: one writer at a time. A line is appended as soon as its answer is scored, so a kill costs only the answers
 in progress and at most a truncated last line, which is dropped when the file is read. Answers spoiled by a broken tool
 or judge are saved with the reason; of several lines for one answer the last counts.
@@ -12,11 +14,13 @@ Not covered: power cuts (lines are not synced to disk), files that other program
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
@@ -31,29 +35,40 @@ from arpo.runs.trees import tree_to_json
 from arpo.types import ScoredTree, Task
 
 SETTINGS, FOLDER = "settings.json", "samples"
+RESULT_FILES = ("results.json", "results.md", "results.svg", "results.png")
 Key = tuple[str, int]
 """A question's id and the number of the answer, counted from 0."""
+
+
+class OtherSettings(ArpoError):
+    """A directory holds answers of other settings."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
     """One answer: its scores, what it took, and `failed`, the reason why it does not count, if any.
 
-    `tokens` is None if the endpoint did not count them; `faults` say why an answer that counts could not be judged.
+    `score`, `correct` and `format` are None if the reward has no such part. `tokens` is None if the endpoint did not
+    count them; `faults` say why an answer that counts could not be judged. `stop` is the trajectory's stop reason, and
+    `asked` a digest of the task, since an environment may add to the question.
     """
 
     benchmark: str
     task: str
     number: int
     level: str = ""
-    score: float = 0.0
-    correct: float = 0.0
-    format: float = 0.0
+    score: float | None = None
+    correct: float | None = None
+    format: float | None = None
     calls: int = 0
     tokens: int | None = None
     seconds: float = 0.0
     faults: tuple[str, ...] = ()
     failed: str | None = None
+    reward: float | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)
+    stop: str = ""
+    asked: str = ""
 
     @property
     def key(self) -> Key:
@@ -61,25 +76,31 @@ class Sample:
         return self.task, self.number
 
 
-def build_sample(benchmark: str, number: int, scored: ScoredTree, tokens: int | None) -> Sample:
-    """The sample of a scored tree with one trajectory."""
+def build_sample(benchmark: str, task: Task, number: int, scored: ScoredTree, tokens: int | None) -> Sample:
+    """The sample of a task's scored tree with one trajectory."""
     tree, (reward,), (trajectory,) = scored.tree, scored.rewards, scored.tree.trajectories
     spoiled = "a tool was unavailable" if trajectory.infra_fault else None
     if unjudged(reward):
         spoiled = "the judge was unavailable"
+    faults = fault_metrics([scored])
+    correct = reward.parts.get("correct")
     return Sample(
         benchmark=benchmark,
-        task=tree.task.id,
+        task=task.id,
         number=number,
-        level=tree.task.kind,
-        score=reward.parts["accuracy"],
-        correct=reward.parts["correct"],
-        format=reward.parts["format"],
+        level=task.kind,
+        score=reward.parts.get("accuracy", correct),
+        correct=correct,
+        format=reward.parts.get("format"),
         calls=tree.tool_calls,
         tokens=tokens,
         seconds=sum(node.seconds for node in tree.nodes),
-        faults=tuple(fault_metrics([scored])),
+        faults=tuple(faults),
         failed=spoiled,
+        reward=reward.total,
+        parts={part: value for part, value in reward.parts.items() if part not in faults},
+        stop=trajectory.stop_reason,
+        asked=_digest(task),
     )
 
 
@@ -109,7 +130,7 @@ class SampleStore:
                 sample, asked = _parse(path, number, line)
                 found[sample.key] = sample
                 task = known.get(sample.task)
-                if task is not None and asked != (task.question, list(task.answers)):
+                if task is not None and asked not in (_digest(task), (task.question, list(task.answers))):
                     raise ArpoError(
                         f"{path}, line {number}: question {sample.task!r} differs from the one in the data set; "
                         "choose another --out"
@@ -154,7 +175,9 @@ def require_same_settings(directory: Path, settings: Mapping[str, Any]) -> None:
         raise ArpoError(f"{directory}: is a file, expected a directory for the evaluation")
     path = directory / SETTINGS
     if not path.exists():
-        if {each.name for each in directory.iterdir()} - {LOCK_FILE, SETTINGS + ".tmp"}:
+        # Until there is an answer, results that count only failures may be all there is.
+        own = {LOCK_FILE, *RESULT_FILES, *(f"{name}.tmp" for name in (SETTINGS, *RESULT_FILES))}
+        if {each.name for each in directory.iterdir()} - own:
             raise ArpoError(f"{directory}: is not empty and holds no evaluation; choose another --out")
         return
     try:
@@ -163,17 +186,36 @@ def require_same_settings(directory: Path, settings: Mapping[str, Any]) -> None:
         raise ArpoError(f"{path}: is damaged; choose another --out") from None
     if changed:
         listed = "\n".join(f"  {line}" for line in changed)
-        raise ArpoError(
+        raise OtherSettings(
             f"{directory}: holds answers of other settings:\n{listed}\n"
             "Use the same settings to continue, or choose another --out"
         )
 
 
-def _parse(path: Path, number: int, line: bytes) -> tuple[Sample, tuple[str, list[str]]]:
-    """The sample in a line, and its question and right answers."""
+def first_usable(directory: Path, settings: Mapping[str, Any]) -> Path:
+    """The first of DIR, DIR-2, DIR-3 and so on that holds no answers of other settings."""
+    for number in count(1):
+        candidate = directory if number == 1 else directory.with_name(f"{directory.name}-{number}")
+        try:
+            require_same_settings(candidate, settings)
+        except OtherSettings:
+            continue
+        return candidate
+    raise AssertionError("there is always a free number")
+
+
+def _digest(task: Task) -> str:
+    """A digest of what is asked."""
+    values = (task.question, task.answers, task.kind, dict(task.meta), task.system)
+    return hashlib.sha256(json.dumps(values, default=str, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _parse(path: Path, number: int, line: bytes) -> tuple[Sample, str | tuple[str, list[str]]]:
+    """The sample in a line, and what was asked: a digest, or in older files the question and its answers."""
     try:
         record = json.loads(line)
         task = record.pop("tree")["task"]
-        return Sample(**{**record, "faults": tuple(record["faults"])}), (task["question"], task["answers"])
+        sample = Sample(**{**record, "faults": tuple(record["faults"])})
+        return sample, sample.asked or (task["question"], task["answers"])
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
         raise ArpoError(f"{path}: line {number} is damaged: {line[:60]!r}; choose another --out") from None

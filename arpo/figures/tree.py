@@ -93,9 +93,10 @@ def sketch(scored: ScoredTree) -> Sketch:
     height = TOP + ROW_HEIGHT * max(1, len(tree.leaves)) + 24
     rows, edges, widths = _rows(tree), *_columns(tree)
     boxes: list[Box] = []
+    answers = " or ".join(task.answers)
     labels = [
         Label(LEFT, 17, _shorten(f"{task.id}: {task.question}", 130), size=12),
-        Label(LEFT, 33, _shorten(f"right answer: {' or '.join(task.answers)}", 140), GREY, 10),
+        *([Label(LEFT, 33, _shorten(f"right answer: {answers}", 140), GREY, 10)] if task.answers else []),
     ]
     for node, row, x, width in zip(tree.nodes, rows, edges, widths, strict=True):
         y = TOP + ROW_HEIGHT * (row + 1) - BOX_HEIGHT
@@ -110,12 +111,14 @@ def sketch(scored: ScoredTree) -> Sketch:
             labels.append(Label(x, y - 4, f"dH {node.decision.delta:+.3f}, +{node.decision.branches}", size=9))
     end = max(x + width for x, width in zip(edges, widths, strict=True))
     ended: Counter[int] = Counter()  # several trajectories may end at one node; each has its own row
-    leaves = zip(tree.leaves, scored.rewards, scored.credits, scored.mask, strict=True)
-    for number, (leaf, reward, credit, used) in enumerate(leaves, 1):
+    for number, leaf in enumerate(tree.leaves):
         row = rows[leaf.node] + ended[leaf.node]
         ended[leaf.node] += 1
-        text = f"trajectory {number}: {leaf.stop_reason}, reward {reward.total:.2f}, advantage {credit.advantage:+.2f}"
-        labels.append(Label(end + 10, TOP + ROW_HEIGHT * (row + 1) - 3, text + ("" if used else ", masked")))
+        text = f"trajectory {number + 1}: {leaf.stop_reason}"
+        text += f", reward {scored.rewards[number].total:.2f}" if scored.rewards else ""
+        text += f", advantage {scored.credits[number].advantage:+.2f}" if scored.credits else ""
+        text += "" if scored.mask[number] else ", masked"
+        labels.append(Label(end + 10, TOP + ROW_HEIGHT * (row + 1) - 3, text))
     for number, (name, color) in enumerate((("prompt", GREY), ("model", BLUE), ("tool", ORANGE), ("failed tool", RED))):
         boxes.append(Box(LEFT + 90 * number, height - 16, 10, 10, color))
         labels.append(Label(LEFT + 14 + 90 * number, height - 7, name, size=10))

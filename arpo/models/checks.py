@@ -18,9 +18,10 @@ from typing import Any
 from arpo.config.files import nesting_depth, parse_json, read_limited, require_regular_file
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+GENERATION_CONFIG = "generation_config.json"
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model")
 SMALL_FILES = (
-    *(CONFIG, "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *(CONFIG, GENERATION_CONFIG, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "chat_template.json", "preprocessor_config.json", "processor_config.json"),
 )
 STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16"}  # names in safetensors, and of `model.dtype`

@@ -20,8 +20,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from arpo.errors import ArpoError
 from arpo.models.checks import require_memory
+from arpo.models.end_tokens import end_tokens
 from arpo.models.gguf_file import Array, GgufFile, read_gguf
-from arpo.models.gguf_tokenizer import end_of_turn_ids, read_tokenizer, special_ids
+from arpo.models.gguf_tokenizer import declared_end_ids, read_tokenizer, special_ids
 
 _MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
 _KEYS = {
@@ -44,9 +45,10 @@ def load_gguf(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
         file = read_gguf(path)
         tokenizer = read_tokenizer(file)
         model = _build_model(file, dtype)
+        model.generation_config.eos_token_id = declared_end_ids(file)
     except (OSError, ValueError) as error:
         raise ArpoError(f"model.path: {str(path)!r} could not be loaded: {error}") from error
-    model.generation_config.eos_token_id = end_of_turn_ids(tokenizer)
+    model.generation_config.eos_token_id = sorted(end_tokens(model, tokenizer))
     return model, tokenizer
 
 

@@ -21,7 +21,6 @@ _LLAMA3_SPLIT = (
 )
 _SPLITS = {"llama-bpe": _LLAMA3_SPLIT, "qwen2": _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")}
 _MAX_SPLIT_CHARS = 10**9  # characters in all ways to split a token; Gemma's 262,144 tokens have about 10**7
-_END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>")
 _SPECIALS = {"bos": "bos_token_id", "eos": "eos_token_id", "pad": "padding_token_id", "unk": "unknown_token_id"}
 
 
@@ -53,24 +52,24 @@ def read_tokenizer(file: GgufFile) -> Any:
 
 def special_ids(file: GgufFile) -> dict[str, int]:
     """Return the ids of bos, eos, pad and unk, those that the file names; eos is required."""
-    ids: dict[str, int] = {}
-    count = len(_tokens(file)[0])
-    for name, key in _SPECIALS.items():
-        value = file.metadata.get(f"tokenizer.ggml.{key}")
-        if value is None and name != "eos":
-            continue
-        if type(value) is not int or not 0 <= value < count:
-            raise ValueError(f"its tokenizer.ggml.{key} is {value!r}")
-        ids[name] = value
-    return ids
+    ids = {name: _token_id(file, key) for name, key in _SPECIALS.items()}
+    if ids["eos"] is None:
+        raise ValueError("its tokenizer.ggml.eos_token_id is None")
+    return {name: token for name, token in ids.items() if token is not None}
 
 
-def end_of_turn_ids(tokenizer: Any) -> int | list[int]:
-    """Return the tokens that end a turn: eos, and the token with which the chat template closes a turn."""
-    template = tokenizer.chat_template or ""
-    closing = [token for token in _END_OF_TURN if token in template and token in tokenizer.get_added_vocab()]
-    ids = list(dict.fromkeys(tokenizer.convert_tokens_to_ids([tokenizer.eos_token, *closing])))
-    return ids[0] if len(ids) == 1 else ids
+def declared_end_ids(file: GgufFile) -> list[int]:
+    """Return the tokens that the file says end a text, a turn or a message: eos, eot and eom."""
+    ids = [_token_id(file, f"{name}_token_id") for name in ("eos", "eot", "eom")]
+    return list(dict.fromkeys(token for token in ids if token is not None))
+
+
+def _token_id(file: GgufFile, key: str) -> int | None:
+    """Return the token that the file names under this key, if any."""
+    value = file.metadata.get(f"tokenizer.ggml.{key}")
+    if value is not None and (type(value) is not int or not 0 <= value < len(_tokens(file)[0])):
+        raise ValueError(f"its tokenizer.ggml.{key} is {value!r}")
+    return value
 
 
 def _tokens(file: GgufFile) -> tuple[list[str], list[int]]:

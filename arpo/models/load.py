@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,11 +13,12 @@ from typing import Any
 
 import torch
 from huggingface_hub import HfApi
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from arpo.config.files import expand_user
+from arpo.config.plugins import GIVEN
 from arpo.config.schema import Model, Train
 from arpo.errors import ArpoError
 from arpo.models.checks import (
@@ -32,13 +34,14 @@ from arpo.models.checks import (
     weight_files,
 )
 from arpo.models.gguf import load_gguf
-from arpo.models.lora import add_adapter, load_adapter, merge_adapter
+from arpo.models.lora import add_adapter, has_adapter, load_adapter, merge_adapter
 from arpo.models.network import SUPPORTED_FAMILIES
 from arpo.models.resolve import ADAPTER_CONFIG
 from arpo.models.threads import set_num_threads
 from arpo.types import derive_seed
 
 transformers_logging.disable_progress_bar()  # loading is quick, and arpo shows its own progress
+_loading = threading.Lock()  # while transformers load a model, nn.init does nothing, in any thread of the process
 
 
 def pick_device(device: str) -> torch.device:
@@ -50,12 +53,23 @@ def pick_device(device: str) -> torch.device:
     return torch.device("cuda" if device == "cuda" or (device == "auto" and torch.cuda.is_available()) else "cpu")
 
 
-def load_model(settings: Model) -> tuple[Any, Any]:
-    """Return the causal LM, on its device, in eval mode and merged with its adapter, and its tokenizer."""
+def load_model(settings: Model, given: tuple[Any, Any] | None = None) -> tuple[Any, Any]:
+    """Return the causal LM, on its device, in eval mode and merged with its adapter, and its tokenizer.
+
+    A model and a tokenizer that are `given` take the place of those that `settings.path` names.
+    """
+    with _loading:
+        return _load_model(settings, given)
+
+
+def _load_model(settings: Model, given: tuple[Any, Any] | None) -> tuple[Any, Any]:
     set_num_threads()
     path = os.path.expanduser(settings.path)
     dtype, device = getattr(torch, settings.dtype), pick_device(settings.device)
-    if path.lower().endswith(".gguf"):
+    if given is not None:
+        model, tokenizer = given
+        _check_given(model, tokenizer)
+    elif path.lower().endswith(".gguf"):
         if not Path(path).is_file():
             raise ArpoError(f"model.path: there is no file {path!r}")
         model, tokenizer = load_gguf(Path(path), dtype)
@@ -65,10 +79,20 @@ def load_model(settings: Model) -> tuple[Any, Any]:
         tokenizer.pad_token = tokenizer.eos_token
     if settings.adapter is not None:
         model = merge_adapter(model, expand_user(settings.adapter))
+    shown = path.removeprefix(GIVEN)
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Dropout) and module.p > 0:
-            raise ArpoError(f"model.path: {path!r} has dropout ({name}): its log-probs would not be reproducible")
+            raise ArpoError(f"model.path: {shown!r} has dropout ({name}): its log-probs would not be reproducible")
     return own_memory(model.to(device)).eval(), tokenizer
+
+
+def load_tokenizer(directory: Path) -> Any:
+    """Return the tokenizer in a model's directory."""
+    try:
+        check_directory(directory)
+        return _load_tokenizer(str(directory), directory, {"trust_remote_code": False, "local_files_only": True})
+    except ValueError as error:
+        raise ArpoError(f"{directory}: {error}") from error
 
 
 def own_memory(model: Any) -> Any:
@@ -86,16 +110,17 @@ def own_memory(model: Any) -> Any:
     return model
 
 
-def load_trainable(settings: Model, train: Train, seed: int) -> tuple[Any, Any]:
+def load_trainable(settings: Model, train: Train, seed: int, given: tuple[Any, Any] | None = None) -> tuple[Any, Any]:
     """Return the model as a run trains it, and its tokenizer.
 
     With `train.lora_rank` the weights are frozen and an adapter is added: a new one drawn from the run's seed, or that
     of `model.adapter`.
     """
     if not train.lora_rank:
-        return load_model(settings)
-    model, tokenizer = load_model(settings.model_copy(update={"adapter": None}))
-    model = add_adapter(model, train.lora_rank, train.lora_alpha, train.lora_targets, derive_seed(seed, "lora"))
+        return load_model(settings, given)
+    model, tokenizer = load_model(settings.model_copy(update={"adapter": None}), given)
+    with _loading:
+        model = add_adapter(model, train.lora_rank, train.lora_alpha, train.lora_targets, derive_seed(seed, "lora"))
     if settings.adapter is not None:
         load_adapter(model, expand_user(settings.adapter))
     return model, tokenizer
@@ -152,6 +177,25 @@ def _load_hugging_face(path: str, dtype: torch.dtype, device: torch.device) -> t
         why = "" if known else f"its type {kind!r:.60} is not supported, only {', '.join(SUPPORTED_FAMILIES)}: "
         raise ArpoError(f"model.path: {path!r} could not be loaded: {why}{_first_line(error)}") from error
     return model, tokenizer
+
+
+def _check_given(model: Any, tokenizer: Any) -> None:
+    """Raise if a loaded model cannot be used as it is."""
+    if not isinstance(model, PreTrainedModel):
+        raise ArpoError(
+            f"model: got a {type(model).__name__}, expected a causal LM of transformers, a name or a path; to train an "
+            'adapter, give the plain model and train={"lora_rank": 16}'
+        )
+    if model.get_output_embeddings() is None:
+        raise ArpoError(f"model: a {type(model).__name__} predicts no tokens; load it with AutoModelForCausalLM")
+    if has_adapter(model):
+        raise ArpoError(
+            "model: it has an adapter already, perhaps of a trainer with train.lora_rank; load the plain model again"
+        )
+    try:
+        _check_loaded(model, tokenizer, {"missing_keys": (), "mismatched_keys": ()})
+    except ValueError as error:
+        raise ArpoError(f"model: {error}") from None
 
 
 def _load_tokenizer(path: str, directory: Path, given: dict[str, Any]) -> Any:

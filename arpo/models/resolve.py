@@ -10,6 +10,7 @@ from typing import Any
 
 from arpo.config.files import expand_user
 from arpo.config.loading import config_from_resolved
+from arpo.config.plugins import NO_OBJECTS, Objects, require_given
 from arpo.config.schema import Config, Model
 from arpo.data.task_set import Progress, model_plugin
 from arpo.errors import ArpoError
@@ -20,10 +21,13 @@ from arpo.runs.run_dir import checkpoint_step, is_run_dir, open_run_dir, require
 ADAPTER_CONFIG = "adapter_config.json"
 
 
-def load_policy(config: Config, reporter: Reporter = SILENT, checked: Path | None = None) -> tuple[Any, Any]:
+def load_policy(
+    config: Config, reporter: Reporter = SILENT, checked: Path | None = None, objects: Objects = NO_OBJECTS
+) -> tuple[Any, Any]:
     """Load the model that is trained, and its tokenizer; the cold start of a plug-in's model is reported.
 
     Raises ArpoError if the weights are those of a damaged checkpoint. The checkpoint `checked` is not checked again.
+    `objects` may hold the model and its tokenizer; that very model is then trained.
     """
     from arpo.models.load import load_trainable
 
@@ -37,14 +41,15 @@ def load_policy(config: Config, reporter: Reporter = SILENT, checked: Path | Non
             bar.update(step, steps, f"loss {loss:.3f}" if step else "writing examples")
 
         model = resolve_model(config, show)
+        require_given("model.path", model.path, objects)
         check_weights(model, reporter, checked)
-        return load_trainable(model, config.train, config.seed)
+        return load_trainable(model, config.train, config.seed, objects.get(model.path))
 
 
 def resolve_model(config: Config, progress: Progress = lambda *_: None) -> Model:
     """The model settings with names replaced by paths: a run becomes its last checkpoint, "tiny" a directory."""
     model = _resolve_run(config.model)
-    plugin = model_plugin(model.path)
+    plugin = model_plugin(model.path, config.data)
     return model if plugin is None else model.model_copy(update={"path": str(plugin.model(config, progress))})
 
 

@@ -9,11 +9,13 @@ string out (as most do), keeps it, or ignores the request to stop; reasoning tha
 what is left is an HttpError. A wrong key, address or model name is an ArpoError. The key is in no error and no repr.
 Not covered: log-probs and entropies, so no policy can be trained on this; streaming; an endpoint that drops the stop
 string and does not name it, where a call or answer that was begun and not ended counts as ended.
+With `tools`, the endpoint is asked for calls in its own form; they come as `Reply.calls`, unchecked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +31,15 @@ _WRONG_SETTINGS = (401, 403, 404)
 
 
 @dataclass(frozen=True, slots=True)
+class RequestedCall:
+    """A tool call in a reply: its id, the tool's name, and the arguments as the text that the model wrote."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
 class Reply:
     """One turn: its text with the stop string that ended it, `finish` as in `Completion`, the endpoint's counts."""
 
@@ -37,6 +48,7 @@ class Reply:
     stop: str | None = None
     prompt_tokens: int | None = None
     tokens: int | None = None
+    calls: tuple[RequestedCall, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,13 +75,19 @@ class ChatClient:
         )
         object.__setattr__(self, "_http", http)
 
-    async def chat(self, messages: Sequence[Mapping[str, str]], params: SamplingParams) -> Reply:
-        """Return the model's next turn."""
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> Reply:
+        """Return the model's next turn, in which it may call `tools`."""
         options: dict[str, Any] = {
             "max_tokens": params.max_tokens,
             "temperature": params.temperature,
             "top_p": params.top_p,
-            "stop": list(params.stop[:MAX_STOPS]),
+            **({"stop": list(params.stop[:MAX_STOPS])} if params.stop else {}),
+            **({"tools": list(tools)} if tools else {}),
             "seed": params.seed % 2**31,
             **({"top_k": params.top_k} if params.top_k else {}),
         }
@@ -79,12 +97,26 @@ class ChatClient:
 
         return await retry(attempt, self.retries)
 
-    async def complete(self, messages: Sequence[Mapping[str, str]], **options: Any) -> str:
+    async def takes_tools(self, tools: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether the endpoint accepts a request with these tools; one that it refuses as malformed says no."""
+
+        async def attempt() -> bool:
+            try:
+                await self.request([{"role": "user", "content": "Hello."}], max_tokens=1, tools=list(tools))
+            except Rejected as error:
+                if error.status in (400, 422, 501):
+                    return False
+                raise
+            return True
+
+        return await retry(attempt, self.retries)
+
+    async def complete(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """Return the content of one reply, stripped; empty if it is not a text. Does not retry."""
         answer = await self.request(messages, **options)
         return _clean(_choice(answer, self.name)["message"]["content"]).strip()
 
-    async def request(self, messages: Sequence[Mapping[str, str]], **options: Any) -> Any:
+    async def request(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Any:
         """Send one request and return the endpoint's JSON."""
         body = {"model": self.model, "messages": list(messages), **options}
         try:
@@ -118,14 +150,27 @@ def read_reply(answer: Any, stops: Sequence[str]) -> Reply:
     if isinstance(reasoning, str) and reasoning.strip():
         text = f"<think>{_clean(reasoning).strip()}</think>{text}"
     finish = "stop" if stop is not None else "length" if reason == "length" else "eos"
-    return Reply(text, finish, stop, _count(usage, "prompt_tokens"), _count(usage, "completion_tokens"))
+    calls = tuple(_calls(message.get("tool_calls")))
+    return Reply(text, finish, stop, _count(usage, "prompt_tokens"), _count(usage, "completion_tokens"), calls)
+
+
+def _calls(listed: Any) -> Iterator[RequestedCall]:
+    """The calls in a message. What has no name or no text of arguments has an empty one."""
+    for call in listed if isinstance(listed, list) else []:
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict):
+            args = function.get("arguments")
+            args = json.dumps(args) if isinstance(args, dict) else _clean(args)
+            yield RequestedCall(_clean(call.get("id")), _clean(function.get("name")), args)
 
 
 def _choice(answer: Any, name: str = "the endpoint") -> dict[str, Any]:
-    """The first choice in an endpoint's JSON, with a message that has a content."""
+    """The first choice in an endpoint's JSON, with a message that has a content or calls."""
     try:
         choice: dict[str, Any] = answer["choices"][0]
-        if isinstance(choice, dict) and isinstance(choice["message"], dict) and "content" in choice["message"]:
+        message = choice["message"] if isinstance(choice, dict) else None
+        if isinstance(message, dict) and ("content" in message or message.get("tool_calls")):
+            message.setdefault("content", None)
             return choice
     except (LookupError, TypeError):
         pass

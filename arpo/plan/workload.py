@@ -91,7 +91,9 @@ FROM_SETTINGS = ("concurrency", "tool_limit", "tool_blocks")  # of these
 
 def guess_workload(config: Config) -> Workload:
     """A guess from the settings alone: half of their limits."""
-    rollout, branching, calls = config.rollout, config.branching, config.rollout.max_tool_calls / 2
+    rollout, branching = config.rollout, config.branching
+    has_tools = config.tools.enabled or config.tools.mcp or config.environment.name is not None
+    calls = rollout.max_tool_calls / 2 if has_tools else 0.0
     p50, p95 = _guess_tool_seconds(config)
     result = min(config.tools.max_result_tokens / 2, rollout.max_tokens / 4 / calls) if calls else 0.0
     rates = {"always": 1.0, "never": 0.0, "posthoc_random": 0.0}
@@ -124,7 +126,8 @@ def _guess_tool_seconds(config: Config) -> tuple[float, float]:
     """(p50, p95): assumed for the web, measured for a local index and for Python (docs/journal/LOG.md)."""
     tools = config.tools
     web = "browse" in tools.enabled or str(tools.search).startswith("http") or tools.search in WEB_SEARCH
-    if tools.mcp or any(":" in name for name in tools.enabled) or ("search" in tools.enabled and web):
+    own = any(":" in name for name in (*tools.enabled, config.environment.name or ""))
+    if tools.mcp or own or ("search" in tools.enabled and web):
         return 1.0, 3.0
     return (0.003, 0.02) if "python" in tools.enabled else (0.0013, 0.0033)
 

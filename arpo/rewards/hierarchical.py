@@ -4,9 +4,11 @@
     R = 0             if the format is right and Acc = 0
     R = -1            otherwise
 
+Without a check of the format, R = Acc + bonus.
+
 Guarantees: everything is read from the model's own nodes and from the calls and results recorded on tool nodes, never
 from the text of a tool result. An answer that could not be judged counts as wrong, and `parts` has the reason:
-{"judge.timeout": 1.0}.
+{"judge.timeout": 1.0}. A wrong format has its reason there, too, {"format.no_answer": 1.0}, and in words in `note`.
 Not covered: trajectories spoiled by a broken tool (`Scorer` can mask them).
 """
 
@@ -14,11 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from arpo.rewards.format import trajectory_format
+from arpo.errors import ArpoError
+from arpo.rewards.format import WRONG_FORMAT, FormatCheck, check_format
 from arpo.rewards.text import choice_match, exact_match, numbers_equal, token_f1
 from arpo.types import Reward, Task, Trajectory
 
-RewardFn = Callable[[Trajectory], Reward]
+RewardFn = Callable[..., Reward]
+"""The reward of a (trajectory), or of a (trajectory, environment) with the final state; see `wants_environment`."""
 
 Accuracy = Callable[[str, Sequence[str], Task], float]
 """The score of a prediction, from 0 to 1, given the gold answers and the task. May raise NoVerdict."""
@@ -43,8 +47,13 @@ class NoVerdict(Exception):
         self.reason = reason
 
 
-def hierarchical_reward(accuracy: str | Accuracy, bonus: float, bonus_tools: Sequence[str]) -> RewardFn:
-    """The reward with this accuracy, a name or a function; the bonus needs every one of `bonus_tools` to be used."""
+def hierarchical_reward(
+    accuracy: str | Accuracy, bonus: float, bonus_tools: Sequence[str], check: FormatCheck | None = check_format
+) -> RewardFn:
+    """The reward with this accuracy, a name or a function; the bonus needs every one of `bonus_tools` to be used.
+
+    `check` looks at the format, which is not part of the reward if it is None.
+    """
     if isinstance(accuracy, str) and accuracy not in ACCURACIES:
         raise ValueError(f"unknown accuracy {accuracy!r}; use one of {', '.join(ACCURACIES)}")
     score = ACCURACIES[accuracy] if isinstance(accuracy, str) else accuracy
@@ -52,16 +61,25 @@ def hierarchical_reward(accuracy: str | Accuracy, bonus: float, bonus_tools: Seq
 
     def reward(trajectory: Trajectory) -> Reward:
         task, prediction = trajectory.task, trajectory.answer
-        format_right, _ = trajectory_format(trajectory)
+        if not task.answers:
+            raise ArpoError(
+                f"{task.id}: has no answer to compare with; name its column with data.answer, or a reward of your own "
+                "with reward.function"
+            )
+        fault = None if check is None else check(trajectory)
         acc, faults = 0.0, {}
         if prediction is not None:
             try:
                 acc = score(prediction, task.answers, task)
             except NoVerdict as error:
                 faults = {f"{FAULT_PREFIX}{error.reason}": 1.0}
-        earned = bonus if format_right and acc > 0 and required and required <= _tools_used(trajectory) else 0.0
-        parts = {"format": float(format_right), "accuracy": acc, "correct": float(acc == 1.0), "bonus": earned}
-        return Reward(acc + earned if format_right else -1.0, {**parts, **faults})
+        earned = bonus if fault is None and acc > 0 and required and required <= _tools_used(trajectory) else 0.0
+        form = {} if check is None else {"format": float(fault is None)}
+        parts = {**form, "accuracy": acc, "correct": float(acc == 1.0), "bonus": earned, **faults}
+        if fault is None:
+            return Reward(acc + earned, parts)
+        rule, words = fault
+        return Reward(-1.0, {**parts, rule.part: 1.0}, f"{WRONG_FORMAT}{words}")
 
     return reward
 

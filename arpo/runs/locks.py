@@ -37,9 +37,8 @@ def acquire_lock(directory: Path, what: str = "run", option: str = "run.dir") ->
                 time.sleep(0.02)
     except BlockingIOError:
         holder = path.read_text(encoding="ascii").strip() or "unknown"
-        raise ArpoError(
-            f"{path}: another process (pid {holder}) is writing this {what}; stop it or choose another {option}"
-        ) from None
+        who = "this program itself" if holder == str(os.getpid()) else f"another process (pid {holder})"
+        raise ArpoError(f"{path}: {who} is writing this {what}; stop it or choose another {option}") from None
     except OSError as error:
         raise ArpoError(f"{path}: cannot be locked: {error.strerror}") from error
     with writing(path):

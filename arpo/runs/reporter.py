@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from arpo.types import ScoredTree
+
 _logger = logging.getLogger("arpo")
 
 
@@ -49,6 +51,12 @@ class Reporter:
         """A training step was done."""
         shown = [f"{name} {metrics[name]:.4g}" for name in ("reward", "accuracy", "loss") if name in metrics]
         _logger.info("step %d: %s", step, ", ".join(shown))
+
+    def tree(self, scored: ScoredTree) -> None:
+        """A tree was sampled and scored for a training step."""
+
+    def evaluation(self, result: Any) -> None:
+        """An evaluation has ended: `arpo.evaluation.evaluate.Evaluation`."""
 
 
 SILENT = Reporter()

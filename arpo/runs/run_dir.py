@@ -464,7 +464,10 @@ def require_unused(directory: Path) -> None:
         raise ArpoError(f"{directory}: is a file, expected a directory for the run")
     names = {path.name for path in directory.iterdir()}
     if CONFIG_FILE in names:
-        raise ArpoError(f"{directory}: already holds a run; continue it (--resume) or choose another run.dir")
+        raise ArpoError(
+            f"{directory}: already holds a run; continue it (--resume, in Python resume=True) or choose another "
+            "run.dir (output_dir)"
+        )
     if RunDir(directory, None).checkpoint_steps():
         raise ArpoError(f"{directory}: holds a run that lost its {CONFIG_FILE}; --resume restores it from a checkpoint")
     if names - {LOCK_FILE, CONFIG_FILE + ".tmp"}:  # a crash in `create_run_dir` can leave these two

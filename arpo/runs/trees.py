@@ -2,6 +2,7 @@
 
 Guarantees: `tree_from_json(json.loads(json.dumps(tree_to_json(x)))) == x`: token ids, floats to the last bit, any text
 that a tokenizer can decode, lone surrogates included.
+Packed trees hold each column of `Task.meta` up to `MAX_COLUMN_CHARS`, in its place else a note of its length.
 Not covered: values without a JSON form. NaN and infinity are refused when dumped with `allow_nan=False`; tuples inside
 `Task.meta` or a call's arguments come back as lists; a surrogate pair held as two characters comes back as one.
 """
@@ -15,6 +16,7 @@ from typing import Any
 
 import zstandard
 
+from arpo.runs.json_values import shorten_columns
 from arpo.types import (
     Credit,
     Decision,
@@ -32,6 +34,7 @@ from arpo.types import (
 )
 
 MAX_TREE_BYTES = 1 << 29  # of one tree as JSON; protects the memory against a small damaged file
+MAX_COLUMN_CHARS = 20_000  # of one column of a task's row, as JSON
 QUESTION_CHARS = 300  # of a question in an index
 
 
@@ -39,7 +42,7 @@ QUESTION_CHARS = 300  # of a question in an index
 class TreeEntry:
     """One tree in a step's file: where its frame is, and a summary that can be shown without reading the tree.
 
-    `question` is cut after 300 characters. `accuracy` is the mean of the rewards' `correct` part, if they have one.
+    `question` is cut after 300 characters. `accuracy` is the mean of the rewards' `correct` part, if one has it.
     `tool_errors` counts failed calls of any fault. `informative` says that the rewards are not all equal.
     """
 
@@ -66,7 +69,9 @@ def pack_trees(trees: Sequence[ScoredTree]) -> tuple[bytes, list[TreeEntry]]:
     offset = 0
     compressor = zstandard.ZstdCompressor(write_checksum=True)
     for scored in trees:
-        line = json.dumps(tree_to_json(scored), allow_nan=False) + "\n"
+        values = tree_to_json(scored)
+        values["task"]["meta"] = shorten_columns(values["task"]["meta"], MAX_COLUMN_CHARS)
+        line = json.dumps(values, allow_nan=False) + "\n"
         frame = compressor.compress(line.encode("ascii"))
         entries.append(_summarize(scored, offset, len(frame)))
         frames.append(frame)
@@ -86,7 +91,7 @@ def _summarize(scored: ScoredTree, offset: int, length: int) -> TreeEntry:
         mean_reward=sum(totals) / len(totals) if totals else None,
         max_reward=max(totals, default=None),
         min_reward=min(totals, default=None),
-        accuracy=sum(correct) / len(correct) if correct else None,
+        accuracy=sum(correct) / len(totals) if correct else None,
         informative=len(set(totals)) > 1,
         num_trajectories=len(tree.leaves),
         branch_points=tree.branch_points,
@@ -112,7 +117,8 @@ def tree_to_json(scored: ScoredTree) -> dict[str, Any]:
         "task": {**_shallow(tree.task), "meta": dict(tree.task.meta)},
         "nodes": [_node_to_json(node) for node in tree.nodes],
         "leaves": [_shallow(leaf) for leaf in tree.leaves],
-        "rewards": [{"total": reward.total, "parts": dict(reward.parts)} for reward in scored.rewards],
+        "format": tree.format,
+        "rewards": [{**_shallow(reward), "parts": dict(reward.parts)} for reward in scored.rewards],
         "credits": [_credit_to_json(credit) for credit in scored.credits],
         "mask": list(scored.mask),
     }
@@ -122,9 +128,9 @@ def tree_from_json(data: Mapping[str, Any]) -> ScoredTree:
     """The inverse of `tree_to_json`."""
     task = Task(**{**data["task"], "answers": tuple(data["task"]["answers"])})
     nodes = tuple(_node_from_json(node) for node in data["nodes"])
-    leaves = tuple(Leaf(leaf["node"], StopReason(leaf["stop_reason"])) for leaf in data["leaves"])
+    leaves = tuple(Leaf(**{**leaf, "stop_reason": StopReason(leaf["stop_reason"])}) for leaf in data["leaves"])
     return ScoredTree(
-        RolloutTree(task, nodes, leaves),
+        RolloutTree(task, nodes, leaves, data.get("format", "tags")),
         tuple(Reward(**reward) for reward in data["rewards"]),
         tuple(_credit_from_json(credit) for credit in data["credits"]),
         tuple(data["mask"]),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import cache
 from typing import TYPE_CHECKING
 
 from arpo.config.files import expand_user
-from arpo.config.plugins import load_object, names_object
+from arpo.config.plugins import NO_OBJECTS, Objects, load_object, names_object
 from arpo.config.schema import Config, Mcp, Tools
 from arpo.data.task_set import plugin_of
 from arpo.errors import ArpoError
@@ -24,7 +24,11 @@ if TYPE_CHECKING:
     from arpo.tools.sandbox.sandbox import Sandbox
 
 
-def build_tools(config: Config) -> Toolset:
+def build_tools(
+    config: Config,
+    objects: Objects = NO_OBJECTS,
+    make_toolset: Callable[[Sequence[Tool], ToolCache | None], Toolset] = Toolset,
+) -> Toolset:
     """Build the tools that the config enables, ready to be called; close them when done."""
     settings = config.tools
     unknown = [name for name in settings.enabled if name not in BUILT_IN and not names_object(name)]
@@ -32,14 +36,17 @@ def build_tools(config: Config) -> Toolset:
         known = f"{', '.join(BUILT_IN)}, or your own as path/to/file.py:name"
         raise ArpoError(f"tools.enabled: there is no tool {unknown[0]!r}; there are: {known}")
     with ExitStack() as opened:
-        tools = [BUILT_IN[name](config) if name in BUILT_IN else _load_tool(name) for name in settings.enabled]
+        tools = [BUILT_IN[name](config) if name in BUILT_IN else _load_tool(name, objects) for name in settings.enabled]
         for server in settings.mcp:
             tools += opened.enter_context(_connect_mcp(server, settings.timeout)).tools
-        toolset = Toolset(tools, ToolCache(settings.cache, settings.cache_mode) if settings.cache else None)
+        toolset = make_toolset(tools, ToolCache(settings.cache, settings.cache_mode) if settings.cache else None)
         missing = sorted(set(config.reward.bonus_tools) - set(toolset))
         if config.reward.bonus and missing and config.reward.function is None:
             names = ", ".join(missing)
-            raise ArpoError(f"reward.bonus_tools: {names} is not among the tools, so the bonus could never be earned")
+            raise ArpoError(
+                f"reward.bonus_tools: {names} is not among the tools, so the bonus could never be earned; "
+                "use reward.bonus=0, or name other tools"
+            )
         opened.pop_all()  # from here on the toolset closes them
         return toolset
 
@@ -63,9 +70,9 @@ def open_sandbox(memory_mb: int, unsafe_no_isolation: bool) -> Sandbox:
     return sandbox
 
 
-def _load_tool(name: str) -> Tool:
+def _load_tool(name: str, objects: Objects) -> Tool:
     """A tool of the user's."""
-    tool = load_object("tools.enabled", name)
+    tool = load_object("tools.enabled", name, objects)
     if not isinstance(tool, Tool):
         raise ArpoError(f"tools.enabled: {name} is not a tool; put @tool (from arpo.tools.base) on the function")
     return tool

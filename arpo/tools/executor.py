@@ -20,6 +20,7 @@ never yields blocks the event loop, and with it the process.
 from __future__ import annotations
 
 import asyncio
+import copy
 import difflib
 import logging
 import random
@@ -29,21 +30,21 @@ import threading
 import time
 import traceback
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 from arpo.errors import ArpoError
 from arpo.tools.base import Tool, ToolError, ToolTimeout, ToolUnavailable, ToolUnresponsive
 from arpo.tools.cache import CacheKey, ToolCache, build_key
-from arpo.types import Fault, ToolCall, ToolResult, percentile
+from arpo.types import Fault, Task, ToolCall, ToolResult, percentile
 
 FIRST_PAUSE_SECONDS = 0.1
 MAX_PAUSE_SECONDS = 5.0
 CLEANUP_SECONDS = 5.0
 MAX_ERROR_CHARS = 500
-HERE = Path(__file__).parent
+OWN_FILES = (Path(__file__).parent, Path(__file__).parents[1] / "environments" / "states.py")
 MAX_DURATIONS = 1024  # percentiles are over the last runs
 _jitter = random.Random()
 _logger = logging.getLogger("arpo")
@@ -100,6 +101,18 @@ class ToolCounters:
         )
 
 
+class ToolState(Protocol):
+    """The state of the environment that a trajectory's calls use: `arpo.environments.states.State`."""
+
+    async def acquire(self, tool: Tool) -> Callable[..., Awaitable[Any]]:
+        """The tool's function, bound to an environment that nobody else uses; raises ToolUnavailable."""
+        ...
+
+    async def release(self, call: ToolCall, outcome: Outcome | None) -> None:
+        """Record the outcome of the call; None if it was cancelled."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class _LoopState:
     """State of one event loop: the slots of each tool, and the cacheable calls in flight."""
@@ -132,12 +145,15 @@ class Toolset(Mapping[str, Tool]):
     def __len__(self) -> int:
         return len(self._tools)
 
-    async def call(self, call: ToolCall) -> ToolResult:
-        """Make a call and return its result, which is always text. `attempts` is 0 if the call was unusable."""
+    async def call(self, call: ToolCall, task: Task | None = None, state: ToolState | None = None) -> ToolResult:
+        """Make a call and return its result, which is always text. `attempts` is 0 if the call was unusable.
+
+        `task` is what is being solved, `state` the state of the environment that tools which are methods use.
+        """
         counters = self._counters[call.name if call.name in self else ""]
         counters.calls += 1
         try:
-            result = await self._result(call)
+            result = await self._result(call, task, state)
         except BaseException:
             counters.cancelled += 1
             raise
@@ -162,7 +178,7 @@ class Toolset(Mapping[str, Tool]):
             except BaseException as error:
                 if _is_ctrl_c(error):
                     raise
-                _logger.warning("tool %s: its close failed: %s", name, _describe(error))
+                _logger.warning("tool %s: its close failed: %s", name, describe_error(error))
         for name in sorted(set(self._abandoned.values())):
             _logger.warning("tool %s: a call ignored its cancellation and never ended; it is not waited for", name)
         if self.cache is not None:
@@ -182,23 +198,24 @@ class Toolset(Mapping[str, Tool]):
             self._loops[loop] = _LoopState(slots)
         return self._loops[loop]
 
-    async def _result(self, call: ToolCall) -> ToolResult:
+    async def _result(self, call: ToolCall, task: Task | None, state: ToolState | None) -> ToolResult:
         """Check a call, then answer it from the cache or by running the tool."""
         started = time.perf_counter()
         mistake = _mistake(self, call)
         if mistake is not None:
             return ToolResult(_clean(mistake[:MAX_ERROR_CHARS]), Fault.MODEL, time.perf_counter() - started, 0)
         tool, cache = self[call.name], self.cache
-        if cache is None or (cache.mode == "on" and not tool.cacheable):
-            return await self._run(tool, call.args)
+        depends_on_more = tool.method or tool.task_argument is not None  # than on its arguments
+        if cache is None or depends_on_more or (cache.mode == "on" and not tool.cacheable):
+            return await self._run(tool, call, task, state)
         key = build_key(tool, call.args)
         if cache.mode == "replay":
             return _replay(cache, key)
         if tool.cacheable:
-            return await self._run_once(cache, tool, call.args, key)
-        return _store(cache, key, await self._run(tool, call.args))
+            return await self._run_once(cache, tool, call, key)
+        return _store(cache, key, await self._run(tool, call))
 
-    async def _run_once(self, cache: ToolCache, tool: Tool, args: Mapping[str, Any], key: CacheKey) -> ToolResult:
+    async def _run_once(self, cache: ToolCache, tool: Tool, call: ToolCall, key: CacheKey) -> ToolResult:
         """Return a cached result, that of an identical call in flight, or that of a call made now."""
         in_flight = self._loop_state().in_flight
         while True:
@@ -217,13 +234,15 @@ class Toolset(Mapping[str, Tool]):
         future = in_flight[key.digest] = asyncio.get_running_loop().create_future()
         result = None
         try:
-            result = _store(cache, key, await self._run(tool, args))
+            result = _store(cache, key, await self._run(tool, call))
             return result
         finally:  # after a cancellation, None tells those who wait to make the call themselves
             del in_flight[key.digest]
             future.set_result(result)
 
-    async def _run(self, tool: Tool, args: Mapping[str, Any]) -> ToolResult:
+    async def _run(
+        self, tool: Tool, call: ToolCall, task: Task | None = None, state: ToolState | None = None
+    ) -> ToolResult:
         """Run the tool, with retries after infrastructure failures."""
         counters, slots = self._counters[tool.spec.name], self._loop_state().slots[tool.spec.name]
         started, waited, attempts = time.perf_counter(), 0.0, 0
@@ -236,12 +255,12 @@ class Toolset(Mapping[str, Tool]):
                 waited += time.perf_counter() - asked
                 counters.wait_seconds += time.perf_counter() - asked
             try:
-                text, fault, error = await self._attempt(tool, args)
+                text, fault, error = await self._attempt(tool, call, task, state)
             finally:
                 slots.release()
             if error is not None:
                 self._log_once(tool.spec.name, error)
-            if fault is not Fault.INFRA or isinstance(error, ToolUnresponsive) or attempts > tool.retries:
+            if fault is not Fault.INFRA or not getattr(error, "retry", True) or attempts > tool.retries:
                 break
             counters.retries += 1
             await asyncio.sleep(pause_before_retry(attempts, _jitter.random()))
@@ -249,22 +268,22 @@ class Toolset(Mapping[str, Tool]):
         counters.durations.append(seconds)
         return ToolResult(text, fault, seconds, attempts)
 
-    async def _attempt(self, tool: Tool, args: Mapping[str, Any]) -> _Outcome:
-        """Run the tool once."""
-        if tool.quick:
-            return await _outcome(tool, args)
-        task = asyncio.create_task(_outcome(tool, args))
+    async def _attempt(self, tool: Tool, call: ToolCall, task: Task | None, state: ToolState | None) -> Outcome:
+        """Run the tool once; a method with an environment that the state provides."""
+        if not tool.method:
+            return await run_once(tool, tool.run, call.args, task, self._abandoned)
+        if state is None:
+            raise RuntimeError(f"tool {tool.spec.name} belongs to an environment and was called without a state")
         try:
-            await asyncio.wait({task}, timeout=tool.timeout)
-            if not task.done():
-                late = ToolUnresponsive(f"took longer than {tool.timeout:g} seconds")
-                return _Outcome(_error(f"{tool.spec.name} {late}."), Fault.INFRA, late)
-            if task.cancelled():  # by the tool itself; the caller must not take that for its own cancellation
-                return _broken(tool.spec.name, ToolUnavailable("it cancelled itself"))
-            return task.result()
+            run = await state.acquire(tool)
+        except ToolUnavailable as error:
+            return _broken(tool.spec.name, error)
+        outcome = None
+        try:
+            outcome = await run_once(tool, run, call.args, task, self._abandoned)
+            return outcome
         finally:
-            if not task.done():  # too slow, or the caller was cancelled
-                await self._cancel(task, tool.spec.name)
+            await state.release(call, outcome)
 
     def _log_once(self, name: str, error: BaseException) -> None:
         """Log where a tool failed, once for each tool and type of error."""
@@ -274,29 +293,16 @@ class Toolset(Mapping[str, Tool]):
         if isinstance(error, ToolUnavailable):
             _logger.warning("tool %s failed: %s", name, _clean(_text(error)[:MAX_ERROR_CHARS]))
             return
-        said = _clean(_describe(error)[:MAX_ERROR_CHARS])
-        frames = traceback.extract_tb(error.__traceback__)
-        file = next((frame.filename for frame in frames if Path(frame.filename).parent != HERE), __file__)
-        place = next(frame for frame in reversed(frames) if frame.filename == file)
+        said = _clean(describe_error(error)[:MAX_ERROR_CHARS])
         hint = "raise ToolError if the model's arguments are to blame"
-        _logger.warning("tool %s failed: %s (%s, line %s); %s", name, said, Path(file).name, place.lineno, hint)
-
-    async def _cancel(self, task: asyncio.Task[Any], name: str) -> None:
-        """Cancel a call; after CLEANUP_SECONDS it is left behind, and the event loop can close without it."""
-        task.cancel()
-        try:
-            await asyncio.wait({task}, timeout=CLEANUP_SECONDS)
-        finally:
-            if not task.done():
-                self._abandoned[task] = name
-                task.add_done_callback(lambda done: self._abandoned.pop(done, None))
-                asyncio.tasks._unregister_task(task)  # else `asyncio.run` would wait for it
-                task._log_destroy_pending = False  # type: ignore[attr-defined]
+        _logger.warning("tool %s failed: %s (%s); %s", name, said, place_of(error), hint)
 
 
-async def call_tool(tools: Mapping[str, Tool], call: ToolCall) -> ToolResult:
+async def call_tool(
+    tools: Mapping[str, Tool], call: ToolCall, task: Task | None = None, state: ToolState | None = None
+) -> ToolResult:
     """`Toolset.call`; a plain mapping of tools will do if calls share neither slots nor counters."""
-    return await (tools if isinstance(tools, Toolset) else Toolset(tools.values())).call(call)
+    return await (tools if isinstance(tools, Toolset) else Toolset(tools.values())).call(call, task, state)
 
 
 def pause_before_retry(attempts: int, uniform: float) -> float:
@@ -326,7 +332,11 @@ def _store(cache: ToolCache, key: CacheKey, result: ToolResult) -> ToolResult:
     return result
 
 
-class _Outcome(NamedTuple):
+class _TooSlow(ToolUnresponsive):
+    """The time limit was reached here, not noticed by the tool."""
+
+
+class Outcome(NamedTuple):
     """The text of one attempt, whose fault it was if that is an error, and the error if it was the tool's."""
 
     text: str
@@ -334,34 +344,83 @@ class _Outcome(NamedTuple):
     error: BaseException | None = None
 
 
-async def _outcome(tool: Tool, args: Mapping[str, Any]) -> _Outcome:
-    """Run the tool once.
+async def run_once(
+    tool: Tool,
+    run: Callable[..., Awaitable[Any]],
+    args: Mapping[str, Any],
+    task: Task | None,
+    abandoned: dict[asyncio.Task[Any], str],
+) -> Outcome:
+    """Call `run`, which is the tool's own or bound to an environment, within the tool's limits."""
+    name, hidden = tool.spec.name, {} if tool.task_argument is None else {tool.task_argument: task}
 
-    Nothing that the tool does raises here: in a task of its own, SystemExit would end the event loop.
+    async def answer() -> str:
+        result = await run(**copy.deepcopy(dict(args)), **hidden)  # a tool may change lists: the call stays as it is
+        if result is None:
+            raise ToolUnavailable("it returned nothing; a tool returns the text that the model is shown")
+        return _clean(_cut(_plain(result), tool.max_chars))
+
+    text, error = await (capture(answer) if tool.quick else run_limited(answer, tool.timeout, name, abandoned))
+    if error is None:
+        return Outcome(text)
+    if isinstance(error, ToolTimeout | ToolError):
+        fault = Fault.TIMEOUT if isinstance(error, ToolTimeout) else Fault.MODEL
+        return Outcome(_clean(_cut(f"Error: {_text(error)}", tool.max_chars)), fault)
+    if isinstance(error, _TooSlow):
+        return Outcome(_error(f"{name} {error}."), Fault.INFRA, error)
+    return _broken(name, error)
+
+
+async def run_limited(
+    run: Callable[[], Awaitable[Any]], timeout: float, name: str, abandoned: dict[asyncio.Task[Any], str]
+) -> tuple[Any, BaseException | None]:
+    """`capture` in a task of its own, which is cancelled at the timeout or if the caller is cancelled.
+
+    A task that ignores this is left behind after CLEANUP_SECONDS: `abandoned` then has its `name`, and the event loop
+    can close without it.
     """
-    task, name = asyncio.current_task(), tool.spec.name
+    task = asyncio.create_task(capture(run))
+    try:
+        await asyncio.wait({task}, timeout=timeout)
+        if not task.done():
+            return None, _TooSlow(f"took longer than {timeout:g} seconds")
+        if task.cancelled():  # by the tool itself; the caller must not take that for its own cancellation
+            return None, ToolUnavailable("it cancelled itself")
+        return task.result()
+    finally:
+        if not task.done():  # too slow, or the caller was cancelled
+            task.cancel()
+            try:
+                await asyncio.wait({task}, timeout=CLEANUP_SECONDS)
+            finally:
+                if not task.done():
+                    abandoned[task] = name
+                    task.add_done_callback(lambda done: abandoned.pop(done, None))
+                    asyncio.tasks._unregister_task(task)  # else `asyncio.run` would wait for it
+                    task._log_destroy_pending = False  # type: ignore[attr-defined]
+
+
+async def capture(run: Callable[[], Awaitable[Any]]) -> tuple[Any, BaseException | None]:
+    """The value of somebody else's coroutine, or its error.
+
+    Nothing that it does raises here: in a task of its own, SystemExit would end the event loop.
+    """
+    task = asyncio.current_task()
     assert task is not None
     cancelled_before = task.cancelling()
     try:
-        result = await tool.run(**args)
-        if result is None:
-            raise ToolUnavailable("it returned nothing; a tool returns the text that the model is shown")
-        return _Outcome(_clean(_cut(_plain(result), tool.max_chars)))
-    except ToolTimeout as error:
-        return _Outcome(_clean(_cut(f"Error: {_text(error)}", tool.max_chars)), Fault.TIMEOUT)
-    except ToolError as error:
-        return _Outcome(_clean(_cut(f"Error: {_text(error)}", tool.max_chars)), Fault.MODEL)
+        return await run(), None
     except BaseException as error:
         if isinstance(error, asyncio.CancelledError) and task.cancelling() > cancelled_before:
             raise
         if _is_ctrl_c(error):
             raise
-        return _broken(name, error)
+        return None, error
 
 
-def _broken(name: str, error: BaseException) -> _Outcome:
-    said = _text(error) if isinstance(error, ToolUnavailable) else _describe(error)
-    return _Outcome(_error(f"{name} is unavailable: {said}"), Fault.INFRA, error)
+def _broken(name: str, error: BaseException) -> Outcome:
+    said = _text(error) if isinstance(error, ToolUnavailable) else describe_error(error)
+    return Outcome(_error(f"{name} is unavailable: {said}"), Fault.INFRA, error)
 
 
 def _is_ctrl_c(error: BaseException) -> bool:
@@ -385,7 +444,17 @@ def _mistake(tools: Mapping[str, Tool], call: ToolCall) -> str | None:
     return None if problem is None else f"Error: {call.name}: {problem}."
 
 
-def _describe(error: BaseException) -> str:
+def place_of(error: BaseException) -> str:
+    """Where in somebody else's code an error was raised: "tools.py, line 12"."""
+    frames = traceback.extract_tb(error.__traceback__)
+    others = (one.filename for one in frames if OWN_FILES[0] != Path(one.filename).parent)
+    file = next((name for name in others if Path(name) != OWN_FILES[1]), __file__)
+    place = next(frame for frame in reversed(frames) if frame.filename == file)
+    return f"{Path(file).name}, line {place.lineno}"
+
+
+def describe_error(error: BaseException) -> str:
+    """The type and the text of an error."""
     return f"{type(error).__name__}: {_text(error)}".removesuffix(": ")
 
 

@@ -28,7 +28,7 @@ from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012
 
 from arpo.errors import ArpoError
-from arpo.types import ToolSpec
+from arpo.types import Task, ToolSpec
 
 MAX_REFERENCES = 2000  # followed in one check; recursive alternatives can need exponentially many
 MAX_VALUE_CHARS = 60
@@ -39,7 +39,10 @@ _TYPE_NAMES = {**_JSON_TYPES, dict: "object", type(None): "null"}
 
 
 def build_spec(function: Callable[..., Any]) -> ToolSpec:
-    """Return a function's name, the first paragraph of its docstring, and the JSON schema of its arguments."""
+    """Return a function's name, the first paragraph of its docstring, and the JSON schema of its arguments.
+
+    Left out are the `self` of a method and the argument that receives the task.
+    """
     name = function.__name__
     description = " ".join((inspect.getdoc(function) or "").split("\n\n")[0].split())
     if not description:
@@ -47,7 +50,11 @@ def build_spec(function: Callable[..., Any]) -> ToolSpec:
     hints = typing.get_type_hints(function)
     properties: dict[str, Any] = {}
     required: list[str] = []
+    hidden = {"self"} if is_method(function) else set()
+    hidden |= {task_argument(function) or ""}
     for parameter in inspect.signature(function).parameters.values():
+        if parameter.name in hidden:
+            continue
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise TypeError(f"tool {name}: {parameter} cannot be passed by name")
         if parameter.name not in hints:
@@ -63,6 +70,18 @@ def build_spec(function: Callable[..., Any]) -> ToolSpec:
         description,
         {"type": "object", "properties": properties, "required": required, "additionalProperties": False},
     )
+
+
+def is_method(function: Callable[..., Any]) -> bool:
+    """Whether a function is a method that is not bound yet: its first parameter is `self`."""
+    return next(iter(inspect.signature(function).parameters), "") == "self"
+
+
+def task_argument(function: Callable[..., Any]) -> str | None:
+    """The parameter of a function that has the type `Task`, or None."""
+    hints = typing.get_type_hints(function)
+    found = [name for name in inspect.signature(function).parameters if hints.get(name) is Task]
+    return found[0] if found else None
 
 
 def _schema(hint: Any, where: str) -> dict[str, Any]:

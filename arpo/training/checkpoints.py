@@ -103,6 +103,11 @@ class RunStart:
     run: RunDir | None  # None for a new run
     checkpoint: Path | None
 
+    @property
+    def step(self) -> int:
+        """The step of the checkpoint; 0 from scratch."""
+        return 0 if self.checkpoint is None else run_dir.checkpoint_step(self.checkpoint) or 0
+
     @contextmanager
     def open(self, trainer: Trainer, reporter: Reporter = SILENT) -> Iterator[CheckpointManager]:
         """Restore the trainer, create the run directory or roll it back, and yield its checkpoint manager."""

@@ -200,20 +200,21 @@ class CollapseDetector:
         self._series = (reward, form, accuracy, entropy, length, gradient)
 
         def no_better(then: Window, now: Window) -> bool:
-            """Whether accuracy has not risen significantly."""
-            was, is_now = accuracy.window(then.first, then.last), accuracy.window(now.first, now.last)
+            """Whether accuracy has not risen significantly; where rewards do not say what is correct, the reward."""
+            quality = accuracy if accuracy.window(0, now.last).values else reward
+            was, is_now = quality.window(then.first, then.last), quality.window(now.first, now.last)
             enough = was.values and len(is_now.values) >= MIN_VALUES
-            return not enough or is_now.mean - was.mean <= accuracy.margin(was, is_now)
+            return not enough or is_now.mean - was.mean <= quality.margin(was, is_now)
 
-        def unsolved(now: Window) -> bool:
+        def unsolved(then: Window, now: Window) -> bool:
             values = accuracy.window(now.first, now.last).values
-            return not values or fmean(values) < SOLVED
+            return fmean(values) < SOLVED if values else no_better(then, now)
 
         def dropped(then: Window, now: Window) -> bool:
             return then.mean - now.mean > LOST_SHARE * max(abs(value) for value in then.values)
 
         def entropy_fell(then: Window, now: Window) -> bool:
-            return now.mean - then.mean < math.log(ENTROPY_FALL) and unsolved(now)
+            return now.mean - then.mean < math.log(ENTROPY_FALL) and unsolved(then, now)
 
         def entropy_rose(then: Window, now: Window) -> bool:
             return now.mean - then.mean > math.log(ENTROPY_RISE) and no_better(then, now)

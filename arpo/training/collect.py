@@ -127,7 +127,12 @@ def correct_traces(agent: Agent, scored: ScoredTree, limit: int, left_out: Count
     traces: list[Trace] = []
     for trajectory, reward in zip(scored.tree.trajectories, scored.rewards, strict=True):
         trace = _trace(trajectory)
-        correct = reward.parts["format"] == 1 and reward.parts["correct"] == 1
+        if "correct" not in reward.parts:
+            raise ArpoError(
+                "reward.function: the rewards have no part 'correct', which says what to keep; "
+                'return Reward(total, {"correct": 1.0 or 0.0})'
+            )
+        correct = reward.parts.get("format", 1) == 1 and reward.parts["correct"] == 1
         if trajectory.infra_fault:
             left_out["a tool was broken"] += 1
         elif trajectory.stop_reason is not StopReason.ANSWER or not correct:

@@ -8,31 +8,35 @@ deterministic tools.
 from __future__ import annotations
 
 import asyncio
+import copy
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from arpo.agent.agent import build_prompts
 from arpo.algorithm.advantage import compute_credits
-from arpo.algorithm.metrics import rollout_metrics, staleness_metrics, tool_metrics
+from arpo.algorithm.metrics import format_warnings, limit_warnings, rollout_metrics, staleness_metrics, tool_metrics
 from arpo.config.files import expand_user
-from arpo.config.schema import Config
+from arpo.config.plugins import NO_OBJECTS, Objects
+from arpo.config.schema import Config, Rollout
 from arpo.data.order import batch_tasks, task_outcome
-from arpo.data.task_set import TaskSet
+from arpo.data.task_set import TaskSet, require_test_tasks
+from arpo.environments.states import pool_of
 from arpo.errors import ArpoError, Diverged
 from arpo.evaluation.evaluate import Evaluation, select_tasks
 from arpo.models.resolve import load_policy, resolve_model
 from arpo.models.threads import describe_threads
 from arpo.rewards import fault_metrics, unjudged
 from arpo.runs.reporter import SILENT, Reporter
+from arpo.tools.executor import Toolset
 from arpo.trainer.dist.process_group import ProcessGroup
 from arpo.trainer.dist.sharded import ShardedTrainer
 from arpo.trainer.dist.worker import open_message
 from arpo.trainer.trainer import Trainer
-from arpo.training.checkpoints import CheckpointManager, find_start
+from arpo.training.checkpoints import CheckpointManager, RunStart, find_start
 from arpo.training.collapse import CollapseMonitor
 from arpo.training.context import build_context, build_reward_fn, fit_tasks, load_tasks_and_tools
 from arpo.training.sampler import LocalSampler, Sampler
@@ -69,6 +73,34 @@ class Training:
     reporter: Reporter
 
 
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What a training run needs, loaded; the run itself is not open yet, and a new one has no directory."""
+
+    start: RunStart
+    tasks: TaskSet
+    tools: Toolset
+    sampler: Sampler
+    model: Any
+    tokenizer: Any
+    objects: Objects
+    reporter: Reporter
+
+    def with_steps(self, steps: int) -> Prepared:
+        """The same with `train.steps` set."""
+        start = self.start
+        config, requested = _with_steps(start.config, steps), _with_steps(start.requested, steps)
+        return replace(self, start=replace(start, config=config, requested=requested))
+
+    @contextmanager
+    def open(self, group: ProcessGroup | None = None) -> Iterator[Training]:
+        """Open the run: a new one gets its directory. With a process `group`, of which this is rank 0, all train."""
+        start = self.start
+        trainer = build_trainer(start.requested, start.config, self.model, self.tokenizer, group, self.objects)
+        with start.open(trainer, self.reporter) as checkpoints:
+            yield Training(start.config, self.tasks, self.sampler, trainer, checkpoints, self.reporter)
+
+
 @contextmanager
 def open_training(
     config: Config,
@@ -81,40 +113,75 @@ def open_training(
 
     With a process `group`, of which this is rank 0, all ranks train. Without `build_sampler`, this process samples.
     """
+    with prepare_training(config, resume, build_sampler, reporter) as prepared, prepared.open(group) as training:
+        yield training
+
+
+@contextmanager
+def prepare_training(
+    config: Config,
+    resume: bool = False,
+    build_sampler: BuildSampler | None = None,
+    reporter: Reporter = SILENT,
+    objects: Objects = NO_OBJECTS,
+) -> Iterator[Prepared]:
+    """Load what a run needs: tasks, tools, the model. With `resume`, the run's directory is locked inside the block."""
     check_settings(config, on_cluster=build_sampler is not None)
     with ExitStack() as stack:
-        tasks, tools = load_tasks_and_tools(config, reporter)
+        tasks, tools = load_tasks_and_tools(config, reporter, objects)
         stack.callback(tools.close)
         if config.eval.every:
             require_test_tasks(tasks)
-        reward = build_reward_fn(config)  # on a cluster only for its checks: the workers build their own
+        # on a cluster only for its checks: the workers build their own
+        reward = build_reward_fn(config, objects, pool_of(tools))
         start = stack.enter_context(find_start(config, resume, RESUMABLE_KEYS, RUN_KIND_METRIC, reporter))
-        model, tokenizer = load_policy(start.config, reporter, start.checkpoint)
+        model, tokenizer = load_policy(start.config, reporter, start.checkpoint, objects)
         sampler: Sampler
         if build_sampler is None:
-            context = build_context(start.config, tasks, tools, reward, model, tokenizer, reporter)
-            tasks, sampler = context.tasks, LocalSampler(context)
+            context = build_context(start.config, tasks, tools, reward, model, tokenizer, reporter, objects)
+            tasks, sampler = context.tasks, LocalSampler(context, reporter.tree)
         else:
-            prompts = build_prompts(config, tools, tokenizer, model.config.max_position_embeddings)
+            prompts = build_prompts(config, tools, tokenizer, model.config.max_position_embeddings, objects)
             tasks = fit_tasks(tasks, prompts, config, reporter)
             sampler = build_sampler(config, model)  # not the checkpoint's: it may be deleted while workers start
-        trainer = build_trainer(config, start.config, model, tokenizer, group)
-        checkpoints = stack.enter_context(start.open(trainer, reporter))
-        yield Training(start.config, tasks, sampler, trainer, checkpoints, reporter)
+        yield Prepared(start, tasks, tools, sampler, model, tokenizer, objects, reporter)
 
 
-def build_trainer(config: Config, latest: Config, model: Any, tokenizer: Any, group: ProcessGroup | None) -> Trainer:
+def build_trainer(
+    config: Config,
+    latest: Config,
+    model: Any,
+    tokenizer: Any,
+    group: ProcessGroup | None,
+    objects: Objects = NO_OBJECTS,
+) -> Trainer:
     """The trainer of `model`, which `latest` names; `config` names the model before training, the KL reference."""
     needs_reference = bool(config.loss.kl_coef and not config.train.lora_rank)
     reference = None
     if needs_reference:
         loaded = expand_user(resolve_model(latest).path).parent  # where `model` comes from
-        reference = load_policy(config, checked=loaded)[0]
+        reference = load_policy(config, checked=loaded, objects=objects)[0]
+        if reference is model:  # one that was given: it is trained, so the reference is a copy
+            reference = copy.deepcopy(model)
     if group is None:
         return Trainer(model, tokenizer, config, reference)
     before = resolve_model(config) if needs_reference else None
     with group.collective("open", open_message(config, resolve_model(latest), before)):
         return ShardedTrainer(model, tokenizer, config, reference, group)
+
+
+def extend_training(training: Training, step: int, steps: int) -> Training:
+    """The same open run, of which `step` steps are done, to be trained on until `train.steps` are."""
+    checkpoints, config = training.checkpoints, _with_steps(training.config, steps)
+    if steps != training.config.train.steps:
+        recorded = checkpoints.run.config()
+        checkpoints.run.update_config(step, {**recorded, "train": {**recorded["train"], "steps": steps}})
+    checkpoints.start_step = step
+    return replace(training, config=config)
+
+
+def _with_steps(config: Config, steps: int) -> Config:
+    return config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
 
 
 async def train(training: Training) -> int:
@@ -137,9 +204,10 @@ async def train(training: Training) -> int:
     if training.trainer.model.device.type == "cpu":
         reporter.message(f"Computing on the CPU with {describe_threads()}.")
     reporter.training_starts("train")
-    if step and config.eval.every and step % config.eval.every == 0 and "test_accuracy" not in records[-1]:
+    tested = bool(records) and any(name.startswith("test_") for name in records[-1])
+    if step and config.eval.every and step % config.eval.every == 0 and not tested:
         checkpoints.amend(step, await _evaluate_step(training, step))  # the run was stopped before this evaluation
-    faults = _FaultReport(reporter)
+    faults = _FaultReport(reporter, config.rollout)
     optimizer_steps, sampling = 0.0, _SamplingAhead(training, [record.get("outcomes", "") for record in records])
     try:
         with reporter.progress("training", last_step) as bar:
@@ -184,15 +252,24 @@ async def train(training: Training) -> int:
 
 
 class _FaultReport:
-    """Tells the user about tools that fail: each tool when it first does, and steps that lose all trajectories."""
+    """Tells the user about tools that fail: each tool when it first does, and steps that lose all trajectories.
 
-    def __init__(self, reporter: Reporter) -> None:
-        self._reporter = reporter
+    It also tells once of each limit that cuts off most trajectories of a step, and why most of a step's trajectories
+    have a wrong format.
+    """
+
+    def __init__(self, reporter: Reporter, settings: Rollout) -> None:
+        self._reporter, self._settings = reporter, settings
+        self._warned: set[str] = set()  # limits, and reasons why formats are wrong
         self._reported: set[str] = set()  # tools, and "" for lost steps
         self._masked = self._trajectories = 0
 
     def report(self, step: int, trees: Sequence[ScoredTree]) -> None:
         """Warn of what is new in the trees of a step."""
+        for name, text in {**limit_warnings(trees, self._settings), **format_warnings(trees)}.items():
+            if name not in self._warned:
+                self._warned.add(name)
+                self._reporter.warning(f"step {step}: {text}")
         masked, total = sum(one.mask.count(False) for one in trees), sum(len(one.mask) for one in trees)
         self._masked, self._trajectories = self._masked + masked, self._trajectories + total
         results: dict[str, list[ToolResult]] = {}
@@ -219,11 +296,12 @@ class _FaultReport:
     def reason(self) -> str:
         """Why a run has learned nothing."""
         if self._masked == self._trajectories:
-            return "all trajectories are masked, because a tool, the engine or the judge failed in each of them"
+            return "all trajectories are masked: a tool, the environment, the engine or the judge failed in each one"
         masked = (
             f", apart from {self._masked} that are masked because a tool or the judge failed" if self._masked else ""
         )
-        return f"for every question, all trajectories earned the same{masked}. `arpo rollout` shows examples."
+        look = "`arpo rollout`, in Python trainer.rollout(row), shows examples."
+        return f"for every question, all trajectories earned the same{masked}. {look}"
 
 
 class _SamplingAhead:
@@ -317,20 +395,26 @@ def learn_step(training: Training, step: int, scored: Sequence[ScoredTree]) -> d
 
 
 def _outcome(scored: ScoredTree) -> str:
-    """The outcome letter of a task for the curriculum, without trajectories that a broken tool or judge spoiled."""
+    """The outcome letter of a task for the curriculum, without trajectories that a broken tool or judge spoiled.
+
+    Rewards that do not say what is correct are settled if all trajectories earned the same.
+    """
     valid = [
-        reward.parts["correct"]
+        reward
         for trajectory, reward in zip(scored.tree.trajectories, scored.rewards, strict=True)
         if not trajectory.infra_fault and not unjudged(reward)
     ]
-    return task_outcome(valid)
+    if any("correct" in reward.parts for reward in valid):
+        return task_outcome([reward.parts.get("correct", 0.0) for reward in valid])
+    earned = {reward.total for reward in valid}
+    return task_outcome([0.0] if len(earned) == 1 else [])
 
 
 async def _evaluate_step(training: Training, step: int) -> dict[str, float]:
     """Evaluate the policy after a step; returns the metrics."""
     result = await evaluate_policy(training.sampler, training.tasks, training.config, training.reporter)
     await training.sampler.sync_weights(step)  # clears the prefix cache: a resumed run starts without it
-    return {"test_accuracy": result.accuracy, "test_format": result.format_rate}
+    return {f"test_{name}": value for name, value in result.metrics.items()}
 
 
 async def evaluate_policy(sampler: Sampler, tasks: TaskSet, config: Config, reporter: Reporter = SILENT) -> Evaluation:
@@ -339,13 +423,9 @@ async def evaluate_policy(sampler: Sampler, tasks: TaskSet, config: Config, repo
     chosen, seeds = select_tasks(tasks.test, config.eval, config.seed)
     with reporter.progress("evaluating", len(chosen)) as bar:
         bar.update(0)
-        return await sampler.evaluate(chosen, seeds, lambda scored: bar.advance())
-
-
-def require_test_tasks(tasks: TaskSet) -> None:
-    """Raise if there are no test tasks."""
-    if not tasks.test:
-        raise ArpoError("data.test: there are no held-out questions; name a file of them")
+        result = await sampler.evaluate(chosen, seeds, lambda scored: bar.advance())
+    reporter.evaluation(result)
+    return result
 
 
 def check_settings(config: Config, on_cluster: bool) -> None:

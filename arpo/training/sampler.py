@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from arpo.algorithm.rollout import sample_trees
+from arpo.environments.states import pool_of
 from arpo.evaluation.evaluate import Evaluation, evaluate
 from arpo.rewards import Scorer
 from arpo.training.context import RolloutContext
@@ -51,8 +52,8 @@ class Sampler(Protocol):
 class LocalSampler:
     """Samples in this process, one step at a time, with the engine that shares the trained model's weights."""
 
-    def __init__(self, context: RolloutContext) -> None:
-        self.context = context
+    def __init__(self, context: RolloutContext, on_tree: OnTree = ignore) -> None:
+        self.context, self._on_tree = context, on_tree
 
     async def sync_weights(self, version: int) -> None:
         """Drop what the engine computed with older weights; the weights themselves are shared."""
@@ -65,7 +66,7 @@ class LocalSampler:
         context, config = self.context, self.context.config
         with Scorer(context.reward, config.reward.workers, config.train.mask_infra_faults) as scorer:
             return await sample_trees(
-                context.agent, tasks, config.rollout, config.branching, seeds, scorer.score, slots
+                context.agent, tasks, config.rollout, config.branching, seeds, scorer.score, slots, self._on_tree
             )
 
     async def evaluate(
@@ -88,12 +89,17 @@ class LocalSampler:
             slots,
             on_tree,
         )
-        context.agent.engine.stats()  # starts the counters anew: an evaluation belongs to no training step
+        self.step_metrics(0)  # starts the counters anew: an evaluation belongs to no training step
         return evaluation
 
     def step_metrics(self, step: int) -> dict[str, float]:
-        """The counters of the engine since the last call."""
-        return {f"engine_{name}": value for name, value in self.context.agent.engine.stats().items()}
+        """The counters of the engine and of the environment since the last call."""
+        agent, pool = self.context.agent, pool_of(self.context.agent.tools)
+        states = {} if pool is None else pool.stats()
+        return {
+            **{f"engine_{name}": value for name, value in agent.engine.stats().items()},
+            **{f"environment_{name}": value for name, value in states.items()},
+        }
 
     def discarded_metrics(self) -> dict[str, float]:
         """Empty: nothing is sampled ahead of training."""

@@ -20,14 +20,15 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 
-from arpo.agent.formats import build_format
-from arpo.agent.traces import read_traces
+from arpo.agent.agent import build_prompts, call_format
+from arpo.agent.formats import CallFormat
+from arpo.agent.traces import TraceReading, read_traces
 from arpo.config.schema import Config, Loss
 from arpo.data.rows import list_problems, refuse_bad_rows
+from arpo.environments.build import build_toolset
 from arpo.models.resolve import load_policy
 from arpo.models.threads import describe_threads
 from arpo.runs.reporter import SILENT, Reporter
-from arpo.tools.build import build_tools
 from arpo.trainer.trainer import Trainer
 from arpo.training.checkpoints import CheckpointManager, find_start
 from arpo.training.sft_examples import SFTExample, encode_trace
@@ -52,18 +53,30 @@ class SFTRun:
 def open_sft(config: Config, resume: bool = False, reporter: Reporter = SILENT) -> Iterator[SFTRun]:
     """A new run in `run.dir`, or the run there from its last checkpoint. The directory is locked inside the block."""
     with ExitStack() as stack:
-        tools = stack.enter_context(build_tools(config))
-        fmt = build_format(config.rollout.format, [tool.spec for tool in tools.values()])
-        traces, problems = read_traces(config.sft.data, fmt)
-        refuse_bad_rows(config.sft.data, "traces", traces, problems, config.data.bad_rows)
+        tools = stack.enter_context(build_toolset(config))
+        reading = None
+        if config.rollout.format in ("tags", "json") and config.answer.parse in (None, "tag"):
+            # other formats and ends of answers depend on the tokenizer
+            reading = _read_traces(config, call_format(config, tools))
         start = stack.enter_context(find_start(config, resume, RESUMABLE_KEYS, RUN_KIND_METRIC, reporter))
         model, tokenizer = load_policy(start.config, reporter, start.checkpoint)
-        encoded = [encode_trace(trace, tokenizer, fmt, config.tools.max_result_tokens) for trace in traces]
+        prompts = build_prompts(config, tools, tokenizer, model.config.max_position_embeddings)
+        traces, problems = reading or _read_traces(config, prompts.format)
+        limit = config.tools.max_result_tokens
+        encoded = [
+            encode_trace(trace, tokenizer, prompts.format, limit, prompts.system_prompt(trace.task)) for trace in traces
+        ]
         examples = _fitting(encoded, model.config.max_position_embeddings, config, problems, reporter)
         checkpoints = stack.enter_context(start.open(Trainer(model, tokenizer, objective(config)), reporter))
         counts = [example.num_tokens for example in examples]
         batches = plan_steps(counts, config.sft.batch_tokens, config.sft.epochs, config.seed)
         yield SFTRun(examples, batches, checkpoints, reporter)
+
+
+def _read_traces(config: Config, fmt: CallFormat) -> TraceReading:
+    reading = read_traces(config.sft.data, fmt)
+    refuse_bad_rows(config.sft.data, "traces", reading.traces, reading.problems, config.data.bad_rows)
+    return reading
 
 
 def _fitting(

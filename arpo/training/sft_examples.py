@@ -6,7 +6,7 @@ from array import array
 from dataclasses import dataclass
 from typing import Any
 
-from arpo.agent.formats import CallFormat, encode_prompt, encode_result
+from arpo.agent.formats import CallFormat, ResultPlace, encode_prompt, encode_result, place_after
 from arpo.data.tasks import Trace
 from arpo.types import Credit, Kind, Leaf, Node, RolloutTree, ScoredTree, StopReason, Task, ToolResult
 
@@ -42,13 +42,22 @@ class SFTExample:
         return ScoredTree(tree, credits=(credit,))
 
 
-def encode_trace(trace: Trace, tokenizer: Any, fmt: CallFormat, result_tokens: int | None = None) -> SFTExample:
-    """Tokenize a trace segment by segment, as a rollout does; results are cut to `result_tokens`, if given."""
-    segments = [(Kind.PROMPT, array("i", encode_prompt(tokenizer, trace.task.question, fmt.instructions)))]
+def encode_trace(
+    trace: Trace, tokenizer: Any, fmt: CallFormat, result_tokens: int | None = None, system: str | None = None
+) -> SFTExample:
+    """Tokenize a trace segment by segment, as a rollout does; results are cut to `result_tokens`, if given.
+
+    Without a `system` prompt, the format's default one is used.
+    """
+    system = fmt.system_prompt() if system is None else system
+    segments = [(Kind.PROMPT, array("i", encode_prompt(tokenizer, trace.task.question, system, fmt)))]
+    place = ResultPlace()
     for kind, text in trace.segments:
         if kind is Kind.MODEL:
+            place = place_after(fmt, text)
             ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
         else:
-            ids = encode_result(tokenizer, fmt, text, len(text) if result_tokens is None else result_tokens)[0]
+            limit = len(text) if result_tokens is None else result_tokens
+            ids = encode_result(tokenizer, fmt, text, limit, place)[0]
         segments.append((kind, array("i", ids)))
     return SFTExample(trace.task, tuple(segments))

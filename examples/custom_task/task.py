@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-from arpo.tools.base import ToolError, tool
-from arpo.types import Task
+from arpo import Task, ToolError, tool
 
 PRICES = {"apple": 40, "pear": 55, "plum": 25, "melon": 310}
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arpo.agent.formats import CallFormat, build_format, encode_result
+from arpo.agent.formats import CallFormat, ResultPlace, build_format, encode_result
 from arpo.tools.base import tool
 from arpo.tools.executor import Toolset, call_tool
 from arpo.types import Fault, ToolCall, ToolResult
@@ -61,9 +61,9 @@ def stop_of(fmt: CallFormat, text: str) -> str | None:
 @given(text=TURNS)
 def test_any_turn_gets_an_answer_or_is_no_call(fmt: CallFormat, text: str) -> None:
     stop = stop_of(fmt, text)
-    call = fmt.find_call(text, stop)
-    assert (call is None) == (stop is None or stop == "</answer>")
-    if call is not None:
+    calls = fmt.find_calls(text, stop)
+    assert len(calls) == (stop is not None and stop != "</answer>")
+    for call in calls:
         result = answer(call)
         assert result.fault in (None, Fault.MODEL)
         assert result.text.strip() and len(result.text) <= 20_100
@@ -77,9 +77,9 @@ def test_any_turn_gets_an_answer_or_is_no_call(fmt: CallFormat, text: str) -> No
 )
 def test_a_right_call_reaches_its_tool_unchanged(query: str) -> None:
     talk = "<think>I <search> for it</think>"
-    tagged = TAGS.find_call(f"{talk}<search>{query}</search>", "</search>")
+    [tagged] = TAGS.find_calls(f"{talk}<search>{query}</search>", "</search>")
     asked = json.dumps({"name": "search", "arguments": {"query": query}}, ensure_ascii=len(query) % 2 == 0)
-    as_json = JSON.find_call(f"{talk}<tool_call>\n{asked}\n</tool_call>", "</tool_call>")
+    [as_json] = JSON.find_calls(f"{talk}<tool_call>\n{asked}\n</tool_call>", "</tool_call>")
     assert tagged == as_json == ToolCall("search", {"query": query})
     assert answer(tagged).text == f"found {query}"
 
@@ -92,7 +92,7 @@ def test_any_json_call_is_answered_and_only_right_ones_run(name: str, args: Any)
         body = json.dumps({"name": name, "arguments": args})
     except ValueError:
         return
-    call = JSON.find_call(f"<tool_call>{body}</tool_call>", "</tool_call>")
+    [call] = JSON.find_calls(f"<tool_call>{body}</tool_call>", "</tool_call>")
     assert call is not None
     result = answer(call)
     right = (
@@ -137,7 +137,7 @@ def test_any_json_call_is_answered_and_only_right_ones_run(name: str, args: Any)
     ],
 )
 def test_what_the_model_is_told(fmt: CallFormat, text: str, told: str) -> None:
-    call = fmt.find_call(text, stop_of(fmt, text))
+    [call] = fmt.find_calls(text, stop_of(fmt, text))
     assert call is not None
     result = answer(call)
     assert (result.fault, result.attempts) == (Fault.MODEL, 0)
@@ -146,9 +146,9 @@ def test_what_the_model_is_told(fmt: CallFormat, text: str, told: str) -> None:
 
 def test_of_duplicated_calls_the_first_is_made() -> None:
     text = "<search>a</search><search>b</search>"
-    assert TAGS.find_call(text, "</search>") == ToolCall("search", {"query": "a"})
+    assert TAGS.find_calls(text, "</search>") == (ToolCall("search", {"query": "a"}),)
     one = '<tool_call>{"name": "search", "arguments": {"query": "%s"}}</tool_call>'
-    assert JSON.find_call(one % "a" + one % "b", "</tool_call>") == ToolCall("search", {"query": "a"})
+    assert JSON.find_calls(one % "a" + one % "b", "</tool_call>") == (ToolCall("search", {"query": "a"}),)
 
 
 @pytest.mark.parametrize("fmt", [TAGS, JSON], ids=["tags", "json"])
@@ -156,8 +156,8 @@ def test_of_duplicated_calls_the_first_is_made() -> None:
 @given(text=TURNS)
 def test_no_answer_of_a_tool_can_be_taken_for_the_models_words(tokenizer: Any, fmt: CallFormat, text: str) -> None:
     _, shown = encode_result(tokenizer, fmt, text, 1000)
-    before, after = fmt.wrapper(tokenizer)
+    before, after = fmt.wrapper(tokenizer, ResultPlace())
     body = shown.removeprefix(before).removesuffix(after)
     known = [mark for mark in MARKUP if "browse" not in mark]
     assert not [mark for mark in known if mark in body]
-    assert fmt.find_call(body, stop_of(fmt, body)) is None
+    assert fmt.find_calls(body, stop_of(fmt, body)) == ()

@@ -13,7 +13,7 @@ from tokenizers import Regex, pre_tokenizers
 
 from arpo.agent import chat_template
 from arpo.agent.chat_template import render_chats
-from arpo.agent.formats import _CHATS, encode_prompt
+from arpo.agent.formats import _chats, encode_prompt
 from arpo.agent.template_worker import set_limits
 from arpo.errors import ArpoError
 
@@ -32,8 +32,8 @@ FEATURES = (
 @pytest.mark.parametrize("name", ["CHATML", "QWEN", "STRICT", "DROPPING", "UNCLOSED", "FEATURES"])
 def test_the_text_is_that_of_hugging_face(name: str) -> None:
     tokenizer = make_tokenizer(FEATURES if name == "FEATURES" else getattr(templates, name))
-    found = render_chats(tokenizer, _CHATS)
-    for chat, (messages, generation) in _CHATS.items():
+    found = render_chats(tokenizer, _chats())
+    for chat, (messages, generation, _) in _chats().items():
         try:
             text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation)
         except Exception:
@@ -102,7 +102,7 @@ def test_a_process_that_ends_for_another_reason(
     (tmp_path / "worker.py").write_text(worker)
     monkeypatch.setattr(chat_template, "_WORKER", tmp_path / "worker.py")
     with pytest.raises(ArpoError, match=message):
-        render_chats(make_tokenizer("{# " + worker + " #}"), _CHATS)
+        render_chats(make_tokenizer("{# " + worker + " #}"), _chats())
 
 
 def test_macos_may_refuse_the_limit_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ def test_a_conversation_is_prompt_turns_results_and_follow_ups_as_ids() -> None:
     ids = [CHAT(text, add_special_tokens=False)["input_ids"] for text in (first, second, third)]
     agent = conversation.agent
     expected = [
-        *encode_prompt(CHAT, "Where was Mira born?", agent.format.instructions),
+        *encode_prompt(CHAT, "Where was Mira born?", agent.format.system_prompt()),
         *ids[0],
         *encode_result(CHAT, agent.format, "found: Mira", 512)[0],
         *ids[1],

@@ -147,9 +147,9 @@ def test_parquet_rows_are_read(tmp_path: Path) -> None:
 @given(code=st.text(st.characters(exclude_categories=["Cs"]), min_size=1), name=st.sampled_from(["tags", "json"]))
 def test_a_written_call_is_read_again(code: str, name: str) -> None:
     fmt = formats(name)
-    text = fmt.write_call(ToolCall("python", {"code": code}))
+    text = fmt.write_turn("", ToolCall("python", {"code": code}))
     stop = next(stop for stop in fmt.stops if text.endswith(stop))
-    found = fmt.find_call(f"<think>so</think>{text}", stop)
+    [found] = fmt.find_calls(f"<think>so</think>{text}", stop)
     assert found is not None
     if name == "json" and "</tool_call>" not in code:
         assert found == ToolCall("python", {"code": code})
@@ -160,16 +160,15 @@ def test_a_written_call_is_read_again(code: str, name: str) -> None:
 def test_several_lines_of_code_stay_as_they_are() -> None:
     code = "for i in range(3):\n    print(i)"
     fmt = formats()
-    assert fmt.find_call(fmt.write_call(ToolCall("python", {"code": code})), "</python>") == ToolCall(
-        "python", {"code": code}
-    )
+    found = fmt.find_calls(fmt.write_turn("", ToolCall("python", {"code": code})), "</python>")
+    assert found == (ToolCall("python", {"code": code}),)
     for call in (
         ToolCall("python", {"code": "1", "x": "2"}),
         ToolCall("python", {"code": 1}),
         ToolCall("grep", {"code": "1"}),
     ):
         with pytest.raises(ValueError, match="tags cannot write"):
-            fmt.write_call(call)
+            fmt.write_turn("", call)
 
 
 @pytest.mark.parametrize("name", ["tags", "json"])

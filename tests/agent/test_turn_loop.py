@@ -8,7 +8,7 @@ from typing import Any
 import clock
 import pytest
 
-from arpo.agent.formats import build_format
+from arpo.agent.formats import ResultPlace, build_format
 from arpo.agent.turn_loop import EncodedResult, Turn, generate_turn, run_turns
 from arpo.engine.scripted import ScriptedEngine
 from arpo.types import Fault, SamplingParams, StopReason, ToolCall, ToolResult, ToolSpec
@@ -23,7 +23,7 @@ class Recorder:
 
     def __init__(self, *turns: Turn, max_tokens: int = 1000, seconds: float = 0.0) -> None:
         self.turns, self.remaining_tokens, self.seconds = list(turns), max_tokens, seconds
-        self.tool_calls = 0
+        self.tool_calls, self.done = 0, False
         self.results: list[tuple[str, str | None, int]] = []  # query, error, tokens that the model sees
 
     async def sample_turn(self) -> Turn:
@@ -34,7 +34,7 @@ class Recorder:
         await asyncio.sleep(self.seconds)
         return ToolResult("found")
 
-    def encode_result(self, text: str) -> EncodedResult:
+    def encode_result(self, text: str, place: ResultPlace) -> EncodedResult:
         return EncodedResult(f"<result>{text}</result>", 10, tuple(range(10)))
 
     def append_result(self, call: ToolCall, result: ToolResult, encoded: EncodedResult, seconds: float) -> None:

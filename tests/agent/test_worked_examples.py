@@ -13,7 +13,7 @@ from chat_server import chat_server, said
 from templates import CHATML, QWEN, STRICT, UNCLOSED, make_tokenizer
 from traces import sum_row, sums_config, write_rows
 
-from arpo.agent.agent import Agent, build_agent, fit_prompts
+from arpo.agent.agent import Agent, PromptEncoder, build_agent, fit_prompts
 from arpo.agent.conversation import Conversation
 from arpo.agent.examples import encode_examples, read_examples
 from arpo.agent.formats import CallFormat, build_format, encode_follow_up, encode_prompt
@@ -25,8 +25,8 @@ from arpo.data.task_set import load_task_set
 from arpo.data.tasks import Trace
 from arpo.engine.scripted import ScriptedEngine
 from arpo.errors import ArpoError
-from arpo.evaluation.benchmarks import answer_settings
 from arpo.evaluation.endpoint import EndpointAgent, endpoint_trajectory
+from arpo.evaluation.question_sets import answer_settings
 from arpo.models.save import save_pretrained
 from arpo.net.chat import ChatClient
 from arpo.rewards.format import format_ok
@@ -60,7 +60,9 @@ def shots(folder: Path, *rows: dict[str, Any], fmt: str = "tags") -> tuple[Trace
     return read_examples(str(path), formats(fmt))
 
 
-def player(tokenizer: Any, fmt: CallFormat, examples: tuple[int, ...] = (), **more: Any) -> Agent:
+def player(
+    tokenizer: Any, fmt: CallFormat, examples: tuple[Trace, ...] = (), result_tokens: int = 512, **more: Any
+) -> Agent:
     """An agent that solves every sum as `sum_row` does."""
 
     def script(text: str, seed: int) -> str:
@@ -68,11 +70,12 @@ def player(tokenizer: Any, fmt: CallFormat, examples: tuple[int, ...] = (), **mo
         a, b = map(int, asked.split(" plus "))
         _, first, _, last = sum_row(a, b)["messages"]
         called = any(stop in after for stop in fmt.stops)
-        return (
-            last["content"] if called else first["content"] + fmt.write_call(ToolCall("python", {"code": f"{a} + {b}"}))
-        )
+        asking = fmt.write_turn(first["content"], ToolCall("python", {"code": f"{a} + {b}"}))
+        return last["content"] if called else asking
 
-    return Agent(ScriptedEngine(tokenizer, script, **more), tokenizer, {"python": python}, fmt, 24, examples)
+    engine = ScriptedEngine(tokenizer, script, **more)
+    encoder = PromptEncoder(tokenizer, fmt, engine.capabilities.max_context, result_tokens, examples)
+    return Agent(engine, tokenizer, {"python": python}, fmt, 24, encoder)
 
 
 def path_of(agent: Agent, task: Task) -> RolloutTree:
@@ -81,9 +84,9 @@ def path_of(agent: Agent, task: Task) -> RolloutTree:
 
 def test_a_prompt_with_examples_is_a_conversation(tmp_path: Path) -> None:
     tokenizer, fmt = make_tokenizer(CHATML), formats()
-    examples = encode_examples(shots(tmp_path), tokenizer, fmt, 512)
+    examples = shots(tmp_path)
     said = [
-        f"<|im_start|>system\n{fmt.instructions}<|im_end|>\n",
+        f"<|im_start|>system\n{fmt.system_prompt()}<|im_end|>\n",
         "<|im_start|>user\nWhat is 1 plus 2?<|im_end|>\n<|im_start|>assistant\n",
         "<think>Add.</think><python>1 + 2</python><result>3</result>\n",
         "<think>So.</think><answer>\\boxed{3}</answer><|im_end|>\n",
@@ -97,9 +100,9 @@ def test_a_prompt_with_examples_is_a_conversation(tmp_path: Path) -> None:
 
 def test_without_a_template_questions_follow_each_other(tmp_path: Path) -> None:
     tokenizer, fmt = make_tokenizer(None), formats()
-    examples = encode_examples(shots(tmp_path, sum_row(1, 2)), tokenizer, fmt, 512)
+    examples = shots(tmp_path, sum_row(1, 2))
     assert tokenizer.decode(player(tokenizer, fmt, examples).prompt(TASK)) == (
-        f"{fmt.instructions}\n\nQuestion: What is 1 plus 2?\nAnswer:<think>Add.</think><python>1 + 2</python>"
+        f"{fmt.system_prompt()}\n\nQuestion: What is 1 plus 2?\nAnswer:<think>Add.</think><python>1 + 2</python>"
         "<result>3</result>\n<think>So.</think><answer>\\boxed{3}</answer>\n\nQuestion: What is 3 plus 4?\nAnswer:"
     )
 
@@ -121,7 +124,7 @@ def test_an_example_has_the_tokens_of_a_rollout(tmp_path: Path, template: str, n
     examples = encode_examples(read, tokenizer, fmt, 24)
     assert list(examples) == ids
     assert len(examples) < len(encode_examples(read, tokenizer, fmt, 512))  # the long result was cut
-    agent = player(tokenizer, fmt, examples)
+    agent = player(tokenizer, fmt, read, 24)
     assert agent.prompt(TASK)[: len(ids)] == examples
     tree = path_of(agent, TASK)
     assert tree.nodes[0].tokens == agent.prompt(TASK)
@@ -154,7 +157,7 @@ def test_tags_in_an_examples_turn_are_the_tokens_a_model_writes(tmp_path: Path) 
     tokenizer = make_tokenizer(QWEN)
     examples = encode_examples(shots(tmp_path, sum_row(1, 2), fmt="json"), tokenizer, formats("json"), 512)
     calls = tokenizer.convert_tokens_to_ids(["<tool_call>", "</tool_call>"])
-    asked = encode_prompt(tokenizer, "What is 1 plus 2?", formats("json").instructions)
+    asked = encode_prompt(tokenizer, "What is 1 plus 2?", formats("json").system_prompt())
     assert [examples.count(token) - asked.count(token) for token in calls] == [1, 1]
 
 
@@ -171,12 +174,12 @@ def test_examples_are_read_line_by_line(tmp_path: Path) -> None:
 def test_a_template_that_does_not_mark_the_end_of_an_answer_is_refused(tmp_path: Path) -> None:
     tokenizer, fmt = make_tokenizer(UNCLOSED), formats()
     with pytest.raises(ArpoError, match=r"rollout\.examples: .*does not mark where an answer ends"):
-        player(tokenizer, fmt, encode_examples(shots(tmp_path, sum_row(1, 2)), tokenizer, fmt, 512)).prompt(TASK)
+        player(tokenizer, fmt, shots(tmp_path, sum_row(1, 2))).prompt(TASK)
 
 
 def test_lengths_count_the_examples(tmp_path: Path) -> None:
     tokenizer, fmt = make_tokenizer(CHATML), formats()
-    examples = encode_examples(shots(tmp_path), tokenizer, fmt, 512)
+    examples = shots(tmp_path)
     length = len(player(tokenizer, fmt, examples).prompt(TASK))
     with pytest.raises(ArpoError, match=rf"has {length} tokens.*fewer rollout\.examples"):
         player(tokenizer, fmt, examples, max_context=length).prompt(TASK)
@@ -193,7 +196,7 @@ def test_lengths_count_the_examples(tmp_path: Path) -> None:
 
 def test_a_conversation_begins_with_the_examples(tmp_path: Path) -> None:
     tokenizer, fmt = make_tokenizer(CHATML), formats()
-    agent = player(tokenizer, fmt, encode_examples(shots(tmp_path), tokenizer, fmt, 512))
+    agent = player(tokenizer, fmt, shots(tmp_path))
     conversation = Conversation(agent, Rollout(), probe_tokens=2, seed=0)
     conversation.ask(TASK.question)
     assert tuple(conversation.tokens) == agent.prompt(TASK)
@@ -205,7 +208,7 @@ def test_a_conversation_begins_with_the_examples(tmp_path: Path) -> None:
 def test_trajectories_that_began_with_examples_become_traces(tmp_path: Path) -> None:
     """They are taught without: that is what they were sampled for."""
     tokenizer, fmt = make_tokenizer(CHATML), formats()
-    agent = player(tokenizer, fmt, encode_examples(shots(tmp_path), tokenizer, fmt, 512))
+    agent = player(tokenizer, fmt, shots(tmp_path))
     left_out: Counter[str] = Counter()
     right = Reward(1.0, {"correct": 1.0, "format": 1.0})
     (trace,) = correct_traces(agent, ScoredTree(path_of(agent, TASK), (right,)), 4, left_out)
@@ -219,11 +222,12 @@ def test_the_setting_reaches_the_agent_and_mistakes_are_found_before_a_model_is_
     write_rows(tmp_path / "shots.jsonl", [sum_row(1, 2)])
     write_rows(tmp_path / "q.jsonl", [{"question": TASK.question, "answer": "7"}])
     more = [f"data.train={tmp_path / 'q.jsonl'}", f"rollout.examples={tmp_path / 'shots.jsonl'}"]
-    config = sums_config(tmp_path, *more, "tools.max_result_tokens=7")
+    config = sums_config(tmp_path, *more, "tools.max_result_tokens=7", "rollout.format=tags")
     with build_tools(config) as tools:
         agent = build_agent(config, tools, build_model(tokenizer, 32, 1, 1024, seed=1), tokenizer)
     read = read_examples(str(tmp_path / "shots.jsonl"), agent.format)
-    assert agent.examples == encode_examples(read, tokenizer, agent.format, 7) != ()
+    start = encode_examples(read, tokenizer, agent.format, 7)
+    assert start and agent.prompt(TASK)[: len(start)] == start
     assert answer_settings(config)["rollout"]["examples"] == str(tmp_path / "shots.jsonl")
     write_rows(tmp_path / "shots.jsonl", [{"question": "1?", "text": "3"}])
     with pytest.raises(ArpoError, match=r"shots\.jsonl, line 1"):
@@ -238,7 +242,7 @@ def test_an_endpoint_gets_them_as_messages(tmp_path: Path) -> None:
         agent = EndpointAgent(ChatClient(server.url, "m"), Toolset([python]), formats(), 512, shots(tmp_path, row))
         asyncio.run(endpoint_trajectory(agent, TASK, Rollout(), seed=0))
     assert [(message["role"], message["content"]) for message in server.requests[0]["messages"]] == [
-        ("system", formats().instructions),
+        ("system", formats().system_prompt()),
         ("user", "What is 1 plus 2?"),
         ("assistant", "<think>Add.</think><python>1 + 2</python>"),
         ("user", "<result>3 \u2039/result></result>"),

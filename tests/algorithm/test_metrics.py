@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 from trees import model, prompt, searched, tool, tree, two_branches
 
-from arpo.algorithm.metrics import rollout_metrics, tool_metrics
+from arpo.algorithm.metrics import format_warnings, limit_warnings, rollout_metrics, tool_metrics
+from arpo.config.schema import Rollout
 from arpo.types import Decision, Fault, Node, Reward, RolloutTree, ScoredTree, StopReason, ToolResult
 
 
@@ -39,9 +40,12 @@ def test_metrics_of_two_trees() -> None:
         "reward": pytest.approx((1.1 + 0.0 - 1.0 + 0.3) / 4),
         "accuracy": 0.25,
         "format": 0.75,
+        "reward_accuracy": 0.25,
+        "reward_bonus": 0.0,
         "informative_groups": 0.5,  # the first tree's rewards differ, the second has none that counts
         "questions": 2,
         "trajectories": 4,
+        "truncated": 0.0,
         "masked_trajectories": 2,
         "tool_calls": 2,  # the shared one counts once
         "calls_per_trajectory": 0.75,  # 1 + 1 + 0 of the first tree, 1 of the second
@@ -108,9 +112,12 @@ def test_a_trajectory_without_samples_has_zeros() -> None:
         "reward": -1.0,
         "accuracy": 0.0,
         "format": 0.0,
+        "reward_accuracy": 0.0,
+        "reward_bonus": 0.0,
         "informative_groups": 0.0,
         "questions": 1,
         "trajectories": 1,
+        "truncated": 1.0,
         "masked_trajectories": 0,
         "tool_calls": 0,
         "calls_per_trajectory": 0.0,
@@ -132,3 +139,36 @@ def test_several_branches_at_one_point_are_all_counted() -> None:
     nodes += [decided(tool(3), 0.25, 0), model(6, [7])]
     metrics = rollout_metrics([ScoredTree(tree(nodes, [4, 5, 7]), (reward(0.0),) * 3)], 20)
     assert (metrics["branches"], metrics["entropy_after_tool"], metrics["informative_groups"]) == (2, 0.375, 0.0)
+
+
+def test_the_commonest_reason_is_told_if_most_formats_are_wrong() -> None:
+    def told(*reasons: str) -> dict[str, str]:
+        rewards = [
+            Reward(-1.0, {"format": 0.0, f"format.{reason}": 1.0}, f"wrong format: {number} {reason}")
+            if reason
+            else Reward(0.0, {"format": 1.0})
+            for number, reason in enumerate(reasons)
+        ]
+        return format_warnings([ScoredTree(searched(), (one,)) for one in rewards])
+
+    assert told("") == told("no_box", "") == told("mine", "mine") == {}
+    assert told("no_think", "no_box", "", "no_box") == {
+        "format.no_box": "3 of 4 trajectories have a wrong format; the commonest reason, in 2, is '1 no_box' "
+        "(format.no_box in the metrics counts it)"
+    }
+
+
+def test_a_limit_that_cuts_off_most_trajectories_is_told() -> None:
+    def told(*ends: StopReason) -> dict[str, str]:
+        trees = [tree([prompt([1])], [0], end=end) for end in ends]
+        return limit_warnings([ScoredTree(one, (reward(0.0),)) for one in trees], Rollout(max_tool_calls=7))
+
+    calls, length, answer = StopReason.MAX_TOOL_CALLS, StopReason.LENGTH, StopReason.ANSWER
+    assert told(calls, answer) == told(calls, length) == {}
+    assert told(calls, calls, answer) == {
+        "max_tool_calls": "2 of 3 trajectories were cut off by rollout.max_tool_calls=7 before an answer; raise it if "
+        "the task needs more"
+    }
+    assert list(told(length, length, calls)) == ["max_tokens"]
+    assert list(told(StopReason.MAX_SECONDS)) == ["max_seconds"]
+    assert told(answer, StopReason.EOS, StopReason.WORKER_LOST) == {}

@@ -84,7 +84,7 @@ def check(tree: RolloutTree, how: Rollout) -> None:
         assert sum(len(node.tokens) for node in nodes[1:]) <= how.max_tokens
 
 
-async def unscored(tree: RolloutTree) -> ScoredTree:
+async def unscored(tree: RolloutTree, states: object) -> ScoredTree:
     """The tree without rewards."""
     return ScoredTree(tree)
 
@@ -547,7 +547,7 @@ def test_where_rewards_are_equal_the_tree_is_not_filled(tokenizer: Any, policy: 
     scored: list[ScoredTree] = []
 
     def sampled(fill: Any, informative: bool) -> ScoredTree:
-        async def score(tree: RolloutTree) -> ScoredTree:
+        async def score(tree: RolloutTree, states: object) -> ScoredTree:
             rewards = [Reward(float(informative and number == 0)) for number in range(len(tree.leaves))]
             scored.append(ScoredTree(tree, tuple(rewards)))
             return scored[-1]

@@ -8,12 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import arpo.builtin.demo
 from arpo.agent.agent import build_agent
 from arpo.agent.formats import build_format
 from arpo.algorithm.rollout import rollout
-from arpo.builtin.cold_start import batch_rows, cold_start, tool_caller, trace_rows, world_tools
+from arpo.builtin.cold_start import (
+    batch_rows,
+    cold_start,
+    labyrinth_cold_start,
+    tool_caller,
+    trace_rows,
+    world_tools,
+)
+from arpo.builtin.labyrinth import KEYS, WAYS, WORDS
+from arpo.builtin.model import add_words
 from arpo.builtin.pretrain import pretrain
 from arpo.builtin.world import build_world, world_vocabulary
 from arpo.cli.display import ConsoleReporter
@@ -99,6 +109,41 @@ def test_the_cold_start_is_made_once_and_belongs_to_its_settings(
     load_model(Model(path=str(first)))
 
 
+@pytest.mark.slow
+def test_the_labyrinths_cold_start_is_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ARPO_CACHE", str(tmp_path))
+    seen: list[int] = []
+
+    def make(*overrides: str) -> Path:
+        small = ["data.train=labyrinth", "coldstart.steps=2", "coldstart.traces=20", *overrides]
+        return labyrinth_cold_start(load_config(None, small), lambda step, steps, loss: seen.append(step))
+
+    first = make()
+    assert seen == [0, 1, 2, 3, 4]  # two stages of two steps
+    assert make() == first and len(seen) == 5
+    near, far = make("labyrinth.difficulty=0.851"), make("labyrinth.difficulty=0.8")
+    assert len({first, near, far, make("coldstart.seed=1")}) == 4
+    tokenizer = load_model(Model(path=str(first)))[1]
+    words = [*(f" {word}" for word in (*KEYS, *WAYS)), *WORDS]
+    assert [word for word in words if len(tokenizer.tokenize(word)) != 1] == []
+
+
+def test_new_words_start_near_those_they_are_like() -> None:
+    model, tokenizer = load_model(Model(path=str(BASE)))
+    before = model.get_input_embeddings().weight.detach().clone()
+    known = tokenizer("The seat of Lilez Steel is New Iblil.").input_ids
+    add_words(model, tokenizer, {"<go>": "<search>", " way": " seat"}, seed=0)
+    table = model.get_input_embeddings().weight.detach()
+    assert torch.equal(table[: len(before)], before)
+    assert tokenizer("The seat of Lilez Steel is New Iblil.").input_ids == known
+    for word, like in (("<go>", "<search>"), (" way", " seat")):
+        (new,), (old,) = tokenizer(word).input_ids, tokenizer(like).input_ids
+        distances = (before - table[new]).norm(dim=1)
+        assert distances.argmin() == old and distances[old] > 0
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert model.config.vocab_size == len(tokenizer) == len(before) + 2
+
+
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ARPO_CACHE", str(tmp_path / "file" / "cache"))
@@ -167,3 +212,15 @@ def test_the_demo_from_end_to_end(
         assert "Before:" in said
         assert f"is in {expected};" in said
         assert (tmp_path / expected / "metrics.jsonl").read_text().count("\n") == 2
+
+
+def test_traces_can_be_written_inside_a_running_event_loop() -> None:
+    config = load_config(None, SMALL)
+    call = tool_caller(config)(build_world(config.world))
+
+    async def in_a_notebook() -> list[str]:
+        return [call("python", "print(6 * 7)"), call("search", "Kelso")]
+
+    alone = tool_caller(config)(build_world(config.world))
+    assert asyncio.run(in_a_notebook()) == [alone("python", "print(6 * 7)"), alone("search", "Kelso")]
+    assert call("python", "print(6 * 7)") == "42"

@@ -11,6 +11,7 @@ import pytest
 from traces import sum_row, write_model, write_rows
 
 from arpo.config.loading import load_config
+from arpo.config.schema import Data
 from arpo.data.task_set import TaskSet, load_task_set, model_plugin, task_plugin
 
 WORK = """
@@ -18,8 +19,9 @@ import asyncio, sys
 from pathlib import Path
 from arpo.cli.chat import open_agent
 from arpo.config.loading import load_config
-from arpo.models.export import export_model
+from arpo.config.schema import Data
 from arpo.tools.build import build_tools
+from arpo.training.export import export_model
 from arpo.training.loop import open_training
 from arpo.training.sft import open_sft, train_sft
 
@@ -63,8 +65,15 @@ def test_a_run_that_does_not_name_the_world_never_imports_it(tmp_path: Path) -> 
 
 
 def test_names_of_plugins() -> None:
-    assert task_plugin("world") is model_plugin("tiny") is not None
-    assert task_plugin("tiny") is model_plugin("world") is task_plugin("world.jsonl") is None
+    assert task_plugin("world") is not None and task_plugin("labyrinth") is not None
+    assert task_plugin("tiny") is task_plugin("world.jsonl") is model_plugin("world", Data()) is None
+
+
+def test_the_built_in_model_is_that_of_the_training_tasks() -> None:
+    assert model_plugin("tiny", Data()) is model_plugin("tiny", Data(train="mine.jsonl")) is task_plugin("world")
+    for data in (Data(train="labyrinth"), Data(test="labyrinth")):
+        assert model_plugin("tiny", data) is task_plugin("labyrinth")
+    assert model_plugin("Qwen/Qwen3-0.6B", Data(train="labyrinth")) is None
 
 
 def test_the_world_fills_a_task_set() -> None:

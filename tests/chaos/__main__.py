@@ -28,6 +28,7 @@ import faults
 import files
 import kills
 import nodes
+import states
 from report import Report
 
 PARTS: dict[str, Callable[[Path, argparse.Namespace, Report], None]] = {
@@ -37,6 +38,7 @@ PARTS: dict[str, Callable[[Path, argparse.Namespace, Report], None]] = {
     "disks": disks.run,
     "clients": clients.run,
     "nodes": nodes.run,
+    "states": states.run,
 }
 
 
@@ -47,6 +49,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=50, help="training runs that are killed and resumed")
     parser.add_argument("--trajectories", type=int, default=128, help="that call tools at the same time")
     parser.add_argument("--calls", type=int, default=40, help="tool calls per trajectory")
+    parser.add_argument("--state-calls", type=int, default=10_000, help="of an environment in branched trajectories")
     parser.add_argument("--clients", type=int, default=200, help="of the viewer; half of them vanish")
     parser.add_argument("--seed", type=int, default=0, help="of all random choices")
     options = parser.parse_args()

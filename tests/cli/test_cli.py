@@ -66,11 +66,13 @@ def test_train_writes_a_run(trained: Path) -> None:
 def test_train_prints_one_line_a_step(arpo: Arpo) -> None:
     outcome = arpo("train", "small.toml", "train.steps=1")
     assert outcome.code == 0
-    threads, header, first, hint, done = outcome.out.splitlines()
+    threads, header, first, limit, form, hint, done = outcome.out.splitlines()
     assert threads == "Computing on the CPU with 1 thread, as OMP_NUM_THREADS says."
     assert header.startswith("step reward") and first.split()[0] == "1"
+    assert "trajectories were cut off by rollout.max_tokens=" in limit
+    assert "8 of 8 trajectories have a wrong format; the commonest reason, in " in form
     assert "nothing was learned: for every question" in hint  # a random model earns the same on every trajectory
-    assert done == "done: 1 steps; the run is in run"
+    assert done == "done: 1 step; the run is in run"
 
 
 def test_resume_continues_to_more_steps(arpo: Arpo, trained: Path, model_dir: Path) -> None:
@@ -87,24 +89,32 @@ def test_eval_of_a_run_and_of_a_file(arpo: Arpo, trained: Path) -> None:
         outcome = arpo("eval", target)
         assert outcome.code == 0
         lines = outcome.out.splitlines()
-        assert lines[0] == "accuracy 0.0% over 4 questions"
-        told = [line for line in lines if line.startswith("correct format ")]
-        assert len(told) == 1 and told[0].endswith(" tool calls per trajectory")
-        assert lines[-1].split()[0] in ("search", "python", "(no") and lines[lines.index(told[0]) + 1].startswith(
-            "tool "
-        )
+        assert "accuracy 0.0% (0.0 to 49.0) over 4 questions" in lines
+        table = [line.split() for line in lines]
+        assert ["held-out", "questions", "4", "0.0", "(0.0", "to", "49.0)"] in [row[:7] for row in table]
+        means = next(line for line in lines if line.startswith("mean reward -1.000, reward_accuracy 0.000"))
+        limit, head = lines[lines.index(means) + 1 :][:2]
+        assert "cut off by rollout.max_t" in limit and head.startswith("tool ")
+        out = f"evals/{'-'.join(str(target).strip('/').split('/'))}-test"
+        assert lines[-1].endswith(f"and all answers are in {out}")
+        found = json.loads(Path(out, "results.json").read_text())["benchmarks"]["test"]
+        assert (found["metric"], found["questions"], found["reward"]["value"]) == ("f1", 4, -1.0)
+        again = arpo("eval", target)
+        assert again.code == 0 and "4 of 4 answers already exist" in again.out
     assert not Path("run").exists()
 
 
 @pytest.mark.slow
-def test_eval_says_how_many_answers_a_broken_tool_spoiled(arpo: Arpo) -> None:
+def test_eval_does_not_count_answers_that_a_broken_tool_spoiled(arpo: Arpo) -> None:
     Path("broken.py").write_text(
         "from arpo.tools.base import tool\n@tool(quick=True, retries=0)\n"
         "def search(query: str) -> str:\n    'Search.'\n    raise KeyError(query)\n"
     )
     base = Path(arpo_package.__file__).parent / "builtin" / "base"
     outcome = arpo("eval", "small.toml", f"model.path={base}", 'tools.enabled=["broken.py:search"]', "reward.bonus=0")
-    assert re.search(r"[1-4] of 4 answers were given although a tool had failed", outcome.out), outcome
+    assert outcome.code == 1
+    failed = r"[1-4] answers failed and are not counted; the first failed because a tool was unavailable"
+    assert re.search(failed, outcome.out), outcome
 
 
 @pytest.mark.slow
@@ -138,7 +148,7 @@ def test_eval_of_a_run_on_a_benchmark(arpo: Arpo, trained: Path) -> None:
     assert settings["rollout"]["max_tokens"] == 60  # as the run has it
     assert len(Path("out/samples/gsm8k.jsonl").read_text().splitlines()) == 4
     outcome = arpo("eval", trained, "--samples", 2, "--questions", 3)  # these options go for held-out questions, too
-    assert outcome.out.splitlines()[0] == "accuracy 0.0% over 3 questions"
+    assert "accuracy 0.0% (0.0 to 56.1) over 3 questions" in outcome.out.splitlines()
 
 
 def test_rollout_shows_a_tree(arpo: Arpo, trained: Path) -> None:
@@ -166,7 +176,7 @@ def test_custom_questions_and_documents(arpo: Arpo) -> None:
     Path("docs.jsonl").write_text('{"title": "Kip Salt", "text": "Ada Lom leads it."}\n')
     own = ("data.train=mine.jsonl", "data.test=mine.jsonl", "data.question=q", "data.answer=gold")
     outcome = arpo("eval", "small.toml", *own, "tools.search=docs.jsonl")
-    assert (outcome.code, outcome.out.splitlines()[0]) == (0, "accuracy 0.0% over 2 questions")
+    assert outcome.code == 0 and "accuracy 0.0% (0.0 to 65.8) over 2 questions" in outcome.out
 
 
 # Mistakes in the settings.
@@ -222,7 +232,8 @@ def test_a_missing_data_file(arpo: Arpo) -> None:
     expected = f"none.jsonl: there is no such file (relative paths start in {Path.cwd()})"
     assert mistake(arpo("train", "small.toml", "data.train=none.jsonl")) == expected
     told = f"{expected}\n(this is data.test; training works without it: data.test=none)"
-    assert mistake(arpo("eval", "small.toml", "data.test=none.jsonl")) == told
+    assert mistake(arpo("train", "small.toml", "data.test=none.jsonl")) == told
+    assert mistake(arpo("eval", "small.toml", "data.test=none.jsonl")) == expected
     assert not Path("run").exists()
 
 
@@ -258,7 +269,10 @@ def test_an_unknown_tool(arpo: Arpo) -> None:
     there = "search, python, browse, or your own as path/to/file.py:name"
     assert message == f"tools.enabled: there is no tool 'browser'; there are: {there}"
     message = mistake(arpo("train", "small.toml", "reward.bonus=0.1", 'reward.bonus_tools=["search", "browse"]'))
-    assert message == "reward.bonus_tools: browse is not among the tools, so the bonus could never be earned"
+    assert message == (
+        "reward.bonus_tools: browse is not among the tools, so the bonus could never be earned; use reward.bonus=0, or "
+        "name other tools"
+    )
 
 
 def test_a_corpus_that_is_missing_or_bad(arpo: Arpo) -> None:
@@ -325,7 +339,8 @@ def test_cuda_on_a_machine_without_it(arpo: Arpo, monkeypatch: pytest.MonkeyPatc
 def test_a_directory_that_already_holds_a_run(arpo: Arpo, trained: Path) -> None:
     before = (trained / "config.json").read_bytes()
     assert mistake(arpo("train", "small.toml", f"run.dir={trained}")) == (
-        f"{trained}: already holds a run; continue it (--resume) or choose another run.dir"
+        f"{trained}: already holds a run; continue it (--resume, in Python resume=True) or choose another run.dir "
+        "(output_dir)"
     )
     assert (trained / "config.json").read_bytes() == before
 
@@ -354,7 +369,7 @@ def test_resuming_a_run_that_does_not_exist(arpo: Arpo) -> None:
 def test_a_directory_that_is_no_run(arpo: Arpo) -> None:
     Path("folder").mkdir()
     for command in ("eval", "rollout"):
-        assert mistake(arpo(command, "folder")) == "folder: not a run (it has no config.json)"
+        assert mistake(arpo(command, "folder")) == "folder: neither a run nor a model (it has no config.json)"
 
 
 def test_a_run_without_a_checkpoint(arpo: Arpo, trained: Path) -> None:

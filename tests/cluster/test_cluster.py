@@ -79,6 +79,28 @@ def run_there(config: Config, resume: bool = False, reporter: Reporter = SILENT)
     return read_run(Path(config.run.dir))
 
 
+def test_environments_fork_on_the_workers_too(cluster: Any, tmp_path: Path, toys: Path) -> None:
+    environment = [
+        "data.train=world",
+        "tools.enabled=[]",
+        "reward.function=none",
+        f"environment.name={toys / 'toys.py'}:Numbered",
+        "branching.policy=always",
+    ]
+    more = [*environment, "train.steps=1", f"cluster.address={cluster.address}"]
+    run = run_there(config_for(tmp_path / "there", toys, *more))
+    branched = calls = 0
+    for scored in run.read_trees(1):
+        first = len(scored.tree.task.meta["plan"]["lookups"]) * 100
+        branched += scored.tree.branch_points
+        for trajectory, reward in zip(scored.tree.trajectories, scored.rewards, strict=True):
+            said = [int(result.text) for _, result in trajectory.tool_calls if result.fault is None]
+            assert said == list(range(first + 1, first + 1 + len(said))) and reward.total == len(said) / 10
+            calls += len(said)
+    [metrics] = run.read_metrics()
+    assert branched and calls and metrics["environment_forks"] >= branched and metrics["environment_differences"] == 0
+
+
 def test_a_run_is_the_same_but_for_the_address(cluster: Any, tmp_path: Path, toys: Path) -> None:
     messages = Messages()
     more = ("train.steps=2", "eval.every=2")

@@ -40,7 +40,7 @@ from arpo.models.lora import add_adapter
 from arpo.models.save import save_pretrained
 from arpo.runs.reporter import SILENT, Reporter
 from arpo.runs.run_dir import open_run_dir as read_run
-from arpo.runs.trees import pack_trees
+from arpo.runs.trees import MAX_COLUMN_CHARS, pack_trees
 from arpo.trainer.dist.worker import open_message
 from arpo.trainer.forward_backward import forward_backward
 from arpo.trainer.trainer import Trainer
@@ -92,7 +92,13 @@ class ScriptedBackend:
 
 
 MODEL = torch.nn.Linear(1, 1)
-TASKS = [Task(f"q{i}", f"Question {i}?", ("x",)) for i in range(6)]
+LONG = "x" * (MAX_COLUMN_CHARS + 1)  # longer than what a packed tree holds
+TASKS = [Task(f"q{i}", f"Question {i}?", ("x",), meta={"page": LONG}) for i in range(6)]
+
+
+def opened(task: Task) -> Task:
+    """The task with what the environment there appends to its question."""
+    return replace(task, question=f"{task.question}\n\nLook around.")
 
 
 async def answers(method: str, *args: Any) -> Any:
@@ -101,8 +107,8 @@ async def answers(method: str, *args: Any) -> Any:
         task, seed, _ = decode_request(args[0])
         await asyncio.sleep(0.9)
         reward = Reward(float(seed), {"correct": 1.0, "format": 1.0})
-        frame, _ = pack_trees([ScoredTree(replace(searched(), task=task), (reward,))])
-        return DONE, (frame, {"prefill_tokens": 5.0})
+        frame, _ = pack_trees([ScoredTree(replace(searched(), task=opened(task)), (reward,))])
+        return DONE, (frame, {"engine_prefill_tokens": 5.0})
     await asyncio.sleep({"open": 2.0, "update": 0.5}[method])
     return DONE, 17 if method == "open" else args[0]
 
@@ -122,6 +128,7 @@ def test_workers_get_the_secrets_of_settings_but_ranks_do_not() -> None:
 async def sampled(sampler: RaySampler, step: int = 1, tasks: Sequence[Task] = TASKS) -> list[str]:
     trees = await sampler.sample(tasks, range(len(tasks)), step)
     assert [scored.rewards[0].total for scored in trees] == list(range(len(tasks)))
+    assert [scored.tree.task for scored in trees] == list(map(opened, tasks))  # with all columns
     return [scored.tree.task.id for scored in trees]
 
 
@@ -282,7 +289,7 @@ def test_evaluations_on_a_worker_share_its_slots(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("arpo.evaluation.evaluate.sample_trees", sample_trees)
     monkeypatch.setattr("arpo.training.sampler.sample_trees", sample_trees)
     worker, config = Worker(), load_config(None, [])
-    agent = SimpleNamespace(engine=SimpleNamespace(stats=dict))
+    agent = SimpleNamespace(engine=SimpleNamespace(stats=dict), tools={})
     worker._sampler = LocalSampler(SimpleNamespace(config=config, agent=agent, reward=None))  # type: ignore[arg-type]
     worker._slots = asyncio.Semaphore(3)
     for evaluating in (True, False):

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trees import searched
+from trees import answered, searched
 
+from arpo.agent.answers import boxed_answer
 from arpo.builtin.model import build_model
 from arpo.config.loading import load_config
 from arpo.config.plugins import load_object, names_object
@@ -52,6 +53,13 @@ def plain(text: str) -> str:
 
 def share(prediction, golds, task):
     return len(prediction) / len(golds[0]) if task.id == "q7" else task.meta["score"]
+
+def shape(trajectory):
+    verdict = trajectory.task.meta["verdict"]
+    return 1 / 0 if verdict == "raise" else verdict
+
+async def later(trajectory):
+    return "too late"
 
 def whole(trajectory):
     return trajectory.task.meta.get("reward", Reward(0.25, {"correct": 0.0, "format": 1.0}))
@@ -116,13 +124,13 @@ def test_errors_in_an_object_name(file: Path, tmp_path: Path) -> None:
 
 def test_custom_accuracy(file: Path) -> None:
     reward = build_reward(Rewards(accuracy=f"{file}:share", bonus=0.5, bonus_tools=("search",)))
-    answered = searched(last="<think>b</think><answer>\\boxed{Upper}</answer>")
-    given = scored(reward, TASK, answered)
+    upper = searched(last="<think>b</think><answer>\\boxed{Upper}</answer>")
+    given = scored(reward, TASK, upper)
     assert given.total == pytest.approx(5 / 11 + 0.5)
     for wrong in (1.5, -0.1, float("nan"), "1", None):
         task = Task("q8", "How?", ("x",), meta={"score": wrong})
         with pytest.raises(ArpoError, match=r"returned .* for q8, expected a number from 0 to 1"):
-            scored(reward, task, answered)
+            scored(reward, task, upper)
     with pytest.raises(ArpoError, match="expected a function"):
         build_reward(Rewards(accuracy=f"{file}:LOADED"))
 
@@ -131,14 +139,60 @@ def test_custom_reward(file: Path) -> None:
     reward = build_reward(Rewards(accuracy="f1", function=f"{file}:whole"))
     tree = searched()
     assert scored(reward, TASK, tree) == Reward(0.25, {"correct": 0.0, "format": 1.0})
+    assert scored(reward, Task("q", "How?", meta={"reward": 1}), tree) == Reward(1.0)
     for wrong, told in [
-        (0.5, "expected an arpo.types.Reward"),
-        (Reward(1.0, {"correct": 1.0}), "without the parts format"),
+        ("0.5", "mine.py:whole returned '0.5' for q, expected a number or an arpo.Reward"),
+        (None, "expected a number or an arpo.Reward"),
+        (float("nan"), "expected finite numbers"),
         (Reward(float("inf"), {"correct": 1.0, "format": 1.0}), "expected finite numbers"),
         (Reward(1.0, {"correct": 1.0, "format": "yes"}), "expected finite numbers"),
     ]:
         with pytest.raises(ArpoError, match=told):
             scored(reward, Task("q", "How?", ("x",), meta={"reward": wrong}), tree)
+
+
+def test_a_format_of_ones_own(file: Path) -> None:
+    reward = build_reward(Rewards(format=f"{file}:shape", bonus=0.0))
+
+    def of(verdict: Any) -> Reward:
+        return scored(reward, replace(TASK, meta={"verdict": verdict}), searched(first="no think tags"))
+
+    right = {"format": 1.0, "accuracy": 1.0, "correct": 1.0, "bonus": 0.0}
+    assert of(None) == of("") == of(True) == Reward(1.0, right)
+    wrong = {**right, "format": 0.0, "format.custom": 1.0}
+    assert of("no\n unit") == Reward(-1.0, wrong, "wrong format: no unit")
+    assert of(False) == Reward(-1.0, wrong, "wrong format: shape says so")
+    for other in (1, 0, 0.5, [], Reward(1.0)):
+        with pytest.raises(ArpoError, match=r"reward.format: .*shape returned .* for q7, expected what is wrong, as a"):
+            of(other)
+    with pytest.raises(ArpoError, match=r"reward.format: .*mine.py:shape raised ZeroDivisionError: .*q7 \(.*mine.py:"):
+        of("raise")
+    late = scored(build_reward(Rewards(format=f"{file}:later")), TASK, searched())
+    assert late.note == "wrong format: too late"
+    with pytest.raises(ArpoError, match=r"reward.format: .* expected a function"):
+        build_reward(Rewards(format=f"{file}:LOADED"))
+    given = build_reward(Rewards(format="object:mine"), {"object:mine": lambda trajectory: "bad"})
+    assert scored(given, TASK, searched()).note == "wrong format: bad"
+
+
+def test_the_format_may_not_count() -> None:
+    reward = build_reward(Rewards(format="none", bonus=0.5, bonus_tools=("search",)))
+    untidy = searched(first="x", last="<answer>\\boxed{Upper Kelso}</answer> and more")
+    assert scored(reward, TASK, untidy) == Reward(1.5, {"accuracy": 1.0, "correct": 1.0, "bonus": 0.5})
+
+
+def test_the_format_follows_from_how_answers_are_read() -> None:
+    boxed = answered(searched(last="It is \\boxed{Upper Kelso}."), boxed_answer)
+    assert scored(build_reward(Rewards(bonus=0.0), parse="boxed"), TASK, boxed).total == 1.0
+    assert scored(build_reward(Rewards(bonus=0.0)), TASK, boxed).note == "wrong format: answer: none"
+    assert scored(build_reward(Rewards(bonus=0.0)), TASK, replace(boxed, format="native")).total == 1.0
+
+
+def test_names_of_formats() -> None:
+    for name in ("auto", "none", "mine.py:f"):
+        assert load_config(None, [f"reward.format={name}"]).reward.format == name
+    with pytest.raises(ArpoError, match=r'got "strict", expected "auto", "none" or path/to/file.py:name'):
+        load_config(None, ["reward.format=strict"])
 
 
 def test_names_of_accuracies() -> None:

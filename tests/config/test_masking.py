@@ -111,7 +111,7 @@ def test_of_arguments_what_a_name_or_its_look_calls_a_key_is_masked(args: list[s
 
 def test_names_that_the_user_chooses_are_no_names_of_settings() -> None:
     tables = {key.rpartition(".")[2] for key, schema in _settings().items() if schema.get("type") == "object"}
-    assert tables == {"env", *USER_NAMED}
+    assert tables == {"env", "settings", *USER_NAMED}  # an environment may well have a setting `api_key`
     given = [f"reward.by_kind.{name}=em" for name in ("env", "args", "url", "my_env", "address")]
     config = load_config(None, given)
     assert config.resolved() == config.resolved(reveal=True) and MASK not in repr(config)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from questions import rows, verl
+from questions import bare, rows, verl
 
 from arpo.config.schema import Data, Mix
 from arpo.data.rows import MAX_LINE_BYTES, MAX_PROBLEMS_SHOWN
@@ -27,7 +27,7 @@ def write(tmp_path: Path, content: str | bytes) -> str:
 
 
 def load(path: str) -> tuple[Task, ...]:
-    return load_tasks(path, Columns()).tasks
+    return bare(load_tasks(path, Columns()).tasks)
 
 
 def complaint(path: str) -> str:
@@ -57,7 +57,7 @@ def test_a_good_file_becomes_tasks_in_order(tmp_path: Path) -> None:
 def test_other_columns_can_be_named(tmp_path: Path) -> None:
     path = write(tmp_path, rows({"Q": "Who?", "gold": "Ada"}))
     columns = Columns.named(Data(question="Q", answer="gold"))
-    assert load_tasks(path, columns).tasks == (Task("questions.jsonl:1", "Who?", ("Ada",)),)
+    assert bare(load_tasks(path, columns).tasks) == (Task("questions.jsonl:1", "Who?", ("Ada",)),)
 
 
 def test_blank_lines_are_skipped_and_still_counted(tmp_path: Path) -> None:
@@ -148,14 +148,14 @@ def test_json_nested_without_end_is_bad_json_too(tmp_path: Path) -> None:
         (["Who?", "Ada"], "expected a JSON object, got list"),
         ({"question": 3, "answer": "Ada"}, "column 'question' should hold text, got 3"),
         ({"question": " \t", "answer": "Ada"}, "task 'questions.jsonl:1' has an empty question"),
-        ({"question": "Who?", "answer": []}, "task 'questions.jsonl:1' has no answer"),
+        ({"question": "Who?", "answer": []}, "column 'answer' holds no answer"),
         (
             {"question": "Who?", "answer": None},
             "column 'answer' should hold a text, a number or a list of them, got None",
         ),
         (
             {"question": "Who?", "answer": float("nan")},
-            "column 'answer' should hold a text, a number or a list of them, got nan",
+            "column 'answer' should hold a text, a number or a list of them, got None",
         ),
         (
             {"question": "Who?", "answer": True},
@@ -182,7 +182,7 @@ def test_all_problems_are_reported_together(tmp_path: Path) -> None:
     problems = [
         f"{path}, line 2: task 'questions.jsonl:2' has an empty question",
         f"{path}, line 4: expected a JSON object, got list",
-        f"{path}, line 5: task 'questions.jsonl:5' has no answer",
+        f"{path}, line 5: column 'answer' holds no answer",
     ]
     assert complaint(path).splitlines() == [*problems, "fix the rows, or leave them out with data.bad_rows=skip"]
     reading = load_tasks(path, Columns(), "skip")
@@ -222,7 +222,7 @@ def test_columns_inside_other_columns(tmp_path: Path) -> None:
     )
     columns = Columns.named(Data(question="in.text", answer="in.gold.all", id="a.b", kind="level"))
     reading = read_tasks(path, columns)
-    assert reading.tasks == (Task("7", "Who?", ("Ada",), "3"),)
+    assert bare(reading.tasks) == (Task("7", "Who?", ("Ada",), "3"),)
     assert reading.columns == {
         "question": {"in.text": 1}, "answer": {"in.gold.all": 1}, "id": {"a.b": 1}, "kind": {"level": 1},
     }  # fmt: skip
@@ -240,9 +240,10 @@ def test_a_column_name_with_a_dot_takes_precedence() -> None:
 def test_verls_layout_is_known(tmp_path: Path) -> None:
     path = write(tmp_path, rows(verl("1 or 2?", "[1, 3)", "math"), verl("Who?", [" Ada Lom", "A. Lom "], id="q")))
     reading = load_tasks(path, Columns())
-    assert reading.tasks == (
-        Task("questions.jsonl:1", "1 or 2?", ("[1, 3)",), "math"),  # no list, though it looks like one
-        Task("q", "Who?", ("Ada Lom", "A. Lom"), "qa"),
+    assert bare(reading.tasks) == (
+        # no list, though it looks like one
+        Task("questions.jsonl:1", "1 or 2?", ("[1, 3)",), "math", system="You have tools."),
+        Task("q", "Who?", ("Ada Lom", "A. Lom"), "qa", system="You have tools."),
     )
     assert {part: dict(used) for part, used in reading.columns.items()} == {
         "question": {"prompt": 2}, "answer": {"reward_model.ground_truth": 2}, "id": {"id": 1}, "kind": {"ability": 2},
@@ -281,7 +282,7 @@ def test_ids_and_kinds_are_strings_or_numbers(tmp_path: Path) -> None:
     row = {"question": "Who?", "answer": "Ada"}
     path = write(tmp_path, rows({**row, "kind": 2.5, "id": None}, {**row, "kind": ["a"]}, {**row, "id": True}))
     reading = read_tasks(path, Columns())
-    assert reading.tasks == (Task("questions.jsonl:1", "Who?", ("Ada",), "2.5"),)
+    assert bare(reading.tasks) == (Task("questions.jsonl:1", "Who?", ("Ada",), "2.5"),)
     assert [problem.partition(": ")[2] for problem in reading.problems] == [
         "column 'kind' should hold a text or a number, got ['a']",
         "column 'id' should hold a text or a number, got True",

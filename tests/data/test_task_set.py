@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import trees
-from questions import rows, verl
+from questions import bare, rows, verl
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
@@ -83,8 +83,11 @@ def test_a_mixture_of_sources_each_with_its_columns(here: Path) -> None:
     assert [(source.name, len(source.tasks), source.weight) for source in tasks.sources] == [
         ("sums.jsonl", 7, 3), ("places.jsonl", 1, 1), ("world", 6, 1),
     ]  # fmt: skip
-    assert tasks.train[0] == Task("sums.jsonl:1", "0+1?", ("1",))
-    assert tasks.train[7] == Task("places.jsonl:1", "Where?", ("Rome",), "place")
+    sums, places = tasks.train[0], tasks.train[7]
+    assert bare([sums, places]) == (
+        Task("sums.jsonl:1", "0+1?", ("1",)),
+        Task("places.jsonl:1", "Where?", ("Rome",), "place"),
+    )
     assert len(tasks.train) == 14
     assert len(tasks.test) == 2  # the world is among them, so its held-out questions are there
     kinds = Counter(task.id.partition(":")[0] for task in batch_tasks(tasks.sources, 10, 4, seed=0))

@@ -53,16 +53,9 @@ def test_numbers_equal_a_plain_forward_pass(family: str, kv_cache_tokens: int) -
     assert engine._scheduler.tree.num_available == engine.kv_cache_tokens // BLOCK_SIZE
 
 
-class Endless(Letters):
-    """Nothing ends a turn."""
-
-    eos_token_id = None
-
-
 def test_preempted_requests_resume() -> None:
     model = build("llama-gqa")
-    model.generation_config.eos_token_id = None
-    engine = LocalEngine(model, Endless(), max_num_seqs=24, kv_cache_tokens=1_600)
+    engine = LocalEngine(model, Letters(), max_num_seqs=24, kv_cache_tokens=1_600, end_tokens=frozenset())
     rng = random.Random(4)
     asked = [([rng.randrange(VOCAB) for _ in range(30)], SamplingParams(120, 1.0, seed=i)) for i in range(12)]
 

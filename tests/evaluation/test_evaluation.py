@@ -24,8 +24,8 @@ from arpo.builtin.model import build_model
 from arpo.config.loading import load_config
 from arpo.data.benchmarks import BENCHMARKS, PUBLISHED
 from arpo.errors import ArpoError
-from arpo.evaluation import benchmarks as module
-from arpo.evaluation.benchmarks import BenchmarkPlan, agent_name, answer_settings, load_questions
+from arpo.evaluation import question_sets as module
+from arpo.evaluation.question_sets import agent_name, answer_settings, benchmark_sets
 from arpo.evaluation.report import (
     NO_FIGURE,
     Results,
@@ -295,7 +295,8 @@ def test_an_answer_spoiled_by_a_broken_tool_is_retried(arpo: Arpo, server: ChatS
     server.reply = lambda request: (
         said("<lookup>x") if len(request["messages"]) == 2 else said("<think>.</think><answer>\\boxed{4}")
     )
-    command = endpoint_command(server, "--questions", 2, 'tools.enabled=["broken.py:lookup"]')
+    broken = ('tools.enabled=["broken.py:lookup"]', "rollout.format=tags")
+    command = endpoint_command(server, "--questions", 2, *broken)
     outcome = arpo(*command)
     assert outcome.code == 1 and "the first failed because a tool was unavailable" in outcome.out
     Path("down").unlink()
@@ -342,10 +343,15 @@ def test_invalid_options(arpo: Arpo, model_dir: Path) -> None:
         assert f"--k: got {k!r}" in mistake(arpo(*base, "--benchmarks", "gsm8k", "--k", k))
     message = mistake(arpo(*base, "--benchmarks", "gsm8k", "--k", "1,5", "--samples", 3))
     assert message == "--k 5 needs at least as many --samples; there are 3"
-    assert mistake(arpo(*base)).endswith("need --benchmarks")
-    assert mistake(arpo("eval", model_dir, "--k", "3")).endswith("need --benchmarks")
+    assert mistake(arpo(*base)).startswith("--data-dir: this goes with --benchmarks")
+    choices = "name some with data.test=..., or benchmarks with --benchmarks"
+    assert (
+        mistake(arpo("eval", model_dir, "--k", "3")) == f"{model_dir}: a model has no questions of its own; {choices}"
+    )
+    assert "name questions for the endpoint" in mistake(arpo("eval", "--endpoint", "http://x/v1", "--model", "m"))
     assert "name what to evaluate" in mistake(arpo("eval"))
-    assert "tools.search: name where to search" in mistake(arpo(*base, "--benchmarks", "gsm8k"))
+    with_search = (*base, "--benchmarks", "gsm8k", 'tools.enabled=["search"]')
+    assert "tools.search: name where to search" in mistake(arpo(*with_search))
     Path("sets/webwalker.jsonl").write_text(rows({"question": "Q?", "answer": "A"}))
     assert "reward.judge_url" in mistake(arpo(*base, "--benchmarks", "webwalker", *SMALL))
     assert "go together" in mistake(
@@ -363,16 +369,16 @@ def test_benchmarks_come_from_files_or_the_hub_and_gated_ones_say_so(
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     parquet.write_table(pyarrow.Table.from_pylist(GSM8K), "sets/aime24.parquet")
     Path("sets/bamboogle.json").write_text(json.dumps(HOTPOTQA))
-    plan = BenchmarkPlan(("aime24", "bamboogle", "math500"), Path("out"), questions=2, data_dir=Path("sets"))
-    found = load_questions(plan, "refuse")
-    assert [(name, len(tasks)) for name, tasks in found.items()] == [("aime24", 2), ("bamboogle", 2), ("math500", 1)]
-    assert found["math500"][0].kind == "level 2"
+    names = ("aime24", "bamboogle", "math500")
+    found = benchmark_sets(load_config(None, ["tools.enabled=[]"]), names, questions=2, data_dir=Path("sets"))
+    assert [(each.name, len(each.tasks)) for each in found] == [("aime24", 2), ("bamboogle", 2), ("math500", 1)]
+    assert found[2].tasks[0].kind == "level 2"
 
 
 def test_equal_ids_are_made_unique(tmp_path: Path) -> None:
     (tmp_path / "hotpotqa.jsonl").write_text(rows(*[HOTPOTQA[0]] * 3, HOTPOTQA[1]))
-    tasks = load_questions(BenchmarkPlan(("hotpotqa",), tmp_path / "out", data_dir=tmp_path), "refuse")["hotpotqa"]
-    assert [task.id for task in tasks] == ["h0", "h0#2", "h0#3", "h1"]
+    [found] = benchmark_sets(load_config(None, ["tools.enabled=[]"]), ("hotpotqa",), data_dir=tmp_path)
+    assert [task.id for task in found.tasks] == ["h0", "h0#2", "h0#3", "h1"]
 
 
 def test_answer_settings() -> None:
@@ -383,16 +389,34 @@ def test_answer_settings() -> None:
         "eval.samples=3",
         "eval.questions=9",
         "rollout.concurrency=2",
+        "environment.max_states=9",
         "reward.workers=1",
         "train.lr=1",
         "run.dir=x",
     )
     assert not any(map(changed, same))
     other = ("seed=1", "model.path=x", "tools.timeout=3", "rollout.max_tool_calls=9", "eval.top_p=0.5", "eval.top_k=5")
+    sqlite, remembers = ("environment.name=sqlite",), ("environment.name=python",)
+    assert answer_settings(load_config(None, sqlite)) != answer_settings(load_config(None, remembers))
     assert all(map(changed, (*other, "reward.judge_model=x", "rollout.format=json", "eval.endpoint=http://x")))
     remote = ("eval.endpoint=http://x", "eval.endpoint_model=m")
     with_key = answer_settings(load_config(None, [*remote, "eval.endpoint_key_env=K", "model.path=x"]))
     assert with_key == answer_settings(load_config(None, remote))
+
+
+def test_an_evaluation_with_an_environment_can_be_continued(arpo: Arpo, server: ChatServer) -> None:
+    Path("open.py").write_text(
+        "import arpo\n\nclass Open(arpo.Environment):\n"
+        '    def reset(self, task):\n        return "You may look."\n\n'
+        '    @arpo.tool\n    def look(self) -> str:\n        """Look."""\n        return "4"\n'
+    )
+    server.reply = lambda request: said("<think>.</think><answer>\\boxed{4}")
+    command = endpoint_command(server, "environment.name=open.py:Open", "--questions")
+    assert arpo(*command, 1).code == 0
+    asked = [request for request in server.requests if "tools" not in request or request["max_tokens"] > 1]
+    assert asked[0]["messages"][-1]["content"].endswith("\n\nYou may look.")
+    outcome = arpo(*command, 2)
+    assert outcome.code == 0 and "1 of 2 answers already exist" in outcome.out
 
 
 # What is shown.
@@ -484,8 +508,8 @@ def test_the_real_sets(arpo: Arpo, server: ChatServer) -> None:
     assert len(names) >= 8
     golds = {
         task.question.strip(): task.answers[0]
-        for tasks in load_questions(BenchmarkPlan(tuple(names), Path("x"), data_dir=folder), "refuse").values()
-        for task in tasks
+        for each in benchmark_sets(load_config(None, ["tools.enabled=[]"]), names, data_dir=folder)
+        for task in each.tasks
     }
     server.reply = lambda request: said(
         f"<think>.</think><answer>\\boxed{{{golds[request['messages'][1]['content']]}}}</answer>"

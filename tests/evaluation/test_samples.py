@@ -11,7 +11,15 @@ import pytest
 from trees import TASK, model, prompt, searched, tool, tree
 
 from arpo.errors import ArpoError
-from arpo.evaluation.samples import Sample, SampleStore, build_sample, open_samples, require_same_settings
+from arpo.evaluation.samples import (
+    RESULT_FILES,
+    Sample,
+    SampleStore,
+    build_sample,
+    first_usable,
+    open_samples,
+    require_same_settings,
+)
 from arpo.rewards import hierarchical_reward
 from arpo.runs.trees import tree_from_json
 from arpo.types import Fault, Reward, RolloutTree, ScoredTree, Task
@@ -26,7 +34,7 @@ def scored(tree: RolloutTree) -> ScoredTree:
 
 
 def sample(tree: RolloutTree, number: int = 0, tokens: int | None = None) -> Sample:
-    return build_sample("hotpotqa", number, scored(tree), tokens)
+    return build_sample("hotpotqa", tree.task, number, scored(tree), tokens)
 
 
 def answered(task: Task, text: str = "Upper Kelso") -> RolloutTree:
@@ -46,7 +54,11 @@ def fill(store: SampleStore, count: int) -> None:
 
 def test_scores_of_trees_made_by_hand() -> None:
     right = sample(searched(), tokens=7)
-    assert right == Sample("hotpotqa", "q1", 0, "", 1.0, 1.0, 1.0, 1, 7, 0.0)
+    parts = {"accuracy": 1.0, "correct": 1.0, "format": 1.0, "bonus": 0.1}
+    assert right == Sample(
+        *("hotpotqa", "q1", 0, "", 1.0, 1.0, 1.0, 1, 7, 0.0), reward=1.1, parts=parts, stop="answer", asked=right.asked
+    )
+    assert len(right.asked) == 16
     half = sample(answered(replace(TASK, kind="hard"), "Kelso"))
     assert (half.score, half.correct, half.level) == (pytest.approx(2 / 3), 0.0, "hard")  # one of two words
     no_format = sample(tree([prompt(), model(0, [3], "<answer>\\boxed{Upper Kelso}</answer>")], [1]))
@@ -63,11 +75,20 @@ def test_scores_of_trees_made_by_hand() -> None:
 
 def test_faults_of_the_judge() -> None:
     parts = {"accuracy": 0.0, "correct": 0.0, "format": 1.0}
-    long = build_sample("gaia", 0, ScoredTree(searched(), (Reward(0.0, {**parts, "judge.long": 1.0}),)), None)
-    assert (long.faults, long.failed) == (("judge.long",), None)
+    long = build_sample("gaia", TASK, 0, ScoredTree(searched(), (Reward(0.0, {**parts, "judge.long": 1.0}),)), None)
+    assert (long.faults, long.failed, long.parts) == (("judge.long",), None, parts)
     unjudged = ScoredTree(searched(), (Reward(0.0, {**parts, "judge.unavailable": 1.0}),))
-    down = build_sample("gaia", 0, unjudged, None)
+    down = build_sample("gaia", TASK, 0, unjudged, None)
     assert down.failed == "the judge was unavailable"
+
+
+def test_a_reward_of_ones_own_need_not_say_what_is_right() -> None:
+    tree = searched()
+    plain = build_sample("test", TASK, 0, ScoredTree(tree, (Reward(-2.5),)), None)
+    assert (plain.score, plain.correct, plain.format, plain.reward, plain.parts) == (None, None, None, -2.5, {})
+    judged = build_sample("test", TASK, 0, ScoredTree(tree, (Reward(3.0, {"correct": 1.0, "speed": 2.0}),)), None)
+    assert (judged.score, judged.correct, judged.format) == (1.0, 1.0, None)
+    assert judged.parts == {"correct": 1.0, "speed": 2.0}
 
 
 def test_samples_round_trip(tmp_path: Path) -> None:
@@ -128,6 +149,35 @@ def test_other_questions_are_refused(tmp_path: Path) -> None:
             with pytest.raises(ArpoError, match="line 2: question 'q1' differs"):
                 store.read("hotpotqa", [TASKS[0], replace(TASKS[1], **change)])
         assert len(store.read("hotpotqa", TASKS[:1])) == 2  # that some are not asked now is no reason
+
+
+def test_what_an_environment_adds_to_a_question_does_not_make_it_another(tmp_path: Path) -> None:
+    task = replace(TASKS[0], meta={"coins": 5})
+    seen = answered(replace(task, question=f"{task.question}\n\nYou have 5 coins."))
+    with open_samples(tmp_path, SETTINGS) as store:
+        store.append(build_sample("hotpotqa", task, 0, scored(seen), None), scored(seen))
+        assert list(store.read("hotpotqa", [task])) == [("q0", 0)]
+        with pytest.raises(ArpoError, match="question 'q0' differs"):
+            store.read("hotpotqa", [replace(task, meta={"coins": 6})])
+
+
+def test_results_without_an_answer_do_not_keep_an_evaluation_from_going_on(tmp_path: Path) -> None:
+    open_and_close(tmp_path, SETTINGS)
+    for name in RESULT_FILES:
+        (tmp_path / name).touch()
+    with open_samples(tmp_path, SETTINGS) as store:
+        fill(store, 1)
+    open_and_close(tmp_path, SETTINGS)
+
+
+def test_the_first_directory_without_answers_of_other_settings(tmp_path: Path) -> None:
+    directory = tmp_path / "my.toml"
+    assert first_usable(directory, SETTINGS) == directory
+    for settings in (SETTINGS, {"seed": 1}, {"seed": 2}):
+        with open_samples(first_usable(directory, settings), settings) as store:
+            fill(store, 1)
+    found = [first_usable(directory, settings).name for settings in (SETTINGS, {"seed": 1}, {"seed": 2}, {"seed": 3})]
+    assert found == ["my.toml", "my.toml-2", "my.toml-3", "my.toml-4"]
 
 
 def test_other_settings_are_refused_with_what_differs(tmp_path: Path) -> None:

@@ -344,7 +344,7 @@ def test_special_tokens_and_template_come_from_the_file(tmp_path: Path) -> None:
         "<|im_end|>",
         "<|endoftext|>",
     )
-    assert model.generation_config.eos_token_id == 2
+    assert model.generation_config.eos_token_id == [0, 2]
     assert tokenizer.chat_template == TEMPLATE
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": "Hi"}], add_generation_prompt=True, tokenize=False
@@ -365,6 +365,14 @@ def test_the_first_token(pre: str, told: bool | None, added: int, tmp_path: Path
     vocabulary = replace(vocabulary, values=vocabulary.values | {"add_bos_token": told})
     tokenizer = load_tokenizer(tmp_path, "llama", vocabulary)
     assert tokenizer("x")["input_ids"] == [0] * added + tokenizer("x", add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize("key", ["eot_token_id", "eom_token_id"])
+def test_a_turn_ends_at_all_tokens_that_the_file_names(key: str, tmp_path: Path) -> None:
+    vocabulary = vocabulary_of("qwen2")
+    named = replace(vocabulary, values=vocabulary.values | {key: 1})
+    path = write_model(tmp_path / "x.gguf", "qwen2", original("qwen2"), named)
+    assert load_gguf(path, torch.float32)[0].generation_config.eos_token_id == [0, 1, 2]
 
 
 def test_a_turn_also_ends_where_the_template_closes_it(tmp_path: Path) -> None:
@@ -432,6 +440,7 @@ def test_an_unknown_pre_tokenizer_is_refused_by_name(pre: str | None, tmp_path: 
         ("values", {"model": "t5"}, "its tokenizer has the type 't5'; supported are 'gpt2' and 'llama'"),
         ("values", {"eos_token_id": None}, "its tokenizer.ggml.eos_token_id is None"),
         ("values", {"eos_token_id": 10**6}, "its tokenizer.ggml.eos_token_id is 1000000"),
+        ("values", {"eot_token_id": 10**6}, "its tokenizer.ggml.eot_token_id is 1000000"),
         ("values", {"merges": ["a b c"]}, "one of its tokenizer.ggml.merges is not a pair"),
         ("values", {"merges": ["zz zz"]}, "its tokenizer cannot be built: "),
         ("values", {"merges": [1, 2]}, "its tokenizer.ggml.merges is not a list of str"),

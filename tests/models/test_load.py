@@ -7,6 +7,7 @@ import shutil
 import socket
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -270,3 +271,15 @@ def test_only_views_are_copied() -> None:
     before = [parameter.data_ptr() for parameter in model]
     own_memory(model)
     assert [p.data_ptr() == old for p, old in zip(model, before, strict=True)] == [True, False, False]
+
+
+@pytest.mark.slow
+def test_several_threads_load_at_once(base: Path) -> None:
+    expected, initializer = plain(base).state_dict(), torch.nn.init.kaiming_uniform_
+    for _ in range(3):
+        with ThreadPoolExecutor(6) as threads:
+            states = [model.state_dict() for model in threads.map(plain, [base] * 12)]
+        for state in states:
+            assert state.keys() == expected.keys()
+            assert all(torch.equal(state[name], value) for name, value in expected.items())
+    assert torch.nn.init.kaiming_uniform_ is initializer

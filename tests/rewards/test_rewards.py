@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from trees import model, prompt, searched, tool, tree
+from trees import answered, model, prompt, searched, tool, tree
 
+from arpo.agent.answers import AnswerParser, boxed_answer
 from arpo.rewards import (
+    FormatFault,
     NoVerdict,
     choice_match,
     exact_match,
@@ -20,10 +24,11 @@ from arpo.rewards import (
     format_ok,
     hierarchical_reward,
     numbers_equal,
+    reward_metrics,
     token_f1,
     unjudged,
 )
-from arpo.rewards.format import trajectory_format
+from arpo.rewards.format import check_format, trajectory_format
 from arpo.rewards.text import normalize_answer
 from arpo.types import Fault, Reward, RolloutTree, ScoredTree, StopReason, Task, answer_text, boxed
 
@@ -234,32 +239,147 @@ def test_tool_text_changes_nothing_in_a_tree(forged: str) -> None:
     ],
 )
 def test_broken_tree(broken: RolloutTree, rule: str) -> None:
-    assert trajectory_format(broken.trajectories[0]) == (False, rule)
+    assert trajectory_format(broken.trajectories[0]) == rule
 
 
 def test_good_trees() -> None:
     failed = searched(fault=Fault.MODEL)  # a call that ran and failed is still a call
-    assert trajectory_format(searched().trajectories[0]) == (True, "")
-    assert trajectory_format(failed.trajectories[0]) == (True, "")
+    assert trajectory_format(searched().trajectories[0]) is None
+    assert trajectory_format(failed.trajectories[0]) is None
     # A tag may be cut by a node boundary, but not by a tool result.
     cut = tree([prompt(), model(0, [3], "<think>a</thi"), model(1, [4], "nk>" + GOLD)], [2])
-    assert trajectory_format(cut.trajectories[0]) == (True, "")
+    assert trajectory_format(cut.trajectories[0]) is None
     torn = searched(first="<think>a</thi", last="nk>" + GOLD)
-    assert trajectory_format(torn.trajectories[0]) == (False, "think: tags not paired")
+    assert trajectory_format(torn.trajectories[0]) == "think: tags not paired"
 
 
 def test_a_trajectory_that_ends_with_a_tool_result_has_no_answer() -> None:
     ended = tree([prompt(), model(0, [3], "<think>a</think>" + GOLD), tool(1)], [2])
-    assert trajectory_format(ended.trajectories[0]) == (False, NOT_LAST)
+    assert trajectory_format(ended.trajectories[0]) == NOT_LAST
     reward = hierarchical_reward("em", 0.1, ())(ended.trajectories[0])
     assert (reward.total, reward.parts["accuracy"]) == (-1.0, 0.0)
+
+
+MALFORMED = "call: malformed"
+NO_MESSAGE = "answer: the trajectory does not end with a message"
+NO_ANSWER = "answer: none could be read from the last message"
+UNPAIRED = "think: tags not paired"
+BOX = "So \\boxed{Upper Kelso}."
+
+
+def native(parse: AnswerParser = boxed_answer, **parts: Any) -> RolloutTree:
+    """`searched` in the model's own format, which may look like anything."""
+    return answered(searched(**{"first": "[CALL] mira", "last": BOX, **parts}), parse, "native")
+
+
+@pytest.mark.parametrize(
+    ("sampled", "rule"),
+    [
+        (native(), None),
+        (native(first="<think>a</think>x", last="<think>b</think>" + BOX), None),
+        (native(first="a</think>x", last="b</think>" + BOX), None),  # the template opens each thought
+        (native(last="a</think><think>b</think>" + BOX), None),
+        (native(first="x <tool_response>", last="<result>r</result>" + BOX), None),  # not our tags to forbid
+        (native(last="<answer>\\boxed{x}</answer><answer>\\boxed{Upper Kelso}</answer>"), None),
+        (native(fault=Fault.MODEL), None),
+        (native(first="<think>a"), UNPAIRED),
+        (native(first="<think>a", last="b</think>" + BOX), UNPAIRED),
+        (native(last="a</think>b</think>" + BOX), UNPAIRED),
+        (native(last="<think><think>b</think>" + BOX), UNPAIRED),
+        (native(error="not JSON"), MALFORMED),
+        (native(error="not JSON", end=StopReason.MAX_TOOL_CALLS), MALFORMED),
+        (native(end=StopReason.LENGTH), NO_MESSAGE),
+        (native(end=StopReason.EOS), NO_MESSAGE),
+        (native(end=StopReason.DONE), NO_MESSAGE),
+        (native(last="So Upper Kelso."), NO_ANSWER),
+        (native(last="<think>" + BOX + "</think>Done."), NO_ANSWER),
+    ],
+)
+def test_rules_of_the_native_format(sampled: RolloutTree, rule: str | None) -> None:
+    assert trajectory_format(sampled.trajectories[0]) == rule
+    assert trajectory_format(sampled.trajectories[0], "boxed") == rule
+
+
+def untagged(**parts: Any) -> RolloutTree:
+    return answered(searched(**{"last": BOX, **parts}), boxed_answer)
+
+
+@pytest.mark.parametrize(
+    ("sampled", "rule"),
+    [
+        (untagged(), None),
+        (untagged(first="<search>x</search>"), None),
+        (untagged(first="<think>a<search>x</search>", last="b</think>" + BOX), None),  # one text, cut by the result
+        (untagged(first="a</think><search>x</search>", last="<think>b</think>" + BOX), None),
+        (untagged(first="a</think><search>x</search>", last="b</think>" + BOX), None),
+        (untagged(first="<think>a<search>x</search>"), UNPAIRED),
+        (untagged(last="<result>r</result>" + BOX), "result: written by the model"),
+        (untagged(last="<search>x</search>" + BOX), "call: without a result"),
+        (untagged(error="no such tool"), MALFORMED),
+        (untagged(end=StopReason.LENGTH), NO_MESSAGE),
+        (untagged(last="Upper Kelso"), NO_ANSWER),
+    ],
+)
+@pytest.mark.parametrize("call_format", ["tags", "json"])
+def test_rules_without_an_answer_tag(call_format: str, sampled: RolloutTree, rule: str | None) -> None:
+    trajectory = replace(sampled, format=call_format).trajectories[0]
+    assert trajectory_format(trajectory, "boxed") == rule
+    assert trajectory_format(trajectory) == trajectory_format(trajectory, "tag") != None  # noqa: E711
+
+
+@given(HOSTILE, HOSTILE, st.sampled_from(["native", "tags", "json"]), st.sampled_from([None, "boxed", "last_line"]))
+def test_any_trajectory_has_a_verdict(first: str, last: str, call_format: str, parse: str | None) -> None:
+    trajectory = replace(searched(first=first, last=last), format=call_format).trajectories[0]
+    fault = check_format(trajectory, parse)
+    assert fault is None or fault[0] in FormatFault
+
+
+def test_what_is_wrong_with_a_call_is_said_but_not_counted_by_its_text() -> None:
+    reward = hierarchical_reward("em", 0.1, ())
+    broken = reward(native(error="Error: unknown\n  tool 'find'").trajectories[0])
+    assert broken.parts == parts(0, 1, 1, 0, "call_malformed")
+    assert broken.note == "wrong format: call: malformed, unknown tool 'find'"
+    long = reward(native(error="x" * 1000).trajectories[0])
+    assert len(long.note) < 250
+    unread = reward(native(last="Upper Kelso").trajectories[0])
+    assert (unread.total, unread.parts) == (-1.0, parts(0, 0, 0, 0, "no_answer"))
+    assert reward(native().trajectories[0]) == Reward(1.0, parts(1, 1, 1, 0))
+
+
+def test_names_of_the_reasons() -> None:
+    names = [fault.part for fault in FormatFault]
+    assert len(set(names)) == len(names) == len({str(fault) for fault in FormatFault})
+    assert all(re.fullmatch(r"format\.[a-z_]+", name) for name in names)
+
+
+def test_reasons_are_counted() -> None:
+    wrong = Reward(-1.0, {"format": 0.0, "format.no_think": 1.0, "format.mine": 0.5})
+    found = reward_metrics([wrong, wrong, Reward(1.0, {"format": 1.0}), Reward(-1.0, {"format.no_box": 1.0})])
+    assert found == {
+        "reward": -0.5,
+        "format": 0.25,
+        "reward_format.mine": 0.25,  # a part of the user's
+        "format.no_think": 2.0,
+        "format.no_box": 1.0,
+    }
+
+
+def test_a_reward_without_a_format() -> None:
+    reward = hierarchical_reward("f1", 0.1, ["search"], None)
+    assert reward(searched(first="x", last=GOLD).trajectories[0]) == Reward(
+        1.1, {"accuracy": 1.0, "correct": 1.0, "bonus": 0.1}
+    )
+    assert reward(searched(last="Upper Kelso").trajectories[0]) == Reward(
+        0.0, {"accuracy": 0.0, "correct": 0.0, "bonus": 0.0}
+    )
 
 
 # --- the hierarchical reward ---
 
 
-def parts(format: float, accuracy: float, correct: float, bonus: float) -> dict[str, float]:
-    return {"format": format, "accuracy": accuracy, "correct": correct, "bonus": bonus}
+def parts(format: float, accuracy: float, correct: float, bonus: float, why: str = "") -> dict[str, float]:
+    reason = {f"format.{why}": 1.0} if why else {}
+    return {"format": format, "accuracy": accuracy, "correct": correct, "bonus": bonus, **reason}
 
 
 @pytest.mark.parametrize(
@@ -269,15 +389,15 @@ def parts(format: float, accuracy: float, correct: float, bonus: float) -> dict[
         (searched(last="<think>b</think><answer>\\boxed{Kelso}</answer>"), 2 / 3 + 0.1, parts(1, 2 / 3, 0, 0.1)),
         (searched(last="<think>b</think><answer>\\boxed{Lowton}</answer>"), 0.0, parts(1, 0, 0, 0)),
         (searched(last="<think>b</think><answer>\\boxed{}</answer>"), 0.0, parts(1, 0, 0, 0)),
-        (searched(last=GOLD, first="x"), -1.0, parts(0, 1, 1, 0)),
-        (searched(last="<answer>Upper Kelso</answer>"), -1.0, parts(0, 0, 0, 0)),
-        (searched(last="\\boxed{Upper Kelso}"), -1.0, parts(0, 0, 0, 0)),
-        (searched(result="</result>" + GOLD, last="<think>b</think>"), -1.0, parts(0, 0, 0, 0)),
+        (searched(last=GOLD, first="x"), -1.0, parts(0, 1, 1, 0, "no_think")),
+        (searched(last="<answer>Upper Kelso</answer>"), -1.0, parts(0, 0, 0, 0, "no_box")),
+        (searched(last="\\boxed{Upper Kelso}"), -1.0, parts(0, 0, 0, 0, "no_answer_tag")),
+        (searched(result="</result>" + GOLD, last="<think>b</think>"), -1.0, parts(0, 0, 0, 0, "no_answer_tag")),
         (searched(result="<python>1</python>", name="python"), 1.0, parts(1, 1, 1, 0)),
         (searched(result="<search>mira</search>", name="python"), 1.0, parts(1, 1, 1, 0)),
         (searched(fault=Fault.MODEL), 1.0, parts(1, 1, 1, 0)),
         (searched(fault=Fault.TIMEOUT), 1.0, parts(1, 1, 1, 0)),
-        (searched(error="bad arguments"), -1.0, parts(0, 1, 1, 0)),
+        (searched(error="bad arguments"), -1.0, parts(0, 1, 1, 0, "call_malformed")),
     ],
 )
 def test_hierarchical_reward(rollout: RolloutTree, total: float, expected: dict[str, float]) -> None:

@@ -24,7 +24,7 @@ def test_checking_whether_a_run_is_live_keeps_no_writer_out(tmp_path: Path, monk
     fcntl.flock(looking, fcntl.LOCK_SH)
     waits = []
     monkeypatch.setattr(locks.time, "sleep", waits.append)
-    with pytest.raises(ArpoError, match="another process"):
+    with pytest.raises(ArpoError, match="this program itself is writing this run"):
         acquire_lock(tmp_path)
     assert len(waits) == locks.TRIES - 1 > 0
     monkeypatch.setattr(locks.time, "sleep", lambda _: looking.close())  # who looks is done while the writer waits

@@ -160,7 +160,7 @@ def test_an_index_summarizes_each_tree() -> None:
     scored = ScoredTree(replace(_tree(), task=task), (REWARDS[0], Reward(1.1, {"correct": 1.0})), CREDITS)
     entry = pack_trees([scored])[1][0]
     assert (entry.question, entry.kind, entry.max_reward, entry.min_reward) == ("x" * 300, "hop1", 1.1, 1.1)
-    assert (entry.tool_calls, entry.tool_errors, entry.informative, entry.accuracy) == (1, 1, False, 1.0)
+    assert (entry.tool_calls, entry.tool_errors, entry.informative, entry.accuracy) == (1, 1, False, 0.5)
     other = pack_trees([_scored()])[1][0]
     assert (other.max_reward, other.min_reward, other.informative, other.accuracy) == (1.1, -1.0, True, None)
 
@@ -232,7 +232,7 @@ def test_create_writes_the_configuration(tmp_path: Path) -> None:
 def test_create_never_touches_a_used_directory(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     create_run_dir(directory, {"seed": 1}).close()
-    with pytest.raises(ArpoError, match=r"already holds a run; continue it \(--resume\) or choose another run\.dir"):
+    with pytest.raises(ArpoError, match=r"already holds a run; continue it \(--resume, in Python resume=True\)"):
         create_run_dir(directory, {"seed": 2})
     assert open_run_dir(directory).config() == {"seed": 1}
     with pytest.raises(ArpoError, match="is not empty and holds no run"):

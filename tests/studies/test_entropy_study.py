@@ -26,13 +26,15 @@ from arpo.studies.entropy.report import (
     MAX_SHOWN,
     Subject,
     bin_edges,
+    correlation_table,
     draw_study,
     findings,
     markdown,
     study_json,
+    terminal_lines,
     write_study,
 )
-from arpo.studies.entropy.study import Mean, Study, TurnStart, study, threshold
+from arpo.studies.entropy.study import Mean, RewardCorrelation, Study, TurnStart, study, threshold
 from arpo.types import Fault, Kind, Node, Reward, RolloutTree, ScoredTree
 
 RULE = Branching(probe_tokens=K)
@@ -271,7 +273,7 @@ def test_the_numbers_equal_a_slow_count(seed: int, tokens: int) -> None:
 @given(*[st.lists(st.integers(0, 4), max_size=6)] * 2)
 def test_the_chance_of_a_higher_one_counts_equal_ones_half(some: list[int], others: list[int]) -> None:
     pairs = [(a > b) + (a == b) / 2 for a in some for b in others]
-    assert module._auc(some, others) == (pytest.approx(fmean(pairs)) if pairs else None)
+    assert module.auc(some, others) == (pytest.approx(fmean(pairs)) if pairs else None)
 
 
 @pytest.mark.slow
@@ -331,6 +333,94 @@ def test_findings_say_which_way_it_goes() -> None:
     nodes = [[prompt(), wrote(0, 1.0), looked(tool(1), delta)] for delta in (-0.1, 0.11) * 6]
     grown = [ScoredTree(tree(each, [2], about(str(number))), earned(0)) for number, each in enumerate(nodes)]
     assert "after search is not clearly different from" in findings(study(grown, RULE, 5))[0]
+
+
+# Rewards below branch points.
+
+
+@pytest.mark.parametrize(
+    ("branch_points", "icc"),
+    [
+        ([[[1, 1], [0, 0]]], 1.0),  # the class decides
+        ([[[1, 0], [1, 0]]], -1.0),  # MSB = 0, MSW = 1/2, n = 2
+        ([[[1, 1], [1, 0]]], 0.0),  # MSB = MSW = 1/4
+        ([[[4, 6], [9, 10, 11]]], 430 / 478),  # MSB = 30, MSW = 4/3, n = 5 - 13/5 = 2.4
+        ([[[1, 1], [0, 0]], [[1, 0], [1, 0]]], 1 / 3),  # MSB = 1/2, MSW = 1/4, n = 2
+        ([[[1, 1], [1, 1]], [[0, 0], [0, 0]]], None),  # branch points differ, their continuations do not
+        ([[[1], [0]]], None),  # nothing to compare within a class
+        ([[[1, 0]]], None),  # nor between classes
+        ([], None),
+    ],
+)
+def test_the_intraclass_correlation(branch_points: list[list[list[float]]], icc: float | None) -> None:
+    assert module.intraclass_correlation(branch_points) == (None if icc is None else pytest.approx(icc))
+
+
+def test_the_intraclass_correlation_estimates_the_share_of_variance_between_classes() -> None:
+    """Class means with variance 1 and rewards around them with variance 3, in classes of unequal sizes: 1 / 4."""
+    rng = random.Random(0)
+    sizes = [1, 2, 5]
+    points = [
+        [[mean + rng.gauss(0, 3**0.5) for _ in range(size)] for size in sizes for mean in [level + rng.gauss(0, 1)]]
+        for level in range(3000)
+    ]
+    assert module.intraclass_correlation(points) == pytest.approx(0.25, abs=0.03)
+
+
+def deep_tree() -> RolloutTree:
+    """Two first turns. The result of the first is branched from, and one of these continuations once more.
+
+    0 prompt ─ 1 ─ 2 result ─┬ 3 ─ 4 result ─┬ 5
+                             │               └ 6
+                             └ 7
+             └ 8
+    """
+    nodes = [
+        prompt(),
+        wrote(0, 1.0),
+        looked(tool(1), 0.1, branches=1),
+        wrote(2, 1.0),
+        looked(tool(3, name="python"), 0.1, branches=1),
+        wrote(4, 1.0),
+        wrote(4, 1.0),
+        wrote(2, 1.0),
+        wrote(0, 1.0),
+    ]
+    return tree(nodes, [5, 6, 7, 8])
+
+
+def test_rewards_are_compared_by_the_depth_of_the_branch_point() -> None:
+    scored = ScoredTree(deep_tree(), earned(1, 1, 0, 0))
+    assert module.rewards_by_continuation(scored) == {0: [[1, 1, 0], [0]], 2: [[1, 1], [0]], 4: [[1], [1]]}
+    found = study([scored], RULE, 5)
+    # at the prompt MSB = MSW = 1/3, below the first result the continuation decides, below the second none has two
+    assert list(found.by_depth) == [0, 1]
+    assert (found.by_depth[0].branch_points, found.by_depth[0].trajectories) == (1, 4)
+    assert found.by_depth[0].icc == pytest.approx(0)
+    assert found.by_depth[1] == RewardCorrelation(1.0, 1, 3)
+
+
+def test_groups_are_informative_if_their_valid_rewards_differ() -> None:
+    unjudged = Reward(1.0, {"judge.unavailable": 1.0})
+    alone = tree([prompt(), wrote(0, 1.0)], [1])
+    trees = [
+        ScoredTree(deep_tree(), earned(1, 0, 0, 0)),
+        ScoredTree(deep_tree(), earned(1, 1, 1, 1)),
+        ScoredTree(deep_tree(), (unjudged, *earned(0, 0, 0))),
+        ScoredTree(alone, earned(1)),
+    ]
+    found = study(trees, RULE, 5)
+    assert (found.groups, found.informative_groups) == (3, 1)
+    assert "33% of the 3 groups are informative: their trajectories earned unequal rewards." in terminal_lines(found)
+
+
+def test_correlations_are_in_the_table_and_the_files() -> None:
+    found = study([ScoredTree(deep_tree(), earned(1, 1, 0, 0))], RULE, 5)
+    assert correlation_table(found)[1] == [["0", "0.00", "1", "4"], ["1", "1.00", "1", "3"]]
+    assert "| 1 | 1.00 | 1 | 3 |" in markdown(SUBJECT, found).splitlines()
+    told = study_json(SUBJECT, found)
+    assert told["rewards_by_depth"][1] == {"depth": 1, "icc": 1.0, "branch_points": 1, "trajectories": 3}
+    assert (told["groups"], told["informative_groups"]) == (1, 1)
 
 
 @pytest.mark.slow

@@ -1,6 +1,8 @@
 """Attacks on the sandbox, as data, and what looks at them from outside. Needs only the sandbox.
 
     python attack_arena.py TIER     # as the user who is to be protected; the last line is JSON: {attack: "" or why not}
+    python attack_arena.py TIER session      # the same attacks in a Python session
+    python attack_arena.py TIER branches     # attacks on the other branches of a session
 
 Each script aims at one property. It ends in `held` when it could do nothing, or says what it could do; `-> memory`
 names how it must end instead. `+` means that other calls are made meanwhile. After each script the arena is looked at:
@@ -23,15 +25,18 @@ import sys
 import sysconfig
 import tempfile
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from attack_branches import BRANCH_SCRIPTS, LOOK, START
 from attacks import SCRIPTS
 
 from arpo.errors import ArpoError
 from arpo.tools.sandbox import seccomp
 from arpo.tools.sandbox.sandbox import Sandbox, SandboxError, SandboxResult
+from arpo.tools.sandbox.sessions import Sessions
 
 MARK = f"attack-{os.getpid()}"
 HALVES = (b"what was said ", b"by another call")
@@ -78,6 +83,12 @@ def forbidden(name, *args):
     if result not in (-errno.EPERM, -errno.ENOSYS):
         through(f"{name} {args} gave {result}")
 """
+PRIVATE_MAPS = """
+def private(fd, size, real=mmap.mmap, **more):
+    return real(fd, size, **({"flags": mmap.MAP_PRIVATE} if fd == -1 else {}) | more)
+mmap.mmap = private  # sessions have no others
+"""
+PRELUDE_IN_SESSION = "W, MARK = {!r}, {!r}.encode()\n" + PRELUDE.replace("{", "{{").replace("}", "}}")
 PLAIN_CALL = """
 import builtins, json, os, random, sys, zlib
 def shown(value): return value if isinstance(value, (str, int)) else type(value).__name__
@@ -105,9 +116,27 @@ class Attack:
     code: str
 
 
-def attacks(tier: str) -> Iterator[Attack]:
+NOT_IN_SESSIONS = {  # they end in another way there, or look at what is different there
+    "bombs with threads",
+    "learns of calls before it",
+    "leaves timers behind",
+    "leaves work for later",
+    "leaves a thread behind",
+    "exits early and says nothing",
+    "exits early with an error",
+    "puts files in place of its descriptors",
+}
+
+
+def attacks_of(tier: str, mode: str) -> list[Attack]:
+    """The scripts for a tier that are made by calls, in a session, or on its other branches."""
+    made = attacks(tier, BRANCH_SCRIPTS if mode == "branches" else SCRIPTS)
+    return [attack for attack in made if mode != "session" or attack.name not in NOT_IN_SESSIONS]
+
+
+def attacks(tier: str, scripts: str) -> Iterator[Attack]:
     """The scripts for a tier; `### name [tier] [+] [-> how it ends]` stands above each."""
-    for heading, code in re.findall(r"^### (.*)\n((?:(?!### ).*\n)*)", SCRIPTS, re.MULTILINE):
+    for heading, code in re.findall(r"^### (.*)\n((?:(?!### ).*\n)*)", scripts, re.MULTILINE):
         name, _, ends = heading.partition(" -> ")
         only = re.search(r" \[(\w+)\]", name)
         if only is None or only[1] == tier:
@@ -118,8 +147,8 @@ def attacks(tier: str) -> Iterator[Attack]:
 class Arena:
     """What lies outside of the sandbox and must notice nothing."""
 
-    def __init__(self, tier: str, folder: Path) -> None:
-        self.tier, self.signals = tier, 0
+    def __init__(self, tier: str, folder: Path, session: bool = False) -> None:
+        self.tier, self.session, self.signals = tier, session, 0
         self.secret = ctypes.create_string_buffer(b"a secret of the supervisor")
         self.canary, self.shared = folder / "canary", folder / "shared"
         self.canary.write_text("canary")
@@ -189,6 +218,7 @@ class Arena:
         """Numbers of all calls that the list does not name."""
         machine, tables = os.uname().machine, [seccomp._TABLE, seccomp._ARGUMENT_CHECKED]
         tables += [seccomp._WITH_NAMESPACES] if self.tier == "namespaces" else []
+        tables += [seccomp.PAUSE] if self.session else []
         named = {number for table in tables for number in seccomp.numbers(table, machine)}
         answered_before = {335, 336} if machine == "x86_64" else set()  # of probes: they kill whoever is not one
         return sorted(set(range(470)) - named - answered_before)
@@ -214,23 +244,75 @@ class Arena:
 
     def looked_at(self, sandbox: Sandbox, attack: Attack) -> str:
         """Make an attack; why it did not fail as it should, or nothing."""
-        code = f"W, MARK = {self.told!r}, {MARK!r}.encode()\n{PRELUDE}{attack.code}"
+        private = PRIVATE_MAPS if self.session else ""
+        code = f"W, MARK = {self.told!r}, {MARK!r}.encode()\n{PRELUDE}{private}{attack.code}"
         if attack.ends == ("held",):
             code += "\nprint('held')"
         try:
             if "halves" in attack.code:
                 earlier_call(sandbox)
             seconds = 0.4 if attack.ends == ("timeout",) else 60.0
-            result = beside_others(sandbox, code, seconds) if attack.meanwhile else sandbox.run(code, seconds)
+
+            def run() -> SandboxResult:
+                return run_in_session(sandbox, code, seconds) if self.session else sandbox.run(code, seconds)
+
+            result = beside_others(sandbox, run) if attack.meanwhile else run()
+            self.wait_for_the_end()
             state, plain = self.state(), self.plain_call(sandbox)
         except SandboxError as error:
             return str(error)
         for name, value in state.items():
             if value != self.before[name]:
                 return f"{name} outside: {value!r} instead of {self.before[name]!r}"
-        ended = "held" if result.status == "ok" and result.stdout == "held\n" else result.status
-        if ended not in attack.ends:
+        good = ("ok", "refused", "killed") if self.session else ("ok",)  # it may leave files, or end the session
+        ended = "held" if result.status in good and result.stdout == "held\n" else result.status
+        if ended not in attack.ends or "got through" in result.stderr:
             return f"ended as {ended}: {result.stdout[:300]} {result.stderr[:600]}"
+        return "" if plain == self.plain else f"a plain call gave {plain} instead of {self.plain}"
+
+    def wait_for_the_end(self) -> None:
+        """Wait until nothing is left of a session that nobody refers to any more; `state` says what is."""
+        end = time.monotonic() + 60
+        while self.session and (named_processes() or left_files()) and time.monotonic() < end:
+            time.sleep(0.01)
+
+    def looked_at_from_a_branch(self, sandbox: Sandbox, attack: Attack) -> str:
+        """Make an attack in one branch; why another branch, another session or the arena noticed it, or nothing."""
+        sessions = Sessions(sandbox)
+        prefix, _, code = attack.code.rpartition("---\n")
+        try:
+            begin = f"{PRELUDE_IN_SESSION.format(self.told, MARK)}{START}"
+            other = sessions.run(sessions.open(), begin, 60.0)[1]
+            first, start = sessions.run(sessions.open(), begin, 60.0)
+            if first.status != "ok":
+                return f"it could not start: {first}"
+            expected, sibling = sessions.run(start, LOOK, 60.0)
+            point = start
+            if prefix:
+                result, point = sessions.run(start, prefix, 60.0)
+                if result.status not in ("ok", "error"):
+                    return f"the prefix ended as {result}"
+            broken = "killed" in attack.ends  # the prefix may have made branches impossible
+            unspoiled = None if broken else sessions.run(point, LOOK, 60.0)[0].stdout
+            result, attacked = sessions.run(point, code, 1.0 if "timeout" in attack.ends else 60.0)
+            ended = "held" if result.status == "ok" and result.stdout == "held\n" else result.status
+            if ended not in attack.ends or "got through" in result.stderr:
+                return f"ended as {ended}: {result.stdout[:300]} {result.stderr[:600]}"
+            for name, place in (("start", start), ("sibling", sibling), ("other session", other)):
+                seen = sessions.run(place, LOOK, 60.0)[0]
+                if (seen.status, seen.stdout, seen.stderr) != (expected.status, expected.stdout, expected.stderr):
+                    return f"{name}: {seen} instead of {expected}"
+            second = sessions.run(point, LOOK, 1.0 if broken else 60.0)[0]
+            if second.status == "ok" and second.stdout != (unspoiled or expected.stdout):
+                return f"a second branch: {second} instead of {unspoiled or expected.stdout}"
+            del start, sibling, other, point, attacked, place
+            self.wait_for_the_end()
+            state, plain = self.state(), self.plain_call(sandbox)
+        except SandboxError as error:
+            return str(error)
+        for name, value in state.items():
+            if value != self.before[name]:
+                return f"{name} outside: {value!r} instead of {self.before[name]!r}"
         return "" if plain == self.plain else f"a plain call gave {plain} instead of {self.plain}"
 
     def sees_a_process(self, sandbox: Sandbox) -> bool:
@@ -301,15 +383,27 @@ def named_processes() -> list[str]:
 
 
 def left_files() -> list[str]:
-    """What lies in the scratch folders of calls, where these are on disk."""
-    folders = Path(tempfile.gettempdir()).glob("arpo-sandbox-*/*/*")
-    return [str(path) for folder in folders if folder.is_dir() for path in folder.iterdir()]
+    """What lies in scratch, where that is on disk: a worker has an empty folder for its next call, a session files."""
+    found = []
+    for place in Path(tempfile.gettempdir()).glob("arpo-sandbox-*/*"):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # it is being removed
+            for name in os.listdir(place):
+                of_next_call = re.fullmatch("[0-9a-f]{16}", name) is not None
+                found += [f"{place}/{name}/{inner}" for inner in os.listdir(place / name)] if of_next_call else [name]
+    return found
 
 
-def beside_others(sandbox: Sandbox, code: str, seconds: float) -> SandboxResult:
-    """Run the code while another caller makes plain calls, all of which must succeed."""
+def run_in_session(sandbox: Sandbox, code: str, seconds: float) -> SandboxResult:
+    """Run the code as the second call of a session."""
+    sessions = Sessions(sandbox)
+    _, point = sessions.run(sessions.open(), "first = 1", 60.0)
+    return sessions.run(point, code, seconds)[0]
+
+
+def beside_others(sandbox: Sandbox, run: Callable[[], SandboxResult]) -> SandboxResult:
+    """Make a call while another caller makes plain calls, all of which must succeed."""
     results: list[SandboxResult] = []
-    attacker = threading.Thread(target=lambda: results.append(sandbox.run(code, seconds)))
+    attacker = threading.Thread(target=lambda: results.append(run()))
     attacker.start()
     while attacker.is_alive():
         other = sandbox.run("import os\nprint(1 + 1, os.listdir())", 60.0)
@@ -319,7 +413,7 @@ def beside_others(sandbox: Sandbox, code: str, seconds: float) -> SandboxResult:
     return results[0]
 
 
-def verdicts(tier: str) -> dict[str, str]:
+def verdicts(tier: str, mode: str) -> dict[str, str]:
     """Make all attacks on one sandbox: for each, "" or why it got through. {"impossible": why} if there is none."""
     found: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="arpo-arena-") as place:
@@ -332,13 +426,14 @@ def verdicts(tier: str) -> dict[str, str]:
             sandbox.start()
         except ArpoError as error:
             return {"impossible": str(error)}
-        arena = Arena(tier, folder)
+        arena = Arena(tier, folder, session=mode != "call")
         try:
             with contextlib.closing(sandbox):
                 arena.plain = arena.plain_call(sandbox)
                 found["a process can be seen from outside"] = "" if arena.sees_a_process(sandbox) else "it cannot"
-                for attack in attacks(tier):
-                    found[attack.name] = arena.looked_at(sandbox, attack)
+                look = arena.looked_at_from_a_branch if mode == "branches" else arena.looked_at
+                for attack in attacks_of(tier, mode):
+                    found[attack.name] = look(sandbox, attack)
                     arena.before = arena.state()
         finally:
             arena.close()
@@ -348,4 +443,4 @@ def verdicts(tier: str) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(verdicts(sys.argv[1])))
+    print(json.dumps(verdicts(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else "call")))

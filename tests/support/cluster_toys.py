@@ -11,7 +11,9 @@ import time
 from pathlib import Path
 from statistics import fmean
 
-from arpo.types import Reward, Trajectory
+from arpo.environments import Environment
+from arpo.tools.base import tool
+from arpo.types import Reward, Task, Trajectory
 
 HERE = Path(__file__).parent
 
@@ -30,3 +32,27 @@ def even_share(trajectory: Trajectory) -> Reward:
     tokens = [token for node in trajectory.model_nodes for token in node.tokens]
     share = fmean(token % 2 == 0 for token in tokens)
     return Reward(share, {"correct": share, "format": 1.0})
+
+
+class Numbered(Environment):
+    """Numbers the searches of each trajectory; the task's row says where to start."""
+
+    quick = True
+
+    def reset(self, task: Task) -> None:
+        self.count = len(task.meta["plan"]["lookups"]) * 100
+
+    def fork(self) -> Numbered:
+        other = Numbered()
+        other.count = self.count
+        return other
+
+    @tool
+    def search(self, query: str) -> str:
+        """Search."""
+        self.count += 1
+        return str(self.count)
+
+    def reward(self, trajectory: Trajectory) -> Reward:
+        share = self.count % 100 / 10
+        return Reward(share, {"correct": share, "format": 1.0})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Qwen2Config, Qwen3Config
@@ -16,7 +16,9 @@ FAMILIES = ("llama", "llama-gqa", "smollm2", "qwen2", "qwen3", "gemma3")
 class Letters:
     """A tokenizer of one character per token: token 2 is `<` , token 3 is `>`, the others are letters."""
 
-    eos_token_id = EOS
+    eos_token, eos_token_id = "$", EOS
+    added_tokens_decoder: ClassVar[dict[int, Any]] = {}
+    all_special_tokens = ("$",)
     alphabet = "~$<>" + "".join(map(chr, range(0x41, 0x41 + VOCAB - 4)))
 
     def __len__(self) -> int:
@@ -25,6 +27,10 @@ class Letters:
     def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]:
         """The pieces of these tokens."""
         return [self.alphabet[i] for i in ids]
+
+    def convert_tokens_to_ids(self, piece: str) -> int:
+        """The token of a piece."""
+        return self.alphabet.index(piece)
 
     def decode(self, ids: Sequence[int], **_: Any) -> str:
         """Their text."""

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
+
+from arpo.types import Task
 
 
 def rows(*values: Any) -> str:
@@ -21,3 +25,8 @@ def verl(question: str, gold: Any, ability: str = "qa", **more: Any) -> dict[str
         "extra_info": {"index": 0, "question": question, "split": "train"},
         **more,
     }
+
+
+def bare(tasks: Iterable[Task]) -> tuple[Task, ...]:
+    """The tasks without the columns of their rows."""
+    return tuple(replace(task, meta={}) for task in tasks)

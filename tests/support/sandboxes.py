@@ -19,7 +19,9 @@ ROOT = Path(__file__).parents[2]  # where the package can be found
 MARKED = "import ctypes; ctypes.CDLL(None).prctl(15, b'{}', 0, 0, 0)\n"
 WAITING = (  # until it gets the signal, so that a test can look at it for as long as it needs
     "import signal, sys, time\n"
-    "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(print('done')))\n" + MARKED + "time.sleep(600)\n"
+    "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(print('done')))\n"
+    + MARKED
+    + "while True: time.sleep(0.1)\n"  # a signal just before it would not end a long sleep
 )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from arpo.agent.answers import AnswerParser, tagged_answer
 from arpo.algorithm.advantage import attribute, compute_credits
 from arpo.config.schema import Advantage
 from arpo.types import (
@@ -55,8 +56,18 @@ def tool(
 def tree(
     nodes: Sequence[Node], leaves: Sequence[int], task: Task = TASK, end: StopReason = StopReason.ANSWER
 ) -> RolloutTree:
-    """A tree whose trajectories all ended in the same way."""
-    return RolloutTree(task, tuple(nodes), tuple(Leaf(node, end) for node in leaves))
+    """A tree whose trajectories all ended in the same way; answers are read as with answer.parse="tag"."""
+    plain = RolloutTree(task, tuple(nodes), tuple(Leaf(node, end) for node in leaves))
+    return answered(plain, tagged_answer)
+
+
+def answered(tree: RolloutTree, parse: AnswerParser, format: str | None = None) -> RolloutTree:
+    """The tree with the answers that `parse` finds, and with this call format."""
+    leaves = tuple(
+        replace(one.leaf, answer=parse(one.turns[-1]) if one.nodes[-1].kind is Kind.MODEL else None)
+        for one in tree.trajectories
+    )
+    return replace(tree, leaves=leaves, format=format or tree.format)
 
 
 def with_credits(tree: RolloutTree, advantages: Sequence[float], attribution: str = "soft") -> ScoredTree:

@@ -153,7 +153,7 @@ def branched_tree(*, offsets: bool = True) -> RolloutTree:
 BRANCHED_REWARDS = (
     Reward(1.1, {"correct": 1.0, "format": 1.0, "accuracy": 1.0, "bonus": 0.1}),
     Reward(0.0, {"correct": 0.0, "format": 1.0, "accuracy": 0.0}),
-    Reward(-1.0, {"correct": 0.0, "format": 0.0, "accuracy": 0.0}),
+    Reward(-1.0, {"correct": 0.0, "format": 0.0, "accuracy": 0.0, "format.no_box": 1.0}, "wrong format: no \u202e box"),
     Reward(-1.0, {"correct": 0.0, "format": 0.0, "accuracy": 0.0}),
 )
 BRANCHED_CREDITS = (
@@ -205,7 +205,8 @@ def hostile(long: int = 0) -> ScoredTree:
         nodes.append(tool_node(len(nodes) - 1, text, name="<u>tool</u>", args={"<k>": text}))
     nodes.append(model_node(len(nodes) - 1, "<answer>end</answer> " + "x" * long, stop="</answer>"))
     tree = RolloutTree(HOSTILE_TASK, tuple(nodes), (Leaf(len(nodes) - 1, StopReason.ANSWER),))
-    return ScoredTree(tree, (Reward(0.5, {"correct": 0.0, "<part>": 0.5}),), (Credit(0.0, {len(nodes) - 1: 0.5}),))
+    reward = Reward(0.5, {"correct": 0.0, "<part>": 0.5}, "<b>note</b>")
+    return ScoredTree(tree, (reward,), (Credit(0.0, {len(nodes) - 1: 0.5}),))
 
 
 def record(step: int, **more: float | str) -> dict[str, float | str]:
@@ -260,7 +261,8 @@ def make_branched(directory: Path, *, close: bool = True) -> RunDir:
     }
     for step in range(1, 6):
         tested = {"test_accuracy": 0.5 + step / 100, "test_format": 0.9} if step in (2, 4) else {}
-        write_step(run_dir, step, steps.get(step, ()), **tested)
+        reasons = {"format.no_box": 1, "format.no_answer_tag": 2} if step == 5 else {}
+        write_step(run_dir, step, steps.get(step, ()), **tested, **reasons)
     if close:
         run_dir.close()
     return run_dir

@@ -1,6 +1,7 @@
 """Every attack of `attacks`, on both tiers, made by root and by an ordinary user; one verdict each.
 
-The attacks of one tier and user are made on one sandbox, by a process of that user (`attack_arena`).
+The ordinary user makes most of them a second time in a Python session. There are also attacks on the other branches of
+a session (`attack_branches`). A batch is made on one sandbox, by a process of the user (`attack_arena`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import attack_arena
 import pytest
-from attack_arena import attacks
+from attack_arena import NOT_IN_SESSIONS, attacks_of
 
 import arpo
 
@@ -26,15 +27,25 @@ TIERS = ("namespaces", "landlock")
 USERS = ("root", "ordinary")
 ORDINARY = 54321
 ALSO = ("a process can be seen from outside", "nothing is left when it is closed")
-CASES = [(who, tier, name) for who in USERS for tier in TIERS for name in (*(a.name for a in attacks(tier)), *ALSO)]
-Batches = dict[tuple[str, str], Future[dict[str, str]]]
+MODES = {"root": ("call", "branches"), "ordinary": ("call", "session", "branches")}
+BATCHES = [(who, tier, mode) for who in USERS for tier in TIERS for mode in MODES[who]]
+
+
+def names(tier: str, mode: str) -> list[str]:
+    """What is looked at on a tier."""
+    return [*(attack.name for attack in attacks_of(tier, mode)), *ALSO]
+
+
+CASES = [(who, tier, mode, name) for who, tier, mode in BATCHES for name in names(tier, mode)]
+Batches = dict[tuple[str, str, str], Future[dict[str, str]]]
 
 
 def test_there_are_attacks() -> None:
-    for tier in TIERS:
-        names = [attack.name for attack in attacks(tier)]
-        assert len(names) > 100
-        assert len(set(names)) == len(names)
+    for _, tier, mode in BATCHES:
+        found = names(tier, mode)
+        assert len(found) > (20 if mode == "branches" else 100)
+        assert len(set(found)) == len(found)
+    assert {name for tier in TIERS for name in names(tier, "call")} >= NOT_IN_SESSIONS
 
 
 @pytest.fixture(scope="session")
@@ -60,11 +71,11 @@ def copy() -> Iterator[Path]:
 def batches(copy: Path) -> Iterator[Batches]:
     """All batches, made two at a time."""
     with ThreadPoolExecutor(2) as pool:
-        yield {(who, tier): pool.submit(batch, copy, who, tier) for tier in TIERS for who in USERS}
+        yield {key: pool.submit(batch, copy, *key) for key in BATCHES}
 
 
-def batch(copy: Path, who: str, tier: str) -> dict[str, str]:
-    """Have a user make the attacks on a tier."""
+def batch(copy: Path, who: str, tier: str, mode: str) -> dict[str, str]:
+    """Have a user make the attacks on a tier, by calls or in a session."""
     if who == "root" and os.geteuid() != 0:
         return {"impossible": "these tests are not run by root"}
     python = python_of(who)
@@ -74,7 +85,7 @@ def batch(copy: Path, who: str, tier: str) -> dict[str, str]:
     environment = {"PYTHONPATH": str(copy), "HOME": place, "TMPDIR": place, "PATH": os.environ.get("PATH", "")}
     if who == "root":
         environment["HOME"] = str(Path.home())
-    command = [python, str(copy / "attack_arena.py"), tier]
+    command = [python, str(copy / "attack_arena.py"), tier, mode]
     done = subprocess.run(command, capture_output=True, text=True, cwd=place, env=environment, **rights(who))
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])
@@ -100,9 +111,9 @@ def python_of(who: str) -> str | None:
     return None
 
 
-@pytest.mark.parametrize(("who", "tier", "name"), CASES)
-def test_attack(batches: Batches, who: str, tier: str, name: str) -> None:
-    verdicts = batches[who, tier].result()
+@pytest.mark.parametrize(("who", "tier", "mode", "name"), CASES)
+def test_attack(batches: Batches, who: str, tier: str, mode: str, name: str) -> None:
+    verdicts = batches[who, tier, mode].result()
     if "impossible" in verdicts:
         assert "got through" not in verdicts["impossible"]
         pytest.skip(verdicts["impossible"])

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import socket
 import struct
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from arpo.tools.sandbox import isolation, scratch, seccomp, zygote
+from arpo.tools.sandbox import isolation, scratch, seccomp
+from arpo.tools.sandbox.streams import Streams
 
 
 def test_clearing_follows_no_link_and_removes_everything(tmp_path: Path) -> None:
@@ -50,25 +50,25 @@ def test_clearing_follows_no_link_and_removes_everything(tmp_path: Path) -> None
 
 def test_the_worker_never_blocks_on_a_stream() -> None:
     stdin, out, err = (os.pipe() for _ in range(3))
-    ends = [stdin[1], out[0], err[0], os.open("/dev/null", os.O_RDONLY)]
-    process = zygote._ConfinedProcess(socket.socket(), 1, "", ends)
-    output = zygote._Output(2)
+    ends = [stdin[1], out[0], err[0]]
+    streams = Streams(*ends, 2)
+    output = streams.outputs[streams.out]
     try:
-        assert [os.get_blocking(fd) for fd in ends[:3]] == [False] * 3
-        assert not output.read(process.out)  # as when something else has read what was there
+        assert [os.get_blocking(fd) for fd in ends] == [False] * 3
+        assert not output.read(streams.out)  # as when something else has read what was there
         assert (output.total, output.ended) == (0, False)
         os.write(out[1], b"abc")
-        assert output.read(process.out)
+        assert output.read(streams.out)
         assert (bytes(output.data), output.total, output.ended) == (b"ab", 3, False)
-        os.write(process.stdin, bytes(1 << 16))
+        os.write(streams.stdin, bytes(1 << 16))
         with pytest.raises(BlockingIOError):
-            os.write(process.stdin, b"x")
+            os.write(streams.stdin, b"x")
         os.close(out[1])
-        assert not output.read(process.out)
+        assert not output.read(streams.out)
         assert output.ended
     finally:
-        process.spawner.close()
-        for fd in (*ends, stdin[0], err[1]):
+        streams.close()
+        for fd in (stdin[0], err[1]):
             os.close(fd)
 
 
@@ -154,7 +154,7 @@ def test_the_filter_allows_what_the_tables_name(machine: str, namespaces: bool) 
     checked = set(seccomp.numbers(seccomp._ARGUMENT_CHECKED, machine))
     allowed = set(seccomp.numbers(seccomp._TABLE, machine))
     allowed |= set(seccomp.numbers(seccomp._WITH_NAMESPACES, machine)) if namespaces else set()
-    assert len(allowed) > 90
+    assert len(allowed) > 80
     assert not allowed & checked
     for number in set(range(600)) - checked:
         expected = seccomp.ALLOW if number in allowed else seccomp.DENY
@@ -194,6 +194,13 @@ def test_the_filter_looks_at_arguments(machine: str, namespaces: bool) -> None:
     for limit in (1, 1234, high, 1 << 63):
         assert decided(program, machine, number["prlimit64"], 0, 0, limit) == seccomp.DO_NOTHING
         assert decided(program, machine, number["prlimit64"], 1, 0, limit) == seccomp.DENY
+    for name in ("clock_gettime", "clock_getres", "clock_nanosleep"):
+        assert all(allowed(name, clock) for clock in range(12))
+        assert not any(allowed(name, (~pid << 3 | kind) & 0xFFFFFFFF) for pid in (0, 1, 4000) for kind in range(8))
+    assert {value for value in values if allowed("sched_getaffinity", value)} == {0}
+    assert all(allowed("futex", 1, operation | 0x80 | clock) for operation in range(14) for clock in (0, 0x100))
+    assert {operation for operation in range(0x80) if allowed("futex", 1, operation)} == {0, 9}
+    assert allowed("futex", 1, 9 | 0x100)  # how a thread is joined
     for name in ("sendto", "recvfrom"):
         assert allowed(name, 3, high, 5, 0, 0, 0)
         for address in (1, high, 1 << 63, (1 << 64) - 1):
@@ -244,3 +251,103 @@ def test_a_machine_where_the_order_of_killing_cannot_be_set(monkeypatch: pytest.
 
     monkeypatch.setattr(isolation, "_write", refuse)
     isolation.be_killed_first()
+
+
+@pytest.mark.parametrize(("machine", "namespaces"), FILTERS)
+def test_the_filters_of_a_session(machine: str, namespaces: bool) -> None:
+    plain, program = (seccomp.program(namespaces, machine, session=session) for session in (False, True))
+    notify = seccomp.notify_program(machine)
+    clone, mmap, pause = (seccomp.numbers(entry, machine)[0] for entry in ("clone 56 220", "mmap 9 222", seccomp.PAUSE))
+    timers = set(seccomp.numbers(seccomp._TIMERS, machine))
+    changed = {n for n in range(600) if decided(plain, machine, n) != decided(program, machine, n)} - {mmap}
+    assert changed == {pause, *timers}
+    assert decided(program, machine, pause) == seccomp.ALLOW  # the other filter asks
+    flags = {0, 17, 0x8000, seccomp.FORK, seccomp.FORK | 0x100, 0x3D0F00, 0x10000 | seccomp.FORK, 1 << 31}
+    flags |= {random.Random(0).getrandbits(32) for _ in range(300)} | {seccomp.FORK ^ 1 << bit for bit in range(32)}
+    for value in flags:
+        if value == seccomp.FORK:
+            assert (decided(program, machine, clone, value) == seccomp.ALLOW) is namespaces
+        else:
+            assert decided(program, machine, clone, value) == decided(plain, machine, clone, value)
+    assert decided(plain, machine, clone, seccomp.FORK) == seccomp.DENY
+    (limit,) = seccomp.numbers("prlimit64 302 261", machine)
+    for kind in range(16):
+        only_read = (0, 6, 7)  # CPU time, processes, descriptors
+        assert decided(program, machine, limit, 0, kind, 0, 1234) == seccomp.ALLOW
+        expected = seccomp.DO_NOTHING if kind in only_read else seccomp.ALLOW
+        assert decided(program, machine, limit, 0, kind, 1234) == expected
+        assert decided(program, machine, limit, 1, kind, 1234) == seccomp.DENY
+    assert {kind for kind in range(64) if decided(program, machine, mmap, 0, 0, 0, kind) == seccomp.ALLOW} == {
+        2 | high for high in (0, 16, 32, 48)
+    }
+    asked = {n for n in range(600) if decided(notify, machine, n) == seccomp.NOTIFY}
+    assert asked == {pause}
+    assert {value for value in flags if decided(notify, machine, clone, value) == seccomp.NOTIFY} == {seccomp.FORK}
+    assert {decided(notify, machine, n, seccomp.FORK, arch=1) for n in range(600)} == {seccomp.ALLOW}
+
+
+def test_copying_keeps_links_times_and_holes(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    (source / "a" / "b").mkdir(parents=True)
+    target.mkdir()
+    (source / "a" / "file").write_bytes(b"x" * 100_000)
+    os.link(source / "a" / "file", source / "a" / "b" / "twin")
+    (source / "link").symlink_to("/nowhere")
+    with open(source / "sparse", "wb") as file:
+        file.truncate(10_000_000)
+        file.seek(5_000_000)
+        file.write(b"middle")
+    (source / "empty").touch(0o400)
+    os.utime(source / "a" / "file", ns=(1, 2))
+    os.utime(source / "a", ns=(3, 4))
+
+    def seen(folder: Path) -> list[tuple[object, ...]]:
+        found = []
+        for path in sorted(folder.rglob("*")):
+            info = path.lstat()
+            data = b"" if path.is_symlink() or path.is_dir() else path.read_bytes()
+            found.append((str(path.relative_to(folder)), info.st_mode, info.st_nlink, info.st_mtime_ns, data))
+        return found
+
+    ends = [os.open(path, scratch.DIRECTORY) for path in (source, target)]
+    scratch.copy(*ends)
+    for end in ends:
+        os.close(end)
+    assert seen(target) == seen(source)
+    assert (target / "sparse").stat().st_blocks <= (source / "sparse").stat().st_blocks + 16
+    assert os.readlink(target / "link") == "/nowhere"
+    (target / "a" / "file").write_text("changed")
+    assert (source / "a" / "file").read_bytes() == b"x" * 100_000
+    assert (target / "a" / "b" / "twin").read_text() == "changed"
+
+
+def test_copying_links_files_whose_path_is_too_long(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    (tmp_path / "target").mkdir()
+    ends = [os.open(tmp_path / name, scratch.DIRECTORY) for name in ("source", "target")]
+    deepest = os.dup(ends[0])
+    for _ in range(20):  # of 250 bytes each; a path may have 4,096
+        os.mkdir("d" * 250, dir_fd=deepest)
+        deepest = os.open("d" * 250, scratch.DIRECTORY, dir_fd=deepest)
+    os.close(os.open("a", os.O_CREAT | os.O_WRONLY, dir_fd=deepest))
+    os.link("a", "b", src_dir_fd=deepest, dst_dir_fd=deepest)
+    scratch.copy(*ends)
+    found = os.dup(ends[1])
+    for _ in range(20):
+        found = os.open("d" * 250, scratch.DIRECTORY, dir_fd=found)
+    assert [os.stat(name, dir_fd=found).st_nlink for name in "ab"] == [2, 2]
+    for name in ("source", "target"):
+        scratch.remove(str(tmp_path / name))
+
+
+def test_what_is_too_much_to_copy(tmp_path: Path) -> None:
+    for number in range(scratch.MAX_FILES):
+        (tmp_path / str(number)).symlink_to("x")
+    assert scratch.is_small(str(tmp_path))
+    (tmp_path / "one more").symlink_to("x")
+    assert not scratch.is_small(str(tmp_path))
+    deep = tmp_path / "below" / "/".join("d" * scratch.MAX_DEPTH)
+    deep.mkdir(parents=True)
+    assert scratch.is_small(str(tmp_path / "below"))
+    (deep / "deeper").mkdir()
+    assert not scratch.is_small(str(tmp_path / "below"))

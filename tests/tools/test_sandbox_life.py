@@ -427,9 +427,9 @@ def test_the_probes_notice_that_there_is_no_isolation(
         sandbox.run("")  # its workers are not isolated, whatever `tier` says now
         sandbox.tier = "namespaces"
         with pytest.raises(SandboxError, match="a probe got through"):
-            sandbox._self_test()
+            sandbox.self_test(sandbox.run)
         for unseen in ("for place in PLACES: open(place, 'w')", "open(CANARY, 'w').write('x')"):
             monkeypatch.setattr(module, "_PROBES", f"{unseen}\nprint('held')")
             with pytest.raises(SandboxError, match=r"a probe got through \(ok\): held .*arpo-"):
-                sandbox._self_test()
+                sandbox.self_test(sandbox.run)
     assert list(tmp_path.iterdir()) == []

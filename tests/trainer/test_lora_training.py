@@ -21,7 +21,7 @@ from training_runs import context_of, even_share, with_reward
 
 import arpo.builtin.cold_start
 from arpo.cli.main import main
-from arpo.cli.options import load_target_config
+from arpo.cli.options import load_model_config
 from arpo.config.loading import load_config
 from arpo.config.schema import Config, Model, Train
 from arpo.engine.local.engine import LocalEngine
@@ -322,7 +322,7 @@ def test_a_run_trains_stops_resumes_and_is_evaluated(kind: str, model_path: Path
     with_masters = any("/master/" in key for key in tensors)
     assert with_masters == (kind != "lora")
     # The checkpoint is the model that was trained: it gives the very numbers of the test above.
-    session = open_context(load_target_config(tmp_path / "straight", []))
+    session = open_context(load_model_config(tmp_path / "straight", []))
     session = replace(session, reward=even_share)
     assert nodes_of(evaluate(session)) == tested
     session.close()
@@ -391,7 +391,7 @@ def test_an_adapter_of_the_built_in_model(model_path: Path, tmp_path: Path, monk
     monkeypatch.setattr(arpo.builtin.cold_start, "cold_start", lambda *_: model_path)
     config = load_config(None, [f"run.dir={tmp_path / 'run'}", *SMALL, "train.steps=1", *LORA])
     tested = run_to_the_end(config)
-    session = open_context(load_target_config(tmp_path / "run", []))
+    session = open_context(load_model_config(tmp_path / "run", []))
     assert nodes_of(evaluate(session)) == tested
     session.close()
 

@@ -38,7 +38,6 @@ from arpo.cli import main as cli
 from arpo.config.loading import load_config
 from arpo.config.schema import Loss
 from arpo.errors import ArpoError
-from arpo.models.export import export_model
 from arpo.models.save import save_pretrained
 from arpo.runs.run_dir import open_run_dir as read_run
 from arpo.trainer.checkpoint import load_checkpoint
@@ -48,6 +47,7 @@ from arpo.trainer.dist.process_group import is_lost_rank, join_process_group
 from arpo.trainer.dist.sharded import trees_from_bytes, trees_to_bytes
 from arpo.trainer.dist.shards import read_shards
 from arpo.trainer.forward_backward import forward_backward
+from arpo.training.export import export_model
 from arpo.training.loop import open_training, train
 from arpo.types import TreeBatch
 
@@ -527,13 +527,14 @@ def test_a_model_is_exported_wherever_there_is_room(
     finally:
         os.umask(before)
     saved = read_run(run).checkpoint_path(2) / "model"
-    names = sorted(file.name for file in saved.iterdir())
+    names = sorted([*(file.name for file in saved.iterdir()), "arpo_agent.json"])
     assert "model.safetensors" in names and "config.json" in names
     for place in ("here", "linked", "new"):
         files = sorted((tmp_path / place).iterdir())
         assert [file.name for file in files] == names
         assert {file.stat().st_mode & 0o777 for file in files} == {0o640}
-        assert all(file.read_bytes() == (saved / file.name).read_bytes() for file in files)
+        copied = [file for file in files if file.name not in ("arpo_agent.json", "generation_config.json")]
+        assert all(file.read_bytes() == (saved / file.name).read_bytes() for file in copied)
     assert sorted(os.listdir()) == names  # whoever stands there sees them
     (tmp_path / "run-2").symlink_to(run)
     for inside in (run / "checkpoints" / "new", run, tmp_path / "run-2" / "new", run / ".." / "run" / "new"):

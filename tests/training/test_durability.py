@@ -21,7 +21,6 @@ import warm_process
 from training_runs import SMALL, assert_same, config_for, run_to_the_end, with_reward
 
 from arpo.errors import ArpoError
-from arpo.models.export import export_model
 from arpo.models.resolve import load_policy
 from arpo.runs import manifest
 from arpo.runs.manifest import write_manifest
@@ -31,6 +30,7 @@ from arpo.runs.run_dir import open_run_dir as read_run
 from arpo.runs.storage import StorageError
 from arpo.trainer.trainer import Trainer
 from arpo.training.checkpoints import find_start
+from arpo.training.export import export_model
 from arpo.training.loop import RESUMABLE_KEYS, RUN_KIND_METRIC, open_training, train
 
 HANGUP = "import signal; signal.signal(signal.SIGHUP, signal.{}); " + warm_process.CLI

@@ -42,6 +42,7 @@ class LocalEngine:
     `kv_cache_tokens`: size of the KV cache; default: a full context for every sequence, or less if memory is short.
     `threaded`: run the model in its own thread, so that tools and timers are not blocked. Turn it off where no
     tool needs the event loop: steps of small models are then a third faster.
+    `end_tokens`: the tokens that end a turn; default: `arpo.models.end_tokens`.
     """
 
     unreachable = False  # it runs in this process
@@ -55,6 +56,7 @@ class LocalEngine:
         kv_cache_tokens: int | None = None,
         prefill_tokens: int | None = None,
         threaded: bool = True,
+        end_tokens: frozenset[int] | None = None,
     ) -> None:
         check_supported(model.config)
         devices = {parameter.device for parameter in model.parameters()}
@@ -79,7 +81,7 @@ class LocalEngine:
         self._in_step, self._threaded = False, threaded
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="arpo-engine")
         self._loop_task: asyncio.Task[None] | None = None
-        self._turn_ends = TurnEnds(model, tokenizer)
+        self._turn_ends = TurnEnds(model, tokenizer, end_tokens)
         self.version = 0
         self.capabilities = Capabilities(context, model.config.vocab_size, exact_entropy=True)
 

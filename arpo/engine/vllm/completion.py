@@ -37,9 +37,9 @@ class SampledToken(NamedTuple):
 class CompletionBuilder:
     """Starts completions for one model, with `top_logprobs` log-probs per token."""
 
-    def __init__(self, model: Any, tokenizer: Any, top_logprobs: int) -> None:
+    def __init__(self, model: Any, tokenizer: Any, top_logprobs: int, end_tokens: frozenset[int] | None = None) -> None:
         self.capabilities = Capabilities(model.config.max_position_embeddings, model.config.vocab_size, False)
-        self.turn_ends = TurnEnds(model, tokenizer)
+        self.turn_ends = TurnEnds(model, tokenizer, end_tokens)
         self.top_logprobs = min(top_logprobs, self.capabilities.vocab_size)
         self._entropy_errors = (0, 0.0, 0.0)  # of tokens since the last stats: number, sum, largest
 

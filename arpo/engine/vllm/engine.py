@@ -59,9 +59,10 @@ class VllmEngine:
         kv_cache_tokens: int | None = None,
         top_logprobs: int = 64,
         temperature: float = 1.0,
+        end_tokens: frozenset[int] | None = None,
     ) -> None:
         require_vllm()
-        self._builder = CompletionBuilder(model, tokenizer, top_logprobs)
+        self._builder = CompletionBuilder(model, tokenizer, top_logprobs, end_tokens)
         self.capabilities = self._builder.capabilities
         self._save_weights = save_weights
         self._temp_dir = tempfile.TemporaryDirectory(prefix="arpo-vllm-")

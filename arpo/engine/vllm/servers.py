@@ -87,13 +87,14 @@ class ServerEngine:
         *,
         top_logprobs: int = 64,
         temperature: float = 1.0,
+        end_tokens: frozenset[int] | None = None,
         patience: float = PATIENCE_SECONDS,
         pause: float = PAUSE_SECONDS,
         idle_timeout: float = IDLE_TIMEOUT_SECONDS,
     ) -> None:
         unique_urls = dict.fromkeys(url.rstrip("/") for url in urls)
         self._servers = [Server(VllmClient(url, idle_timeout)) for url in unique_urls]
-        self._builder = CompletionBuilder(model, tokenizer, top_logprobs)
+        self._builder = CompletionBuilder(model, tokenizer, top_logprobs, end_tokens)
         self.capabilities = self._builder.capabilities
         dtype = str(model.dtype).removeprefix("torch.")
         self._requirements = ServerRequirements(

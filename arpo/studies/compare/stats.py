@@ -27,12 +27,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from math import cos, inf, isfinite, pi, sin, sqrt, tan
+from math import inf, isfinite, sqrt
 from random import Random
 from statistics import fmean, stdev
 from typing import NamedTuple
 
-LEVEL = 0.95
+from arpo.evaluation.student import LEVEL, student_t
+
 GAIN_FRACTIONS = (0.5, 0.75, 1.0)  # of the baseline's gain
 DRAWS = 1000  # of the bootstrap
 ROUNDING = 1e-9  # smaller differences of accuracies count as equal
@@ -193,25 +194,6 @@ def fraction_interval(fractions: Sequence[float]) -> Mean:
     """`mean_interval` for values from 0 to 1; the interval is clipped to that range."""
     mean, low, high = mean_interval(fractions)
     return Mean(mean, None if low is None else max(0.0, low), None if high is None else min(1.0, high))
-
-
-@cache
-def student_t(degrees: int) -> float:
-    """The two-sided 95 % quantile of Student's t distribution, by bisection."""
-    low, high = 0.0, pi / 2
-    while low < (middle := (low + high) / 2) < high:
-        low, high = (middle, high) if _probability_within(middle, degrees) < LEVEL else (low, middle)
-    return sqrt(degrees) * tan(high)
-
-
-def _probability_within(angle: float, degrees: int) -> float:
-    """P(|t| < sqrt(degrees) tan(angle)) of Student's t: a finite sum for whole degrees of freedom."""
-    odd = degrees % 2
-    term, total = cos(angle) if odd else 1.0, 0.0
-    for power in range(odd, degrees - 1, 2):
-        total += term
-        term *= (power + 1) / (power + 2) * cos(angle) ** 2
-    return 2 / pi * (angle + sin(angle) * total) if odd else sin(angle) * total
 
 
 def on_grid(trials: Sequence[TrialResult], cost: str = "tool_calls") -> tuple[list[float], list[list[float]]]:

@@ -89,7 +89,7 @@ async def _evaluate(context: RolloutContext, samples: int) -> dict[str, Any]:
         "questions": len(result.trees),
         "samples": samples,
         "accuracy": result.accuracy,
-        "format": result.format_rate,
+        "format": result.metrics.get("format"),
         "calls_per_question": result.tool_calls,
         "pass_at": {str(k): result.pass_at(k) for k in KS if k <= samples},
     }

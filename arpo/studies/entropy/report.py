@@ -68,6 +68,8 @@ def study_json(subject: Subject, study: Study) -> dict[str, Any]:
         **asdict(subject),
         "tree_count": study.trees,
         "questions": study.questions,
+        "groups": study.groups,
+        "informative_groups": study.informative_groups,
         "probe_tokens": study.probe_tokens,
         "threshold": study.threshold,
         "turn_starts": [
@@ -82,6 +84,7 @@ def study_json(subject: Subject, study: Study) -> dict[str, Any]:
         "bins": edges,
         "decisions_by_tool": [{**_start_json(s), **_branch_json(stats, edges)} for s, stats in study.by_tool.items()],
         "decisions_by_call": [{"call": call, **_branch_json(stats, edges)} for call, stats in study.by_call.items()],
+        "rewards_by_depth": [{"depth": depth, **asdict(found)} for depth, found in study.by_depth.items()],
     }
 
 
@@ -125,6 +128,16 @@ def markdown(subject: Subject, study: Study) -> str:
     by_call = [[str(call), *_branch_row(stats)] for call, stats in study.by_call.items()]
     for head, rows in (("result of", by_tool), ("call in the trajectory", by_call)):
         parts += [*_markdown_table([head, *BRANCH_HEADS], rows), ""]
+    parts += [
+        "## Rewards below branch points",
+        "",
+        f"{_informative_groups(study)} The intraclass correlation is 1 if the turn after a branch point decides the "
+        "reward, and about 0 if it makes no difference. It is measured at branch points (the prompt is one) with a "
+        "continuation of two or more trajectories, and is below 0 if these differ more than unrelated ones.",
+        "",
+        *_markdown_table(*correlation_table(study)),
+        "",
+    ]
     return "\n".join(parts)
 
 
@@ -140,9 +153,28 @@ def entropy_table(study: Study) -> tuple[list[str], list[list[str]]]:
     return [*head, "dH > 0", "branched"], rows
 
 
+def correlation_table(study: Study) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of the table of intraclass correlations."""
+    rows = [
+        [
+            str(depth),
+            "" if found.icc is None else f"{found.icc:z.2f}",
+            f"{found.branch_points:,}",
+            f"{found.trajectories:,}",
+        ]
+        for depth, found in study.by_depth.items()
+    ]
+    return ["calls above the branch point", "intraclass correlation", "branch points", "trajectories"], rows
+
+
+def _informative_groups(study: Study) -> str:
+    share = study.informative_groups / max(1, study.groups)
+    return f"{share:.0%} of the {study.groups:,} groups are informative: their trajectories earned unequal rewards."
+
+
 def terminal_lines(study: Study) -> list[str]:
-    """The findings, and how many branch points were informative."""
-    lines = [one_line(line) for line in findings(study)]
+    """The findings, and how many groups and branch points were informative."""
+    lines = [*(one_line(line) for line in findings(study)), _informative_groups(study)]
     branched, compared, informative = (
         sum(getattr(stats, name) for stats in study.by_tool.values())
         for name in ("branched", "compared", "informative")

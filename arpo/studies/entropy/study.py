@@ -8,7 +8,8 @@ vocabulary, at the sampling temperature.
 Guarantees: every turn start counts once. Turns that start at the same node (several trajectories at the prompt,
 branches after a result) are averaged first; otherwise results with branches, where entropy was high, would count more
 than others. Standard errors are clustered by question, because trajectories of one question are correlated.
-Not covered: results that exist only because an earlier result was branched from. They count like all others.
+Not covered: results that exist only because an earlier result was branched from. They count like all others. Rewards
+of trajectories that share more than the turn after a branch point count as if they shared no more.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from arpo.types import Decision, Kind, Node, RolloutTree, ScoredTree
 
 Floats = npt.NDArray[np.float64]
 ROUNDING = 1e-9  # rewards that differ by less count as equal
+Continuations = Sequence[Sequence[float]]
+"""The rewards below a branch point, one group for each node that follows it."""
 _Sums = dict[Hashable, Floats]  # by question: the sum and the count of each column
 _Seen = tuple[Hashable, Decision, bool | None]  # question, decision, whether the branch point is informative
 
@@ -95,16 +98,35 @@ class BranchStats:
 
 
 @dataclass(frozen=True, slots=True)
+class RewardCorrelation:
+    """How alike trajectories earn that share the turn after a branch point: `icc` is the intraclass correlation.
+
+    It is 1 if that turn decides the reward, and about 0 if it makes no difference. `branch_points` are those with a
+    continuation of two or more trajectories; `trajectories` are counted once for each of them.
+    """
+
+    icc: float | None
+    branch_points: int
+    trajectories: int
+
+
+@dataclass(frozen=True, slots=True)
 class Study:
-    """The whole study; `threshold` is the dH above which the threshold rule branches, None for other rules."""
+    """The whole study; `threshold` is the dH above which the threshold rule branches, None for other rules.
+
+    `groups` counts the trees with two or more valid rewards, and `informative_groups` those with unequal ones.
+    """
 
     trees: int
     questions: int
+    groups: int
+    informative_groups: int
     probe_tokens: int
     threshold: float | None
     curves: Mapping[TurnStart, Curve]
     by_tool: Mapping[TurnStart, BranchStats]
     by_call: Mapping[int, BranchStats]  # by the number of the call in its trajectory
+    by_depth: Mapping[int, RewardCorrelation]  # by the number of calls above the branch point; 0: the prompt
 
 
 def study(trees: Iterable[ScoredTree], settings: Branching, tokens: int) -> Study:
@@ -113,6 +135,8 @@ def study(trees: Iterable[ScoredTree], settings: Branching, tokens: int) -> Stud
     curves: dict[TurnStart, _Sums] = {}
     by_tool: dict[TurnStart, list[_Seen]] = {}
     by_call: dict[int, list[_Seen]] = {}
+    by_depth: dict[int, list[Continuations]] = {}
+    groups = informative_groups = 0
     for scored in trees:
         tree = scored.tree
         question = (tree.task.id, tree.task.question)
@@ -123,21 +147,29 @@ def study(trees: Iterable[ScoredTree], settings: Branching, tokens: int) -> Stud
             turn_counts[start] += len(turns)
             entropies = _entropies(turns, settings.probe_tokens, tokens)
             _add(curves.setdefault(start, {}), question, entropies)
-        informative = _informative(scored)
+        continuations = rewards_by_continuation(scored)
+        earned = [reward for group in continuations.get(0, ()) for reward in group]
+        groups += len(earned) > 1
+        informative_groups += _unequal(earned)
         for index, node in enumerate(tree.nodes):
+            depth = sum(tree.nodes[i].kind is Kind.TOOL for i in tree.prefix(index))
             if node.decision is not None:
-                seen = question, node.decision, informative.get(index)
+                seen = question, node.decision, _informative(node.decision, continuations.get(index, ()))
                 by_tool.setdefault(_turn_start(node), []).append(seen)
-                call = sum(tree.nodes[i].kind is Kind.TOOL for i in tree.prefix(index))
-                by_call.setdefault(call, []).append(seen)
+                by_call.setdefault(depth, []).append(seen)
+            if _comparable(continuations.get(index, ())):
+                by_depth.setdefault(depth, []).append(continuations[index])
     return Study(
         count,
         len(questions),
+        groups,
+        informative_groups,
         settings.probe_tokens,
         threshold(settings),
         {start: _curve(curves[start], turn_counts[start]) for start in sorted(curves, key=_order)},
         {start: _branch_stats(by_tool[start]) for start in sorted(by_tool, key=_order)},
         {call: _branch_stats(by_call[call]) for call in sorted(by_call)},
+        {depth: _reward_correlation(by_depth[depth]) for depth in sorted(by_depth)},
     )
 
 
@@ -197,11 +229,11 @@ def _branch_stats(seen: Sequence[_Seen]) -> BranchStats:
         other_deltas=tuple(decision.delta for _, decision in probed if not decision.branches),
         compared=len(positives) + len(negatives),
         informative=len(positives),
-        auc=_auc(positives, negatives),
+        auc=auc(positives, negatives),
     )
 
 
-def _auc(positives: Sequence[float], negatives: Sequence[float]) -> float | None:
+def auc(positives: Sequence[float], negatives: Sequence[float]) -> float | None:
     """The probability that a random positive is larger than a random negative; ties count half."""
     if not positives or not negatives:
         return None
@@ -240,8 +272,8 @@ def _entropies(turns: Sequence[Node], k: int, tokens: int) -> Floats:
     return np.append(positions, fmean(fmean(turn.entropies[:k]) for turn in turns))
 
 
-def _informative(scored: ScoredTree) -> dict[int, bool]:
-    """For branch points with valid rewards on two or more continuations: whether the mean rewards differ."""
+def rewards_by_continuation(scored: ScoredTree) -> dict[int, Continuations]:
+    """By branch point (the prompt or a tool result that a turn follows), the valid rewards below each continuation."""
     rewards: dict[int, dict[int, list[float]]] = {}  # by branch point and the node that follows it
     for number, (trajectory, reward) in enumerate(zip(scored.tree.trajectories, scored.rewards, strict=True)):
         if trajectory.infra_fault or unjudged(reward):
@@ -249,11 +281,51 @@ def _informative(scored: ScoredTree) -> dict[int, bool]:
         indices = trajectory.indices
         # A trajectory that ends at the branch point is a continuation of its own: its key is -1, -2, ...
         for index, following in zip(indices, [*indices[1:], -1 - number], strict=True):
-            decision = scored.tree.nodes[index].decision
-            if decision is not None and decision.branches:
+            if scored.tree.nodes[index].kind is not Kind.MODEL:
                 rewards.setdefault(index, {}).setdefault(following, []).append(reward.total)
-    means = {index: [fmean(group) for group in groups.values()] for index, groups in rewards.items()}
-    return {index: max(found) - min(found) > ROUNDING for index, found in means.items() if len(found) > 1}
+    return {index: list(groups.values()) for index, groups in rewards.items()}
+
+
+def intraclass_correlation(branch_points: Iterable[Continuations]) -> float | None:
+    """ICC(1) of rewards, with the continuations of a branch point as classes, pooled over branch points.
+
+    The share of the variance at a branch point that lies between its continuations, estimated by a one-way analysis of
+    variance: (MSB - MSW) / (MSB + (n - 1) MSW), where n is the mean class size, corrected for unequal sizes. None if
+    no class has two rewards, no branch point has two classes, or all rewards are equal.
+    """
+    between = within = size = 0.0
+    between_df = within_df = 0
+    for classes in branch_points:
+        total = sum(map(len, classes))
+        mean = sum(map(sum, classes)) / total
+        between += sum(len(each) * (fmean(each) - mean) ** 2 for each in classes)
+        within += sum((reward - fmean(each)) ** 2 for each in classes for reward in each)
+        size += total - sum(len(each) ** 2 for each in classes) / total
+        between_df += len(classes) - 1
+        within_df += total - len(classes)
+    if not between_df or not within_df or between + within < ROUNDING:
+        return None
+    msb, msw, n = between / between_df, within / within_df, size / between_df
+    return (msb - msw) / (msb + (n - 1) * msw)
+
+
+def _reward_correlation(branch_points: Sequence[Continuations]) -> RewardCorrelation:
+    trajectories = sum(len(each) for classes in branch_points for each in classes)
+    return RewardCorrelation(intraclass_correlation(branch_points), len(branch_points), trajectories)
+
+
+def _comparable(classes: Continuations) -> bool:
+    """Whether rewards can be compared both between continuations and within one of them."""
+    return len(classes) > 1 and max(map(len, classes)) > 1
+
+
+def _informative(decision: Decision, classes: Continuations) -> bool | None:
+    """Whether the continuations of a branch point have different mean rewards; None if there is nothing to compare."""
+    return _unequal([fmean(each) for each in classes]) if decision.branches and len(classes) > 1 else None
+
+
+def _unequal(values: Sequence[float]) -> bool:
+    return len(values) > 1 and max(values) - min(values) > ROUNDING
 
 
 def _order(start: TurnStart) -> tuple[int, str]:

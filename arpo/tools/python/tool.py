@@ -52,6 +52,8 @@ def format_result(result: SandboxResult, timeout: float, limit: int) -> str:
         raise ToolTimeout(f"the code ran longer than {timeout:g} seconds and was stopped.{before}")
     if result.status == "memory":
         raise ToolError(f"the code used more memory than it may.{before}")
+    if result.status == "refused":  # of a session; it says why
+        raise ToolError(f"{result.stderr}{before}")
     if result.status == "killed":
         raise ToolError(f"the code crashed the interpreter, or printed far too much.{before}")
     raise ToolError(f"{_error_first(_shorten(result.stderr, limit // 2))}{before}")

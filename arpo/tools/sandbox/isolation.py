@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import resource
+import socket
 import sys
 from contextlib import suppress
 
@@ -21,7 +22,9 @@ from arpo.tools.sandbox import linux, seccomp
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 SCRATCH, SCRATCH_ELSEWHERE = "/tmp", "/scratch"  # as the code sees it; the second if Python itself is in /tmp
 MAX_FILES, MAX_OPEN, MAX_THREADS = 8192, 128, 64
+MAX_NODES = 128  # frozen processes of one session
 NOBODY, INSIDE = 65534, 1000  # the uid that root changes to, and what it is mapped to inside
+_SCRATCH_FLAGS = linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC
 LANDLOCK_NEEDED = 3  # the first version that also covers truncation
 
 
@@ -106,18 +109,27 @@ def build_root(at: str, readable: list[str]) -> None:
 
 def mount_scratch(at: str, size: int) -> None:
     """Mount a new tmpfs of `size` bytes at `at`."""
-    flags = linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC
-    linux.mount("scratch", at, "tmpfs", flags, f"size={size},nr_inodes={MAX_FILES},mode=777")
+    linux.mount("scratch", at, "tmpfs", _SCRATCH_FLAGS, f"size={size},nr_inodes={MAX_FILES},mode=777")
+
+
+def freeze_scratch(at: str) -> None:
+    """Make the file system mounted at `at` read-only, wherever else it is seen; OSError if a file is in use."""
+    linux.mount("none", at, None, linux.MS_REMOUNT | linux.MS_READONLY | _SCRATCH_FLAGS)
 
 
 class Confinement:
     """Confines a process with few system calls; everything that can be is prepared in advance.
 
-    `max_memory` is the whole address space and `max_scratch` the size of scratch, in bytes.
+    `max_memory` is the whole address space and `max_scratch` the size of scratch, in bytes. The process of a `session`
+    asks its worker before it forks (`seccomp`).
     """
 
-    def __init__(self, tier: str, max_memory: int, max_scratch: int, readable: list[str]) -> None:
-        self.tier = tier
+    def __init__(
+        self, tier: str, max_memory: int, max_scratch: int, readable: list[str], session: bool = False
+    ) -> None:
+        self.tier, self.session = tier, session
+        self.max_processes = MAX_THREADS + (MAX_NODES if session else 0)
+        self.notify = linux.prepare_filter(seccomp.notify_program()) if session else None
         limits = {
             resource.RLIMIT_AS: max_memory,
             resource.RLIMIT_FSIZE: max_scratch,
@@ -130,14 +142,17 @@ class Confinement:
         self.rules: list[bytes] = []
         if tier != "none":
             namespaces = tier == "namespaces"
-            self.filter = linux.prepare_filter(seccomp.program(namespaces))
+            self.filter = linux.prepare_filter(seccomp.program(namespaces, session=session))
             if linux.landlock_version() >= LANDLOCK_NEEDED:
                 readable = [*(["/"] if namespaces else readable), *DEVICES[1:]]
                 self.rules = [linux.landlock_rule(path, linux.LANDLOCK_READ) for path in readable]
                 self.rules.append(linux.landlock_rule(DEVICES[0], linux.LANDLOCK_WRITE))
 
-    def apply(self, scratch: str) -> None:
-        """Confine this process, which may write only to the directory `scratch`, for good."""
+    def apply(self, scratch: str, worker: socket.socket | None = None) -> None:
+        """Confine this process, which may write only to the directory `scratch`, for good.
+
+        The worker of a session is sent the descriptor by which it is asked.
+        """
         namespaces = self.tier == "namespaces"
         if namespaces and os.getuid() == 0:
             os.setgroups([])
@@ -147,18 +162,26 @@ class Confinement:
             resource.setrlimit(kind, (limit, limit))
         if self.tier == "none":
             linux.die_with_parent()
+            self._ask(worker)
             return
         if namespaces:
             linux.unshare(linux.NEW_USER)  # threads are counted and limited per user namespace
-            resource.setrlimit(resource.RLIMIT_NPROC, (MAX_THREADS, MAX_THREADS))
+            resource.setrlimit(resource.RLIMIT_NPROC, (self.max_processes, self.max_processes))
         linux.drop_capabilities()
         linux.no_new_privileges()
-        if not namespaces:
-            linux.set_dumpable(True)  # for the worker, which counts the bytes written
+        if not namespaces or self.session:
+            linux.set_dumpable(True)  # for the worker, which counts the bytes written or the descriptors
         if self.rules:
             linux.landlock_restrict([*self.rules, linux.landlock_rule(scratch, linux.LANDLOCK_WRITE)])
         linux.die_with_parent()
+        self._ask(worker)
         linux.install_filter(self.filter)
+
+    def _ask(self, worker: socket.socket | None) -> None:
+        """From now on, ask the worker of the session about what `seccomp.notify_program` names."""
+        if worker is not None and self.notify is not None:
+            linux.no_new_privileges()
+            socket.send_fds(worker, [b"l"], [linux.install_listener(self.notify)])
 
 
 def _write(path: str, text: str) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import mmap
 import os
 import platform
 import struct
+from dataclasses import dataclass
 
 NEW_MOUNT, NEW_UTS, NEW_IPC = 0x00020000, 0x04000000, 0x08000000
 NEW_USER, NEW_PID, NEW_NET = 0x10000000, 0x20000000, 0x40000000
@@ -127,6 +129,50 @@ def prepare_filter(program: bytes) -> tuple[bytes, object]:
 def install_filter(prepared: tuple[bytes, object]) -> None:
     """Install a seccomp filter for this process and its children."""
     _syscall("seccomp", 1, 0, prepared[0])
+
+
+def install_listener(prepared: tuple[bytes, object]) -> int:
+    """Install a seccomp filter for this process and its children; return a descriptor of what it asks about."""
+    return _syscall("seccomp", 1, 8, prepared[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Notification:
+    """A system call of `pid` (a thread's number, if it has several) that waits for an answer."""
+
+    id: int
+    pid: int
+    number: int
+    argument: int
+
+
+def receive_notification(listener: int) -> Notification:
+    """Return the next call that waits for an answer; FileNotFoundError if its process was killed."""
+    buffer = bytearray(80)
+    fcntl.ioctl(listener, 0xC0502100, buffer)
+    found, pid, _, number, _, _, argument = struct.unpack_from("QIIiIQQ", buffer)
+    return Notification(found, pid, number, argument)
+
+
+def answer_notification(
+    listener: int, found: Notification, value: int = 0, error: int = 0, go_on: bool = False
+) -> None:
+    """Have the call return a value or fail, or make it (`go_on`); FileNotFoundError if its process was killed."""
+    fcntl.ioctl(listener, 0xC0182101, struct.pack("QqiI", found.id, value, -error, int(go_on)))
+
+
+def still_waits(listener: int, found: Notification) -> bool:
+    """Return whether the process still waits, so that its number is still its own."""
+    try:
+        fcntl.ioctl(listener, 0x40082102, struct.pack("Q", found.id))
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def give_descriptor(listener: int, found: Notification, ours: int, theirs: int) -> None:
+    """Put a copy of our descriptor in the place of theirs, in the process that waits."""
+    fcntl.ioctl(listener, 0x40182103, struct.pack("QIIII", found.id, 1, ours, theirs, 0))
 
 
 @functools.cache

@@ -8,7 +8,7 @@ modules, and forks a new confined process for every call. Of the two tiers of is
 that this machine allows is chosen, tested with a dozen attacks, and named in `tier`. Where neither works, `start`
 refuses and says what is missing. A worker is a socket and serves one call at a time. One that fails is closed; one that
 died while idle is not used. A zygote that has died, or whose worker did not answer in time, is replaced with all its
-workers.
+workers. Calls that keep state are in `sessions`.
 
 Guarantees: no call sees the network, the machine's files, environment or processes, or traces of another call: its
 memory, scratch and process are new. Nothing of a call is left when it returns. Its output cannot forge its status. The
@@ -40,16 +40,19 @@ import sys
 import sysconfig
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeVar
 
 from arpo.errors import ArpoError
 from arpo.tools.sandbox.scratch import remove
-from arpo.tools.sandbox.zygote import MAX_CODE, MAX_STDIN, REQUEST, RESPONSE, STATUSES
+from arpo.tools.sandbox.session_worker import FOLDER_SIZE
+from arpo.tools.sandbox.streams import RESPONSE, STATUSES
+from arpo.tools.sandbox.zygote import MAX_CODE, MAX_STDIN, REQUEST, SESSION, WORKER
 
+T = TypeVar("T")
 TIERS = ("namespaces", "landlock")
 START_SECONDS = 60.0
 GRACE_SECONDS = 10.0  # after the timeout of a call, before its worker counts as broken
@@ -90,6 +93,10 @@ print(" ".join(through) or "held")
 """
 
 
+class CallCancelled(OSError):
+    """The call was cancelled before it was sent."""
+
+
 class SandboxError(Exception):
     """Two workers failed to answer: the machine's fault, not the code's."""
 
@@ -123,7 +130,7 @@ class Sandbox:
         self._limits = {"memory": memory_mb << 20, "scratch": scratch_mb << 20, "output": max_output}
         self._packages = {name: re.compile(rf"\b{re.escape(name)}\b") for name in packages}
         self._allowed_tiers = (tier,) if tier else (*TIERS, "none") if unsafe_no_isolation else TIERS
-        self._slots = threading.Semaphore(self.workers)
+        self.slots = threading.Semaphore(self.workers)
         self._threads: ThreadPoolExecutor | None = None
         self._pools: dict[tuple[str, ...], Pool] = {}  # by the packages that their zygotes have imported
         self._lock = threading.Lock()
@@ -144,7 +151,7 @@ class Sandbox:
             try:
                 self._pools = {}
                 self.tier = tier
-                self._self_test()
+                self.self_test(self.run)
                 break
             except (SandboxError, OSError) as error:
                 self.close()
@@ -177,18 +184,21 @@ class Sandbox:
 
     async def arun(self, code: str, timeout: float = 10.0, stdin: str = "", show_last: bool = False) -> SandboxResult:
         """`run` for an event loop. A cancelled call ends at once, and nothing of it is left."""
+        return await self.in_thread(self._run, Call(code, timeout, stdin, show_last))
+
+    async def in_thread(self, run: Callable[[Call], T], call: Call) -> T:
+        """Run a call in a thread of the sandbox; if that is cancelled, so is the call."""
         if self._threads is None:
             raise SandboxError("the sandbox is not open")
-        call = Call(code, timeout, stdin, show_last)
         try:
-            return await asyncio.wrap_future(self._threads.submit(self._run, call))
+            return await asyncio.wrap_future(self._threads.submit(run, call))
         except asyncio.CancelledError:
             call.cancel()
             raise
 
     def _run(self, call: Call) -> SandboxResult:
-        pool = self._pool(call.code)
-        with self._slots:
+        pool = self.pool(call.code)
+        with self.slots:
             reason = ""
             for _ in range(2):
                 try:
@@ -199,7 +209,7 @@ class Sandbox:
                     break
             raise SandboxError(f"no worker answered ({reason}){pool.stderr_tail()}")
 
-    def _pool(self, code: str) -> Pool:
+    def pool(self, code: str) -> Pool:
         """Return the pool that has imported the packages the code names, and no more: small processes fork faster."""
         named = tuple(name for name, found in self._packages.items() if found.search(code))
         with self._lock:
@@ -209,14 +219,14 @@ class Sandbox:
                 self._pools[named] = Pool({**self._limits, "tier": self.tier, "imports": named})
             return self._pools[named]
 
-    def _self_test(self) -> None:
-        """Attack the sandbox; SandboxError if one of the probes succeeds."""
+    def self_test(self, run: Callable[[str, float], SandboxResult]) -> None:
+        """Attack the sandbox with code that `run` runs; SandboxError if one of the probes succeeds."""
         if self.tier == "none":
             return
         places = [f"{folder}/arpo-probe-{secrets.token_hex(8)}" for folder in (os.path.expanduser("~"), os.getcwd())]
         with tempfile.NamedTemporaryFile(prefix="arpo-canary-") as canary:
             given = f"CANARY, PLACES, PID = {canary.name!r}, {places!r}, {os.getpid()}\n"
-            result = self.run(given + _PROBES, START_SECONDS)
+            result = run(given + _PROBES, START_SECONDS)
             written = [place for place in places if os.path.lexists(place)]
             for place in written:
                 os.unlink(place)
@@ -228,7 +238,10 @@ class Sandbox:
 
 @dataclass(frozen=True, slots=True)
 class SandboxResult:
-    """Output of code and how it ended: ok, error, timeout, memory, or killed (a crash, too much output)."""
+    """Output of code and how it ended: ok, error, timeout, memory, or killed (a crash, too much output).
+
+    A call of a session can also be "refused" (it left threads or open files) or "lost" (its point has died).
+    """
 
     stdout: str
     stderr: str
@@ -252,15 +265,17 @@ class Call:
         self._lock = threading.Lock()
         self._worker: socket.socket | None = None
 
-    def run_on(self, worker: socket.socket) -> SandboxResult:
-        """Run this call on a worker; OSError if the worker fails."""
+    def run_on(
+        self, worker: socket.socket, request: bytes | None = None, timeout: float | None = None
+    ) -> SandboxResult:
+        """Run this call on a worker, or another request on the worker of a session; OSError if that fails."""
         with self._lock:
             if self.cancelled:
-                raise OSError("cancelled")
+                raise CallCancelled("cancelled")
             self._worker = worker
         try:
-            worker.settimeout(self.timeout + GRACE_SECONDS)
-            worker.sendall(self.request)
+            worker.settimeout((timeout or self.timeout) + GRACE_SECONDS)
+            worker.sendall(self.request if request is None else request)
             status, seconds, truncated, out, err = RESPONSE.unpack(_receive(worker, RESPONSE.size))
             stdout, stderr = (_receive(worker, size).decode("utf-8", "replace") for size in (out, err))
         finally:
@@ -292,7 +307,7 @@ class Pool:
 
     def __init__(self, settings: dict[str, object]) -> None:
         self._settings = settings
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a session may be closed by the garbage collector, at any time
         self._zygote: Zygote | None = None
         self._idle: list[socket.socket] = []
         self._busy: set[socket.socket] = set()
@@ -319,6 +334,25 @@ class Pool:
                     _close_socket(worker)
         return result
 
+    def open_session(self) -> tuple[socket.socket, str]:
+        """Return a connection to the worker of a new session, and its scratch directory; OSError if it fails."""
+        with self._lock:
+            zygote = self._living_zygote()
+            worker = zygote.new_worker(SESSION)
+            self._busy.add(worker)
+        try:
+            worker.settimeout(START_SECONDS)
+            return worker, os.fsdecode(_receive(worker, FOLDER_SIZE).rstrip(b"\0"))
+        except OSError:
+            self.close_session(worker)
+            raise
+
+    def close_session(self, worker: socket.socket) -> None:
+        """Close the connection to a session's worker, which ends with all processes of its session."""
+        with self._lock:
+            self._busy.discard(worker)
+        _close_socket(worker)
+
     def stderr_tail(self) -> str:
         """Return the end of the zygote's stderr."""
         with self._lock:
@@ -328,7 +362,7 @@ class Pool:
         """End the zygote and all workers; running calls fail."""
         with self._lock:
             self._closed = True
-            for worker in self._busy:
+            for worker in list(self._busy):
                 with contextlib.suppress(OSError):
                     worker.shutdown(socket.SHUT_RDWR)
             self._close_zygote()
@@ -337,16 +371,20 @@ class Pool:
 
     def _take(self) -> tuple[Zygote, socket.socket]:
         with self._lock:
-            if self._closed:
-                raise ConnectionError("the sandbox was closed")
-            if self._zygote is not None and not self._zygote.is_alive():
-                self._close_zygote()
-            self._zygote = self._zygote or Zygote(self._settings)
+            zygote = self._living_zygote()
             while self._idle and _is_closed(self._idle[-1]):
                 _close_socket(self._idle.pop())
-            worker = self._idle.pop() if self._idle else self._zygote.new_worker()
+            worker = self._idle.pop() if self._idle else zygote.new_worker()
             self._busy.add(worker)
-            return self._zygote, worker
+            return zygote, worker
+
+    def _living_zygote(self) -> Zygote:
+        if self._closed:
+            raise ConnectionError("the sandbox was closed")
+        if self._zygote is not None and not self._zygote.is_alive():
+            self._close_zygote()
+        self._zygote = self._zygote or Zygote(self._settings)
+        return self._zygote
 
     def _close_zygote(self) -> None:
         while self._idle:
@@ -406,11 +444,11 @@ class Zygote:
         """Return whether it can still make workers."""
         return self.process.poll() is None and not _is_closed(self._control)
 
-    def new_worker(self) -> socket.socket:
-        """Return a socket to a new worker."""
+    def new_worker(self, kind: bytes = WORKER) -> socket.socket:
+        """Return a socket to a new worker, or to the worker of a new session."""
         ours, theirs = socket.socketpair()
         with theirs:
-            socket.send_fds(self._control, [b"w"], [theirs.fileno()])
+            socket.send_fds(self._control, [kind], [theirs.fileno()])
         return ours
 
     def stderr_tail(self) -> str:

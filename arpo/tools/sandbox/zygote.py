@@ -7,6 +7,8 @@ its PID namespace is killed, and the spawner forks the next one, with new scratc
 spawner, which never sees a byte of a call, so they inherit none. The status of a call comes from `waitpid` and goes
 over sockets that the confined process never holds.
 
+On another message the zygote forks the worker of a session instead (`session_worker`).
+
 A request is the header `REQUEST` (bytes of code, bytes of stdin, seconds, flags) and the bytes; a response is
 `RESPONSE` (status, seconds, truncated, bytes of stdout, bytes of stderr) and the bytes.
 """
@@ -17,7 +19,6 @@ import contextlib
 import gc
 import importlib
 import json
-import math
 import mmap
 import os
 import random
@@ -30,14 +31,12 @@ import sys
 import time
 from typing import Any, NoReturn
 
-from arpo.tools.sandbox import interpreter, isolation, linux, scratch
+from arpo.tools.sandbox import interpreter, isolation, linux, scratch, session_worker
+from arpo.tools.sandbox.streams import CHUNK, ERROR, KILLED, MEMORY, OK, Streams
 
-REQUEST, RESPONSE, WAIT_STATUS = struct.Struct("!IId?"), struct.Struct("!Bd?II"), struct.Struct("i")
-STATUSES = ("ok", "error", "timeout", "memory", "killed")
-OK, ERROR, TIMEOUT, MEMORY, KILLED = range(5)
-MAX_CODE, MAX_STDIN, CHUNK = 1 << 20, 1 << 24, 1 << 16
-MAX_OUTPUT_FACTOR = 64  # a call that prints so many times the kept output is killed
-DISK_CHECK_SECONDS = 0.05
+REQUEST, WAIT_STATUS = struct.Struct("!IId?"), struct.Struct("i")
+MAX_CODE, MAX_STDIN = 1 << 20, 1 << 24
+WORKER, SESSION = b"w", b"s"  # what the supervisor asks the zygote for
 PRELOADED = """
 abc array base64 bisect calendar cmath collections contextlib copy csv dataclasses datetime decimal enum fractions
 functools hashlib heapq io itertools json math numbers operator pprint queue random re secrets statistics string struct
@@ -65,7 +64,7 @@ def main() -> None:
         return
     if not zygote:
         return
-    pid_namespace, base_memory = zygote
+    pid_namespace, proc, base_memory = zygote
     control.sendall(b"ok")
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies of workers
     while True:
@@ -74,7 +73,10 @@ def main() -> None:
             break
         if os.fork() == 0:
             control.close()
-            _worker(settings, socket.socket(fileno=fds[0]), pid_namespace, base_memory)
+            supervisor = socket.socket(fileno=fds[0])
+            if message == SESSION:
+                session_worker.run(settings, supervisor, proc, base_memory)
+            _worker(settings, supervisor, pid_namespace, base_memory)
         os.close(fds[0])
     if settings["tier"] != "namespaces":  # which end with the zygote; else wait for the workers, which end as well
         with contextlib.suppress(ChildProcessError):
@@ -83,8 +85,8 @@ def main() -> None:
     os._exit(0)
 
 
-def _set_up(settings: dict[str, Any]) -> tuple[int, int] | None:
-    """Set up isolation and imports; return a descriptor of our PID namespace (or -1) and the address space in bytes.
+def _set_up(settings: dict[str, Any]) -> tuple[int, int, int] | None:
+    """Set up isolation and imports; return descriptors of our PID namespace (or -1) and /proc, and the address space.
 
     With namespaces, the process that entered them stays outside as a guard and returns None when the other has ended.
     """
@@ -103,6 +105,7 @@ def _set_up(settings: dict[str, Any]) -> tuple[int, int] | None:
             return None
         linux.die_with_parent()
         pid_namespace = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+    proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     sys.path[:] = [*sys.path[1:], *settings["path"]]  # the first entry was only needed to find this module
     for name in PRELOADED.split():
         importlib.import_module(name)
@@ -124,7 +127,7 @@ def _set_up(settings: dict[str, Any]) -> tuple[int, int] | None:
     interpreter.warm_up()
     gc.collect()
     gc.freeze()  # objects made so far are shared with every call; do not touch them
-    return pid_namespace, base_memory
+    return pid_namespace, proc, base_memory
 
 
 def _worker(settings: dict[str, Any], supervisor: socket.socket, pid_namespace: int, base_memory: int) -> NoReturn:
@@ -144,7 +147,9 @@ def _worker(settings: dict[str, Any], supervisor: socket.socket, pid_namespace: 
             _spawner(settings, theirs, folder, pid_namespace, base_memory)
         theirs.close()
         try:
-            while (process := _ConfinedProcess.receive(spawner)) and (request := _receive(supervisor)):
+            while (process := _ConfinedProcess.receive(spawner, settings["output"])) and (
+                request := _receive(supervisor)
+            ):
                 response = process.serve(supervisor, request, settings)
                 if not namespaces:
                     scratch.remove(process.folder)
@@ -243,20 +248,19 @@ def _receive(supervisor: socket.socket) -> bytearray:
 class _ConfinedProcess:
     """A process that is confined and waits for its code."""
 
-    def __init__(self, spawner: socket.socket, pid: int, folder: str, fds: list[int]) -> None:
+    def __init__(self, spawner: socket.socket, pid: int, folder: str, fds: list[int], max_output: int) -> None:
         self.spawner, self.pid, self.folder = spawner, pid, folder
-        self.stdin, self.out, self.err, self.pidfd = fds
-        for fd in (self.stdin, self.out, self.err):
-            os.set_blocking(fd, False)  # whatever the code does to the other end
+        stdin, out, err, self.pidfd = fds
+        self.streams = Streams(stdin, out, err, max_output)
 
     @classmethod
-    def receive(cls, spawner: socket.socket) -> _ConfinedProcess:
+    def receive(cls, spawner: socket.socket, max_output: int) -> _ConfinedProcess:
         """Return the next process that the spawner has made."""
         message, fds, _, _ = socket.recv_fds(spawner, 4096, 4)
         if not message:
             raise ConnectionError("the spawner has ended")
         pid, _, folder = message.decode().partition(" ")
-        return cls(spawner, int(pid), folder, fds)
+        return cls(spawner, int(pid), folder, fds, max_output)
 
     def serve(self, supervisor: socket.socket, request: bytearray, settings: dict[str, Any]) -> bytes:
         """Run the request and return the response."""
@@ -266,10 +270,10 @@ class _ConfinedProcess:
         if settings["tier"] != "namespaces":
             disk = scratch.DiskMonitor(self.folder, settings["scratch"], self.pid)
         seconds = REQUEST.unpack_from(request)[2]
-        started = time.monotonic()
-        outputs = {self.out: _Output(settings["output"]), self.err: _Output(settings["output"])}
-        try:
-            forced = self._watch(supervisor, request, outputs, started + seconds, disk)
+        started, spawner = time.monotonic(), self.spawner.fileno()
+        try:  # the spawner sends the status of a process that has ended
+            deadline = started + seconds
+            forced = self.streams.watch(supervisor, request, deadline, disk, (spawner,), lambda ready: True)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
@@ -277,11 +281,9 @@ class _ConfinedProcess:
             if disk:
                 disk.close()
         took = time.monotonic() - started
-        for fd, output in outputs.items():
-            while not output.ended and output.total < 4 * CHUNK + output.max_total and output.read(fd):
-                pass
-        for fd in {self.stdin, self.out, self.err, self.pidfd} - {-1}:
-            os.close(fd)
+        self.streams.drain()
+        self.streams.close()
+        os.close(self.pidfd)
         if not ended:
             raise ConnectionError("the spawner has ended")
         (wait_status,) = WAIT_STATUS.unpack(ended)
@@ -296,73 +298,7 @@ class _ConfinedProcess:
             status = KILLED
         else:
             status = {interpreter.OK: OK, interpreter.MEMORY: MEMORY}.get(os.WEXITSTATUS(wait_status), ERROR)
-        cut = any(output.total > len(output.data) for output in outputs.values())
-        out, err = (output.data for output in outputs.values())
-        return b"".join((RESPONSE.pack(status, took, cut, len(out), len(err)), out, err))
-
-    def _watch(
-        self,
-        supervisor: socket.socket,
-        request: bytearray,
-        outputs: dict[int, _Output],
-        deadline: float,
-        disk: scratch.DiskMonitor | None,
-    ) -> int | None:
-        """Feed and read the process until it ends by itself (None) or has to be killed (the status)."""
-        poller = select.poll()
-        for fd in (self.spawner.fileno(), supervisor.fileno(), self.stdin, *outputs):
-            poller.register(fd, select.POLLOUT if fd == self.stdin else select.POLLIN)
-        unsent = memoryview(request)
-        next_check = time.monotonic() + DISK_CHECK_SECONDS if disk else math.inf
-        while True:
-            now = time.monotonic()
-            if now >= deadline:
-                return TIMEOUT
-            if disk and now >= next_check:
-                if disk.exceeded():
-                    return KILLED
-                next_check = time.monotonic() + DISK_CHECK_SECONDS
-            ready = {fd for fd, _ in poller.poll(1000 * max(0.0, min(deadline, next_check) - now))}
-            if supervisor.fileno() in ready:  # nothing is sent during a call: the connection was closed
-                return KILLED
-            if self.stdin in ready:
-                try:
-                    unsent = unsent[os.write(self.stdin, unsent) :]
-                except BlockingIOError:
-                    pass
-                except BrokenPipeError:  # it has closed its stdin
-                    unsent = unsent[:0]
-                if not unsent:
-                    poller.unregister(self.stdin)
-                    os.close(self.stdin)
-                    self.stdin = -1
-            for fd in ready & outputs.keys():
-                outputs[fd].read(fd)
-                if outputs[fd].ended:
-                    poller.unregister(fd)
-            if any(output.total > output.max_total for output in outputs.values()):
-                return KILLED
-            if self.spawner.fileno() in ready:  # which sends the status of a process that has ended
-                return None
-
-
-class _Output:
-    """The first `limit` bytes of an output, and the total number of its bytes."""
-
-    def __init__(self, limit: int) -> None:
-        self.data, self.limit, self.max_total = bytearray(), limit, MAX_OUTPUT_FACTOR * limit
-        self.total, self.ended = 0, False
-
-    def read(self, fd: int) -> bool:
-        """Read what is available; return whether that was anything. No bytes mean that the output has ended."""
-        try:
-            part = os.read(fd, CHUNK)
-        except BlockingIOError:  # the other end is still open, or something else has read it
-            return False
-        self.data += part[: self.limit - len(self.data)]
-        self.total += len(part)
-        self.ended = not part
-        return bool(part)
+        return self.streams.response(status, took)
 
 
 def _run_confined(confinement: isolation.Confinement, folder: str, fds: tuple[int, int, int]) -> NoReturn:

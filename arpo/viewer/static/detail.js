@@ -2,7 +2,7 @@
 
 import { block, choice, el, mean, number, plural, printable, seconds, shorten, signed, table } from "./dom.js";
 import { prefixOf } from "./layout.js";
-import { correctMark, describeDecision, describeLeaf, rewardParts } from "./picture.js";
+import { correctMark, describeDecision, describeLeaf, rewardNote, rewardParts } from "./picture.js";
 import { SHADES, shadeLegend, shadeTop, shadedText, tokenTable } from "./tokens.js";
 import { go } from "./state.js";
 
@@ -73,9 +73,15 @@ function taskParts(task) {
   return [
     el("h4", {}, `Task ${printable(shorten(task.id, 80))}${kind}`),
     block(task.question),
-    el("h4", {}, "Right answers"),
-    el("ul", {}, ...answers),
+    ...(answers.length ? [el("h4", {}, "Right answers"), el("ul", {}, ...answers)] : []),
+    ...columnParts(task.meta ?? {}),
   ];
+}
+
+function columnParts(columns) {
+  const text = (value) => (typeof value === "string" ? value : JSON.stringify(value));
+  const items = Object.entries(columns).map(([name, value]) => el("li", {}, printable(shorten(`${name}: ${text(value)}`, 500))));
+  return items.length ? [el("h4", {}, "Columns of its row"), el("ul", {}, ...items)] : [];
 }
 
 function callText(call) {
@@ -127,7 +133,7 @@ function trajectoryTable(tree, index) {
       el("button", { type: "button", click: read, "aria-label": `Read trajectory ${leaf + 1} as a conversation` }, `read ${leaf + 1}`),
       `${correctMark(reward)} ${number(reward?.total)}`,
       signed(tree.credits[leaf]?.advantage),
-      rewardParts(reward),
+      [rewardParts(reward), rewardNote(reward)].filter(Boolean).join("; "),
       tree.leaves[leaf].stop_reason + (tree.mask[leaf] === false ? ", left out of training" : ""),
     ];
   });

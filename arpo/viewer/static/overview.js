@@ -89,16 +89,29 @@ function summary(chosen) {
       number(last.step ?? run.steps),
       number(last.reward),
       percent(last.accuracy),
+      percent(last.format),
       percent(tested?.test_accuracy, 1),
       seconds(total),
     ];
   });
-  const heads = ["run", "preset", "model", "steps", "reward", "accuracy", "held-out", "time"];
+  const heads = ["run", "preset", "model", "steps", "reward", "accuracy", "format", "held-out", "time"];
   const damaged = chosen.filter((run) => damagedOf(run.id) > 0);
   const notes = damaged.map((run) =>
     el("p", { class: "note" }, `${printable(shorten(run.name, 60))}: ${plural(damagedOf(run.id), "damaged record")} left out`),
   );
-  return el("div", {}, table(heads, rows, { class: "summary" }), ...notes, ...collapseWarnings(chosen));
+  return el("div", {}, table(heads, rows, { class: "summary" }), ...notes, ...chosen.flatMap(formatNote), ...collapseWarnings(chosen));
+}
+
+// Why formats were wrong in a run's last step, the commonest reason first: the metrics `format.REASON` are counts.
+function formatNote(run) {
+  const last = recordsOf(run.id).at(-1) ?? {};
+  const counted = Object.entries(last).filter(([name, count]) => name.startsWith("format.") && typeof count === "number" && count > 0);
+  if (!counted.length) return [];
+  const said = counted
+    .sort((one, other) => other[1] - one[1])
+    .map(([name, count]) => `${printable(shorten(name.slice("format.".length).replaceAll("_", " "), 60))} (${number(count)})`);
+  const where = `${printable(shorten(run.name, 60))}, step ${number(last.step)}`;
+  return [el("p", { class: "note formats" }, `${where}: wrong formats, of ${plural(last.trajectories, "trajectory")}: ${said.join(", ")}`)];
 }
 
 // The warnings of the collapse monitor.

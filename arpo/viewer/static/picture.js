@@ -144,11 +144,17 @@ export function rewardParts(reward) {
   return Object.entries(reward?.parts ?? {}).map(([name, value]) => `${printable(shorten(name, 40))} ${number(value)}`).join(", ");
 }
 
+// What the reward says in words, like why a format is wrong.
+export function rewardNote(reward) {
+  return printable(shorten(reward?.note ?? "", 400));
+}
+
 export function describeLeaf(tree, leaf) {
   const [reward, credit] = [tree.rewards[leaf], tree.credits[leaf]];
   const parts = rewardParts(reward) && ` (${rewardParts(reward)})`;
   const masked = tree.mask[leaf] === false ? ", left out of training" : "";
-  return `trajectory ${leaf + 1}: ended by ${tree.leaves[leaf].stop_reason}, reward ${number(reward?.total)}${parts}, advantage ${signed(credit?.advantage)}${masked}`;
+  const note = rewardNote(reward) && `; ${rewardNote(reward)}`;
+  return `trajectory ${leaf + 1}: ended by ${tree.leaves[leaf].stop_reason}, reward ${number(reward?.total)}${parts}, advantage ${signed(credit?.advantage)}${masked}${note}`;
 }
 
 function drawLeaf(tree, layout, end, on) {

@@ -154,7 +154,7 @@ function drawTreeAndDetail(tree, state, chosen, trajectory, step, n) {
   const answers = shorten(tree.task.answers.join(" or "), 160);
   treeView.head.replaceChildren(
     el("h2", {}, printable(shorten(tree.task.question, 300))),
-    el("p", {}, `right answer: ${printable(answers)} · step ${step}, prompt #${n} · ${plural(tree.leaves.length, "trajectory")}${accuracyText(accuracy)}`),
+    el("p", {}, `${answers ? `right answer: ${printable(answers)} · ` : ""}step ${step}, prompt #${n} · ${plural(tree.leaves.length, "trajectory")}${accuracyText(accuracy)}`),
   );
   const focused = treeView.picture.contains(document.activeElement);
   const from = [treeView.picture.scrollLeft, treeView.picture.scrollTop];

@@ -20,10 +20,11 @@ from vllm_models import change, make_model
 
 from arpo.config.loading import load_config
 from arpo.engine.local.engine import LocalEngine
+from arpo.engine.stops import TurnEnds
 from arpo.engine.vllm.engine import BLOCK_SIZE, VllmEngine
 from arpo.models.save import save_for_vllm
 from arpo.runs.run_dir import open_run_dir as read_run
-from arpo.training.loop import open_run, train
+from arpo.training.loop import open_training, train
 from arpo.types import Completion, Kind, SamplingParams
 
 NEAR = 2e-4  # of log-probs in float32; entropies may differ by their bound and this
@@ -121,12 +122,12 @@ def test_stop_strings_end_turns_at_the_same_token(pair: Pair) -> None:
 def test_eos_tokens_end_turns(pair: Pair) -> None:
     prefix = pair.prefixes(1, seed=4)[0]
     (whole,) = run(pair.local, (prefix, GREEDY))
-    before = pair.vllm._terms.eos
-    pair.vllm._terms.eos = frozenset({whole.tokens[3]})
+    builder = pair.vllm._builder
+    before, builder.turn_ends = builder.turn_ends, TurnEnds(pair.model, pair.tokenizer, frozenset({whole.tokens[3]}))
     try:
         (done,) = run(pair.vllm, (prefix, GREEDY))
     finally:
-        pair.vllm._terms.eos = before
+        builder.turn_ends = before
     assert done.tokens == whole.tokens[: whole.tokens.index(whole.tokens[3]) + 1]
     assert done.finish == "eos"
 
@@ -140,7 +141,7 @@ def test_a_branch_reuses_its_prefix(pair: Pair) -> None:
     told = pair.vllm.stats()
     assert told["prefill_tokens"] + told["cached_tokens"] == 2 * len(longer)
     assert told["cached_tokens"] >= 2 * (150 // BLOCK_SIZE["cpu"] * BLOCK_SIZE["cpu"])
-    print(f"\nof 2 x {len(longer)} tokens {told['reused']} were re-used")
+    print(f"\nof 2 x {len(longer)} tokens {told['cached_tokens']} were re-used")
 
 
 def test_tokens_arrive_one_by_one_in_order(pair: Pair) -> None:
@@ -176,7 +177,7 @@ def test_new_weights_are_used_and_nothing_of_the_old_ones(pair: Pair) -> None:
 
 def test_weights_may_not_change_during_a_turn_and_cancelling_frees(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[Any] = []
-    abort = pair.vllm._llm.abort
+    abort = pair.vllm._llm[0].abort
 
     async def watched(*names: Any, **how: Any) -> None:
         ended.append(names)
@@ -195,7 +196,7 @@ def test_weights_may_not_change_during_a_turn_and_cancelling_frees(pair: Pair, m
         with pytest.raises(asyncio.CancelledError):
             await turn
         for _ in range(500):
-            if not pair.vllm._llm.get_num_unfinished_requests():
+            if not pair.vllm._llm[0].get_num_unfinished_requests():
                 break
             await asyncio.sleep(0.02)
         else:
@@ -249,9 +250,9 @@ WORLD = [
 @pytest.mark.parametrize("more", [(), ("train.lora_rank=4",)], ids=["all weights", "lora"])
 def test_training_on_the_built_in_world(tmp_path: Path, more: tuple[str, ...]) -> None:
     config = load_config(None, [*WORLD, f"run.dir={tmp_path / 'run'}", *more])
-    with open_run(config) as run_:
-        assert asyncio.run(train(run_)) == 2
-        run_.session.agent.engine.close()  # type: ignore[attr-defined]
+    with open_training(config) as training:
+        assert asyncio.run(train(training)) == 2
+        training.sampler.context.agent.engine.close()  # type: ignore[attr-defined]
     log = read_run(tmp_path / "run")
     rows = log.read_metrics()
     assert len(rows) == 2

@@ -38,7 +38,10 @@ def test_curves(pages: Open, known: str) -> None:
     )
     assert page.locator("figure.chart").count() == 8
     cells = page.locator("table.summary tbody tr").first.locator("th, td").all_text_contents()
-    assert cells == ["branched", "arpo", "tiny", "5", "0.5", "25 %", "54.0 %", "15 s"]
+    assert cells == ["branched", "arpo", "tiny", "5", "0.5", "25 %", "90 %", "54.0 %", "15 s"]
+    assert page.locator("p.formats").all_text_contents() == [
+        "branched, step 5: wrong formats, of 32 trajectories: no answer tag (2), no box (1)"
+    ]
     plot(page, "Reward").focus()
     readout = page.locator("figure.chart", has_text="Reward").locator("output")
     for key, text in (("End", "step 5: 0.5"), ("ArrowLeft", "step 4: 0.4"), ("Home", "step 1: 0.1")):

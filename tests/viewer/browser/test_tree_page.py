@@ -66,6 +66,9 @@ def test_a_tree_is_drawn(pages: Open, known: str) -> None:
     assert (chosen(page, "l3").get_attribute("aria-label") or "").endswith(
         f"advantage {MINUS}0.9, left out of training"
     )
+    note = "wrong format: no \\u202e box"  # escaped
+    assert (chosen(page, "l2").get_attribute("aria-label") or "").endswith(f"; {note}")
+    assert note in page.locator("table.trajectories").inner_text()
     assert [chosen(page, f"l{n}").locator("text").first.text_content() for n in range(4)] == ["✓", "✗", "✗", "✗"]
 
 

@@ -1,0 +1,27 @@
+"""Quantiles of Student's t distribution, without scipy."""
+
+from __future__ import annotations
+
+from functools import cache
+from math import cos, pi, sin, sqrt, tan
+
+LEVEL = 0.95
+
+
+@cache
+def student_t(degrees: int) -> float:
+    """The two-sided 95 % quantile of Student's t distribution, by bisection."""
+    low, high = 0.0, pi / 2
+    while low < (middle := (low + high) / 2) < high:
+        low, high = (middle, high) if _probability_within(middle, degrees) < LEVEL else (low, middle)
+    return sqrt(degrees) * tan(high)
+
+
+def _probability_within(angle: float, degrees: int) -> float:
+    """P(|t| < sqrt(degrees) tan(angle)) of Student's t: a finite sum for whole degrees of freedom."""
+    odd = degrees % 2
+    term, total = cos(angle) if odd else 1.0, 0.0
+    for power in range(odd, degrees - 1, 2):
+        total += term
+        term *= (power + 1) / (power + 2) * cos(angle) ** 2
+    return 2 / pi * (angle + sin(angle) * total) if odd else sin(angle) * total

@@ -1,0 +1,73 @@
+"""Defaults that depend on other settings: tools, bonus and limits fit the task, whatever it is."""
+
+from __future__ import annotations
+
+import pytest
+
+from arpo.cli.options import load_model_config
+from arpo.config.loading import config_from_resolved, load_config
+
+BOTH, PYTHON = ("search", "python"), ("python",)
+
+
+@pytest.mark.parametrize(
+    ("given", "enabled", "bonus_tools"),
+    [
+        ([], BOTH, BOTH),
+        (["data.train=world"], BOTH, BOTH),
+        (["data.train=world", "data.test=q.jsonl"], BOTH, BOTH),
+        (["data.test=world"], BOTH, BOTH),
+        (["data.train=q.jsonl"], PYTHON, ()),
+        (["data.test=q.jsonl"], PYTHON, ()),
+        (["data.train=q.jsonl", "tools.search=serper"], BOTH, BOTH),
+        (['data.mix=[{source="q.jsonl"}, {source="world"}]'], BOTH, BOTH),
+        (['data.mix=[{source="q.jsonl"}]'], PYTHON, ()),
+        (["tools.enabled=[]"], (), ()),
+        (['tools.enabled=["python"]'], PYTHON, ()),
+        (['tools.enabled=["mine.py:price"]'], ("mine.py:price",), ()),
+        (['tools.enabled=["python", "browse", "search"]'], ("python", "browse", "search"), BOTH),
+        (['tools.enabled=["browse"]', 'reward.bonus_tools=["browse"]'], ("browse",), ("browse",)),
+        (["reward.bonus_tools=[]"], BOTH, ()),
+        (["environment.name=mine.py:Shop"], (), ()),
+        (["environment.name=mine.py:Shop", "tools.search=serper"], (), ()),
+        (["environment.name=mine.py:Shop", 'tools.enabled=["python"]'], PYTHON, ()),
+        (["data.train=labyrinth"], (), ()),
+        (["data.test=labyrinth"], (), ()),
+    ],
+)
+def test_tools_and_bonus(given: list[str], enabled: tuple[str, ...], bonus_tools: tuple[str, ...]) -> None:
+    config = load_config(None, given)
+    assert (config.tools.enabled, config.reward.bonus_tools) == (enabled, bonus_tools)
+    saved = config_from_resolved(config.resolved())  # what was decided is saved with a run
+    assert saved.resolved() == config.resolved()
+
+
+def test_labyrinths_bring_their_environment_and_enough_calls() -> None:
+    config = load_config(None, ["data.train=labyrinth", "labyrinth.horizon=9"])
+    assert (config.environment.name, config.rollout.max_tool_calls) == ("labyrinth", 11)
+    given = load_config(None, ["data.train=labyrinth", "environment.name=m.py:Own", "rollout.max_tool_calls=4"])
+    assert (given.environment.name, given.rollout.max_tool_calls) == ("m.py:Own", 4)
+
+
+def test_an_environment_allows_more_calls() -> None:
+    name = "environment.name=mine.py:Shop"
+    limits = [
+        load_config(None, given).rollout.max_tool_calls for given in ([], [name], [name, "rollout.max_tool_calls=4"])
+    ]
+    assert limits == [3, 10, 4]
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "enabled"),
+    [
+        ("tiny", [], BOTH),
+        ("models/mine", [], PYTHON),
+        ("models/mine", ["tools.search=serper"], BOTH),
+        ("models/mine", ["tools.enabled=[]"], ()),
+        ("models/mine", ["data.train=world"], BOTH),
+        ("models/mine", ["environment.name=mine.py:Shop"], ()),
+    ],
+)
+def test_a_model_alone_does_not_search_the_world(model: str, given: list[str], enabled: tuple[str, ...]) -> None:
+    config = load_model_config(model, given)
+    assert (config.model.path, config.tools.enabled) == (model, enabled)
