@@ -14,10 +14,15 @@ from hypothesis import HealthCheck, settings
 os.environ["OMP_NUM_THREADS"] = "1"  # these models are too small for more threads to help; set before torch is loaded
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a background job of a shell; tests send this signal
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# No example fails for being slow, and the same examples are tried each time, unless ARPO_TEST_RANDOM is set.
 settings.register_profile(
-    "any machine", parent=settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    "any machine",
+    parent=settings.default,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize="ARPO_TEST_RANDOM" not in os.environ,
 )
-settings.load_profile("any machine")  # no example fails for being slow
+settings.load_profile("any machine")
 TEXTS = [
     "Where was Mira Tolven born? The birthplace of Mira Tolven is Upper Kelso.",
     "<think> Find the birthplace.</think><search> birthplace of Mira Tolven</search>",

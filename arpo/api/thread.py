@@ -14,7 +14,7 @@ import queue
 import signal
 import threading
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -25,6 +25,25 @@ T = TypeVar("T")
 CLOSE_SECONDS = 10.0
 
 
+class _Call:
+    """A function that the caller's thread has to call, once at most."""
+
+    def __init__(self, function: Callable[[], object]) -> None:
+        self._function, self._started = function, False
+        self.done: Future[None] = Future()
+
+    def __call__(self) -> None:
+        """Call the function, unless Ctrl-C has interrupted an earlier attempt."""
+        if not self._started:
+            self._started = True
+            try:
+                self._function()
+            except Exception as error:
+                self.done.set_exception(error)
+        if not self.done.done():
+            self.done.set_result(None)
+
+
 class LoopThread:
     """Runs one coroutine at a time."""
 
@@ -33,89 +52,88 @@ class LoopThread:
         self._loop.set_default_executor(DaemonThreads())
         self._thread = threading.Thread(target=self._loop.run_forever, name="arpo-loop", daemon=True)
         self._thread.start()
-        self._busy = threading.Lock()
+        self._running: dict[str, Future[Any]] = {}  # "work": what ends with the work that runs now
         self._task: asyncio.Task[Any] | None = None
-        self._calls: queue.SimpleQueue[Callable[[], None] | None] | None = None  # what the caller has to do
+        self._wake: queue.SimpleQueue[None] | None = None  # tells the caller to look; None: no caller waits
+        self._call: _Call | None = None  # what the caller has to do: one thing at most, since the loop waits for it
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of the work. Raises asyncio.CancelledError if it was cancelled by `cancel`."""
+        ended: Future[asyncio.Task[T]] = Future()
+        wake = queue.SimpleQueue[None]()
+        interrupted = False
+        while True:
+            # Ctrl-C is raised between any two instructions: after the queue has given an item, too. So every line may
+            # be run a second time, and the queue only says that there is something to look at.
+            try:
+                self._start(work, ended, wake)
+                if interrupted:
+                    self.cancel()
+                while not ended.done():
+                    if (call := self._call) is not None and not call.done.done():
+                        call()
+                    else:
+                        wake.get()
+                if not interrupted:
+                    return ended.result().result()
+                if not (task := ended.result()).cancelled():
+                    task.exception()  # it ended in another way at the same moment
+                raise KeyboardInterrupt
+            except KeyboardInterrupt:
+                if interrupted:
+                    if self._wake is wake:
+                        self._wake = None
+                    raise
+                interrupted = True
+
+    def _start(
+        self, work: Coroutine[Any, Any, T], ended: Future[asyncio.Task[T]], wake: queue.SimpleQueue[None]
+    ) -> None:
+        """Start the work on the loop, unless it has been started."""
+
+        def end(task: asyncio.Task[T]) -> None:
+            del self._running["work"]
+            ended.set_result(task)
+            wake.put(None)
+
+        def start() -> None:
+            if ended.running() or ended.done():
+                return
+            ended.set_running_or_notify_cancel()
+            self._call, self._wake = None, wake
+            self._task = self._loop.create_task(work)
+            self._task.add_done_callback(end)
+
+        if ended.running() or ended.done():
+            return
         if not self._thread.is_alive():
             work.close()
             raise ArpoError("this agent is closed; open it again")
-        if not self._busy.acquire(blocking=False):
+        if self._running.setdefault("work", ended) is not ended:
             work.close()
             raise ArpoError(
                 "this agent is busy with another call; in a callback of train(), call trainer.stop(), and the rest "
                 "after train() has returned"
             )
-        calls = self._calls = queue.SimpleQueue[Callable[[], None] | None]()
-        self._task = task = self._start(work, calls)
-        interrupted = False
-        while True:
-            try:
-                if (call := calls.get()) is None:
-                    break
-                call()
-            except KeyboardInterrupt:
-                if interrupted:
-                    self._calls = None
-                    raise
-                interrupted = True
-                self._loop.call_soon_threadsafe(task.cancel)
-        if interrupted:
-            if not task.cancelled():
-                task.exception()  # it ended in another way at the same moment
-            raise KeyboardInterrupt
-        return task.result()
-
-    def _start(
-        self, work: Coroutine[Any, Any, T], calls: queue.SimpleQueue[Callable[[], None] | None]
-    ) -> asyncio.Task[T]:
-        started: Future[asyncio.Task[T]] = Future()
-
-        def end(_: asyncio.Task[T]) -> None:
-            self._busy.release()
-            calls.put(None)
-
-        def start() -> None:
-            task = self._loop.create_task(work)
-            task.add_done_callback(end)
-            started.set_result(task)
-
         self._loop.call_soon_threadsafe(start)
-        return started.result()
 
     def cancel(self) -> None:
         """Cancel what is running, from any thread; `run` then raises asyncio.CancelledError."""
-        if self._task is not None and self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._task.cancel)
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(lambda: self._task is not None and self._task.cancel())
 
     def in_caller(self, function: Callable[[], object]) -> None:
         """Call a function in the thread that waits in `run`, and wait for it; its error is raised here."""
-        calls = self._calls
         if threading.current_thread() is not self._thread:
             function()
             return
-        done: Future[None] = Future()
-
-        def call() -> None:
-            try:
-                function()
-                done.set_result(None)
-            except Exception as error:
-                done.set_exception(error)
-            except BaseException:  # Ctrl-C: `run` cancels the work
-                done.set_result(None)
-                raise
-
-        if calls is not None:
-            calls.put(call)
-        while calls is not None and calls is self._calls:  # until a second Ctrl-C
-            try:
-                return done.result(timeout=1.0)
-            except TimeoutError:
-                if done.done():
-                    raise  # of the function itself
+        if (wake := self._wake) is None:
+            return
+        call = self._call = _Call(function)
+        wake.put(None)
+        while self._wake is wake:  # until a second Ctrl-C
+            if wait([call.done], timeout=1.0).done:
+                return call.done.result()
 
     def close(self) -> None:
         """Cancel what is running, and end the thread."""

@@ -103,7 +103,7 @@ def _sum_of_larger(a: tuple[float, float], b: tuple[float, float], count: int) -
     if a1 == b1 or count == 1:
         return _series(*(a if a0 >= b0 else b), 0, count)
     cross = (b0 - a0) / (a1 - b1)
-    turn = min(max(math.ceil(cross), 0), count)
+    turn = math.ceil(min(max(cross, 0.0), count))
     low, high = (a, b) if a1 < b1 else (b, a)  # the steeper one is larger from the crossing on
     return _series(*low, 0, turn) + _series(*high, turn, count)
 

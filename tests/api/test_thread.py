@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 import threading
 from collections.abc import Iterator
+from types import FrameType
+from typing import Any
 
 import pytest
 
+import arpo.api.thread as thread_module
 from arpo.api.thread import LoopThread, stoppable
 from arpo.errors import ArpoError
 
@@ -77,6 +81,58 @@ def test_ctrl_c_waits_for_the_clean_up(thread: LoopThread) -> None:
         thread.run(work())
     assert done == ["saved"]
     assert thread.run(asyncio.sleep(0, "goes on")) == "goes on"
+
+
+def test_ctrl_c_at_any_line(thread: LoopThread) -> None:
+    """An interrupt is raised at each line in turn that the caller's thread runs: nothing hangs, nothing is lost."""
+
+    class Interrupt:
+        def __init__(self, at: int) -> None:
+            self.left, self.where = at, ""
+
+        def trace(self, frame: FrameType, event: str, arg: object) -> Any:
+            if frame.f_code.co_filename not in (thread_module.__file__, __file__):
+                return None
+            if event == "line":
+                self.left -= 1
+                if self.left == 0:
+                    self.where = f"{frame.f_code.co_name}:{frame.f_lineno}"
+                    raise KeyboardInterrupt
+            return self.trace
+
+    interrupted = set()
+    for at in range(1, 200):
+        done: list[str] = []
+
+        async def work(done: list[str] = done) -> str:
+            try:
+                thread.in_caller(lambda: done.append("called"))
+                await asyncio.sleep(0)
+                thread.in_caller(lambda: done.append("called again"))
+                return "result"
+            finally:
+                thread.in_caller(lambda: done.append("saved"))
+
+        coroutine, interrupt = work(), Interrupt(at)
+        sys.settrace(interrupt.trace)
+        try:
+            result = thread.run(coroutine)
+        except KeyboardInterrupt:
+            result = "interrupted"
+        finally:
+            sys.settrace(None)
+            coroutine.close()  # for an interrupt that came before it was started
+        if result == "result":
+            assert not interrupt.where and done == ["called", "called again", "saved"]
+            break
+        interrupted.add(interrupt.where)
+        assert len(done) == len(set(done)), (interrupt.where, done)
+        in_call = interrupt.where.startswith(("<lambda>", "__call__"))  # that call is not made again
+        assert not done or done[-1] == "saved" or in_call, (interrupt.where, done)
+        assert thread.run(asyncio.sleep(0, "goes on")) == "goes on", interrupt.where
+    else:
+        pytest.fail("it was interrupted at every line, and never came to its end")
+    assert len(interrupted) > 20, interrupted
 
 
 def test_a_second_ctrl_c_waits_for_nothing(thread: LoopThread) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from plan_runs import record
 
@@ -191,6 +191,7 @@ NUMBERS = st.floats(0, 100, allow_nan=False)
 
 
 @given(a=st.tuples(NUMBERS, NUMBERS), b=st.tuples(NUMBERS, NUMBERS), count=st.integers(1, 60))
+@example(a=(0.0, 0.0), b=(1.0, 2.3e-311), count=2)
 def test_the_sum_of_the_larger_line_is_that_of_a_loop(
     a: tuple[float, float], b: tuple[float, float], count: int
 ) -> None:

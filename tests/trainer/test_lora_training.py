@@ -420,6 +420,7 @@ def test_the_commands_take_a_run_with_an_adapter(
     model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_to_the_end(config_for(model_path, tmp_path / "run", "train.steps=1", *KINDS["both"]))
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.stdin", io.StringIO("Who?\n/quit\n"))
     for command, said in {"eval": "accuracy", "rollout": "trajectories", "chat": "tools: search, python"}.items():
         monkeypatch.setattr("sys.argv", ["arpo", command, str(tmp_path / "run"), "rollout.max_tokens=8"])
