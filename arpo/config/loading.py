@@ -28,7 +28,7 @@ from pydantic import ValidationError
 
 from arpo.config.files import expand_user, nesting_depth, parse_json, parse_toml, read_limited
 from arpo.config.masking import MASK, has_mask, mask_message, masked
-from arpo.config.schema import Config
+from arpo.config.schema import DERIVED, Config
 from arpo.errors import ArpoError
 
 COMMAND_LINE = "command line"
@@ -88,6 +88,9 @@ def load_config(
     from_file: Mapping[str, Any] = {}
     if path is not None:
         from_file = path.resolved(reveal=True) if isinstance(path, Config) else _read_file(path)
+    complete = isinstance(path, Config) or (path is not None and path.suffix == ".json")  # with those of its preset
+    if complete:
+        from_file = _without_derived(from_file)
     from_command: dict[str, Any] = {}
     for text in overrides:
         key, equals, value = text.partition("=")
@@ -102,7 +105,6 @@ def load_config(
         (ARGUMENTS, arguments),
         (name, from_file),
     ]
-    complete = isinstance(path, Config) or (path is not None and path.suffix == ".json")  # with those of its preset
     if algorithm is not None:
         values = _preset(algorithm)
         if values is None:
@@ -147,6 +149,21 @@ def _algorithm_defaults() -> dict[str, Any]:
         "train": {"dynamic_sampling_rounds": plain.train.dynamic_sampling_rounds},
         "reward": {"overlong": plain.reward.overlong},
     }
+
+
+def _without_derived(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A complete configuration without the defaults that follow from other settings, so that overrides change both."""
+    for section, name in DERIVED:
+        if not isinstance(values.get(section), Mapping) or name not in values[section]:
+            continue
+        rest = {**values, section: {key: value for key, value in values[section].items() if key != name}}
+        try:
+            derived = Config.model_validate(rest).model_dump(mode="json", context={"reveal": True})
+        except ValidationError:
+            return values  # reported when everything is merged
+        if derived[section][name] == values[section][name]:
+            values = rest
+    return values
 
 
 def _preset_choices(given: str) -> str:

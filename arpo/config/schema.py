@@ -638,6 +638,16 @@ class Cluster(Section):
     )
 
 
+DERIVED = (
+    ("reward", "bonus_tools"),
+    ("tools", "enabled"),
+    ("rollout", "max_tool_calls"),
+    ("rollout", "num_initial"),
+    ("environment", "name"),
+)
+"""Settings whose default follows from others; one stands before those that its own default follows from."""
+
+
 class Config(Section):
     """All settings of a run."""
 

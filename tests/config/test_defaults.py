@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from arpo.cli.options import load_model_config
@@ -71,3 +74,36 @@ def test_an_environment_allows_more_calls() -> None:
 def test_a_model_alone_does_not_search_the_world(model: str, given: list[str], enabled: tuple[str, ...]) -> None:
     config = load_model_config(model, given)
     assert (config.model.path, config.tools.enabled) == (model, enabled)
+
+
+@pytest.mark.parametrize(
+    ("stored", "override", "enabled", "bonus_tools", "num_initial", "max_tool_calls"),
+    [
+        ([], [], BOTH, BOTH, 8, 3),
+        ([], ['tools.enabled=["python"]'], PYTHON, (), 8, 3),
+        ([], ["data.train=q.jsonl"], PYTHON, (), 8, 3),
+        ([], ["rollout.num_trajectories=2"], BOTH, BOTH, 1, 3),
+        ([], ["environment.name=mine.py:Shop"], (), (), 8, 10),
+        (["preset=grpo"], ["rollout.num_trajectories=4"], BOTH, BOTH, 4, 3),
+        (["rollout.num_initial=3"], ["rollout.num_trajectories=6"], BOTH, BOTH, 3, 3),
+        (["data.train=labyrinth"], ["data.train=q.jsonl"], PYTHON, (), 8, 3),
+        (["reward.bonus_tools=[]"], ["rollout.max_tool_calls=7"], BOTH, (), 8, 7),
+    ],
+)
+def test_defaults_follow_what_overrides_a_whole_configuration(
+    stored: list[str],
+    override: list[str],
+    enabled: tuple[str, ...],
+    bonus_tools: tuple[str, ...],
+    num_initial: int,
+    max_tool_calls: int,
+    tmp_path: Path,
+) -> None:
+    """A run's config.json, and a Config, hold every setting: those that nobody gave still follow the others."""
+    config = load_config(None, stored)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config.resolved()))
+    for base in (config, file):
+        got = load_config(base, override)
+        assert (got.tools.enabled, got.reward.bonus_tools) == (enabled, bonus_tools)
+        assert (got.rollout.num_initial, got.rollout.max_tool_calls) == (num_initial, max_tool_calls)
