@@ -178,7 +178,7 @@ def test_decisive_forks_agree_with_replaying_each_prefix() -> None:
     for index, node in enumerate(grown.nodes):
         made = [grown.nodes[i] for i in grown.prefix(index) if grown.nodes[i].kind is Kind.TOOL]
         calls = [n.call for n in made if n.call is not None and n.result is not None and n.result.fault is None]
-        if node.kind is Kind.TOOL and after(*((call.name, next(iter(call.args.values()))) for call in calls)).undecided:
+        if node.kind is Kind.TOOL and after(*((call.name, next(iter(call.args.values()))) for call in calls)).decisive:
             slow.append(index)
     assert slow == decisive_forks(grown)
 
