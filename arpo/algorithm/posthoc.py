@@ -9,9 +9,10 @@ old results and the new ones, until the budget is spent.
     posthoc_outcome      the results with the largest expected p (1 - p), where p is the chance of success below them
     posthoc_tail         the last results of the trajectories, those with the fewest branches first
 
-The last three take up to `round_size` results per round from the whole tree, each at most once; between equal ones (to
-12 digits) those with fewer branches come first, then those sampled earlier. "shuffled" also decides when trajectories have ended:
-`shuffled_donors` says whose dH decides about each result.
+The last three take up to `round_size` results per round from the whole tree, each at most once. Between equal ones (to
+12 digits) those with fewer branches come first, then those sampled earlier.
+
+"shuffled" also decides when trajectories have ended: `shuffled_donors` says whose dH decides about each result.
 """
 
 from __future__ import annotations

@@ -102,6 +102,15 @@ def test_presets_change_only_what_they_set() -> None:
     ]
 
 
+def test_an_algorithm_decides_where_to_branch_whatever_the_file_says(tmp_path: Path) -> None:
+    other = 'entropy_unit = "sum"\nprobe = "first_token"\nround_size = 9\nper_call = true\nfill = "none"\npenalty = 0.9'
+    path = _file(tmp_path, f"[branching]\n{other}\nbeta = 3.0\nprobe_tokens = 7\n")
+    plain = Config().branching
+    assert load_config(path, [], "arpo").branching == plain.model_copy(update={"beta": 3.0, "probe_tokens": 7})
+    code = {"rule": "stochastic", "entropy_unit": "sum", "beta": 0.2, "probe_tokens": 7}
+    assert load_config(path, [], "arpo-code").branching == plain.model_copy(update=code)
+
+
 def test_a_preset_may_be_a_file(tmp_path: Path) -> None:
     mine = tmp_path / "mine.toml"
     mine.write_text("[branching]\nalpha = 0.7\n[loss]\nclip_high = 0.5\n")

@@ -227,6 +227,18 @@ def test_trajectories_of_a_tree_earn_what_their_own_calls_lead_to(policy: str, t
     assert forks == seen and len(forks) > 2
 
 
+def test_the_oracle_branches_exactly_at_the_decisive_forks(tokenizer: Any) -> None:
+    tools = EnvironmentTools(StatePool(Labyrinth))
+    fmt = build_format("tags", [each.spec for each in tools.values()])
+    agent = Agent(ScriptedEngine(tokenizer, wander), tokenizer, tools, fmt)
+    how = Rollout(num_trajectories=64, num_initial=3, max_tool_calls=8)
+    with Scorer(lambda trajectory, state: state.reward(trajectory), 1) as scorer:
+        branching = Branching(policy="oracle", fill="none")
+        tree = asyncio.run(sample_tree(agent, TASK, how, branching, 0, scorer.score)).tree
+    opened = [index for index, node in enumerate(tree.nodes) if node.decision and node.decision.branches]
+    assert opened == decisive_forks(tree) and len(opened) > 3 and len(tree.leaves) == 3 + len(opened) < 64
+
+
 def test_the_benchmark_samples_choices_below_the_forks(tokenizer: Any) -> None:
     """After a wrong key or a way, all else is forced: every reward is the same. After the right key it is not."""
     tools = EnvironmentTools(StatePool(Labyrinth))
