@@ -172,11 +172,12 @@ class Decision:
 
     initial_entropy: float  # H_initial
     entropy: float  # H
-    delta: float  # dH
+    delta: float  # dH, in branching.entropy_unit
     probability: float  # P, not clipped to [0, 1]
     branches: int  # opened here
     reason: str
     probed_tokens: int  # tokens that H is the mean of
+    discarded_tokens: int = 0  # tokens of a probe that is not in the tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -417,7 +418,12 @@ class ScoredTree:
     @property
     def has_learning_signal(self) -> bool:
         """Whether the unmasked trajectories earned unequal rewards: the group is informative."""
-        return len({reward.total for reward in compress(self.rewards, self.mask)}) > 1
+        return len(set(self.used_rewards)) > 1
+
+    @property
+    def used_rewards(self) -> tuple[float, ...]:
+        """The rewards of the unmasked trajectories."""
+        return tuple(reward.total for reward in compress(self.rewards, self.mask))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -5,22 +5,35 @@
     dH        = (H - H_initial) / ln V                       in [-1, 1]; V is the vocabulary size
     P         = (alpha + beta * dH) * (1 - penalty * l)      l: branch points in a row just above
 
-The threshold rule branches if P > tau; the stochastic rule branches with probability P, clipped to [0, 1].
+With `entropy_unit = "sum"`, dH is the difference of the sums over the k tokens, divided by ln V. With
+`probe = "first_token"`, k is 1. The threshold rule branches if P > tau; the stochastic rule branches with probability
+P, clipped to [0, 1].
 
 Other policies: "random" branches with probability alpha, "always" wherever the budget allows, "never" not at all, as
-in GRPO. "posthoc_random" and "posthoc_entropy" branch when all trajectories have ended, at results drawn at random or
-at those with the largest dH (see `arpo.algorithm.rollout`). H, dH and P are recorded under every policy.
+in GRPO. "shuffled" is "entropy" with the dH of another result, "oracle" branches where the environment says that the
+next choice is decisive. The posthoc policies branch when all trajectories have ended (`arpo.algorithm.posthoc`). H, dH
+and P are recorded under every policy.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from arpo.config.schema import Branching
 from arpo.types import Decision
 
-POSTHOC_POLICIES = ("posthoc_random", "posthoc_entropy")
+POSTHOC_POLICIES = ("posthoc_random", "posthoc_entropy", "posthoc_top_entropy", "posthoc_outcome", "posthoc_tail")
+REWARD_POLICIES = ("posthoc_outcome", "posthoc_tail")  # those of them that look at rewards
+
+
+@dataclass(frozen=True, slots=True)
+class Donor:
+    """The tool result whose dH decides about another one, under the policy "shuffled"."""
+
+    node: int
+    delta: float  # its dH
 
 
 def decide(
@@ -31,20 +44,29 @@ def decide(
     budget: int,
     uniform: float,
     consecutive_branches: int = 0,
+    *,
+    donor: Donor | None = None,
+    decisive: bool | None = None,
 ) -> Decision:
     """How many branches to open after one tool result, and why.
 
     `budget` is how many trajectories may still be started, `uniform` a random number in [0, 1), and
-    `consecutive_branches` the number l of branch points in a row, up to the trajectory's previous tool result.
+    `consecutive_branches` the number l of branch points in a row, up to the trajectory's previous tool result. The
+    dH of a `donor` takes the place of the result's own. `decisive` is what the environment says, for "oracle".
     """
-    probe = entropies[: settings.probe_tokens]
-    initial = _mean(initial_entropies[: settings.probe_tokens])
-    entropy = _mean(probe)
-    delta = (entropy - initial) / math.log(vocab_size)
-    by_entropy = (settings.alpha + settings.beta * delta) * (1 - min(1.0, settings.penalty * consecutive_branches))
-    probability = {"random": settings.alpha, "always": 1.0}.get(settings.policy, by_entropy)
+    probe = entropies[: settings.probe_length]
+    delta = entropy_change(settings, initial_entropies, entropies, vocab_size)
+    deciding = delta if donor is None else donor.delta
+    by_entropy = (settings.alpha + settings.beta * deciding) * (1 - min(1.0, settings.penalty * consecutive_branches))
+    known = {"random": settings.alpha, "always": 1.0, "oracle": float(bool(decisive))}
+    probability = known.get(settings.policy, by_entropy)
     branches, reason = _num_branches(settings, probability, len(probe), budget, uniform)
-    return Decision(initial, entropy, delta, probability, branches, reason, len(probe))
+    if donor is not None:
+        reason += f" (by the dH of node {donor.node})"
+    elif settings.policy == "oracle" and decisive is None:
+        reason = "the environment could not say whether the next choice is decisive"
+    initial = _mean(initial_entropies[: settings.probe_length])
+    return Decision(initial, _mean(probe), delta, probability, branches, reason, len(probe))
 
 
 def _num_branches(settings: Branching, probability: float, probed: int, budget: int, uniform: float) -> tuple[int, str]:
@@ -54,7 +76,9 @@ def _num_branches(settings: Branching, probability: float, probed: int, budget: 
         return 0, "the policy branches when all trajectories have ended"
     if probed == 0:
         return 0, "nothing was sampled after the result"
-    by_threshold = settings.policy == "entropy" and settings.rule == "threshold"
+    if settings.policy == "oracle" and not probability:
+        return 0, "the next choice is not decisive"
+    by_threshold = settings.policy in ("entropy", "shuffled") and settings.rule == "threshold"
     if by_threshold and not probability > settings.tau:
         return 0, "P is not above the threshold"
     if not by_threshold and not uniform < probability:
@@ -64,17 +88,36 @@ def _num_branches(settings: Branching, probability: float, probed: int, budget: 
     return min(settings.branch_width, budget), "branched"
 
 
-def balanced_num_initial(
-    num_trajectories: int, weight: float, initial_entropies: Sequence[float], after_results: Sequence[Sequence[float]]
-) -> int:
-    """AEPO's N = M * sigmoid(weight * (H_root - H_tool)), rounded, at least 1.
+def entropy_change(
+    settings: Branching, initial_entropies: Sequence[float], entropies: Sequence[float], vocab_size: int
+) -> float:
+    """The change dH from the first tokens of a trajectory to those after a tool result, in `entropy_unit`."""
+    return (_level(settings, entropies) - _level(settings, initial_entropies)) / math.log(vocab_size)
 
-    H_root is the mean of a trajectory's initial entropies; H_tool the mean over its tool results of the mean entropy
-    after each, 0 without results.
+
+def balanced_num_initial(
+    settings: Branching,
+    num_trajectories: int,
+    initial_entropies: Sequence[float],
+    after_results: Sequence[Sequence[float]],
+    vocab_size: int,
+) -> int:
+    """AEPO's N = M * sigmoid(balance * (H_root - H_tool)), rounded, at least 1; both in the unit of dH.
+
+    H_root is that of a trajectory's initial entropies; H_tool the mean over its tool results of that after each, 0
+    without results.
     """
-    h_tool = _mean([_mean(entropies) for entropies in after_results])
-    share = 1 / (1 + math.exp(min(700.0, -weight * (_mean(initial_entropies) - h_tool))))  # no overflow
+    assert settings.balance is not None
+    h_tool = _mean([_level(settings, entropies) for entropies in after_results])
+    difference = (_level(settings, initial_entropies) - h_tool) / math.log(vocab_size)
+    share = 1 / (1 + math.exp(min(700.0, -settings.balance * difference)))  # no overflow
     return min(num_trajectories, max(1, round(num_trajectories * share)))
+
+
+def _level(settings: Branching, entropies: Sequence[float]) -> float:
+    """The mean entropy of the probed tokens, or their sum."""
+    probe = entropies[: settings.probe_length]
+    return sum(probe) if settings.entropy_unit == "sum" else _mean(probe)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -29,6 +29,7 @@ def rollout_metrics(scored: Sequence[ScoredTree], probe_tokens: int) -> dict[str
     every = [reward for one in scored for reward in one.rewards]
     faults = [node.result.fault for node in nodes if node.result is not None]
     decisions = [node.decision for node in nodes if node.decision is not None]
+    discarded = sum(decision.discarded_tokens for decision in decisions)
     trajectories = [trajectory for tree in trees for trajectory in tree.trajectories]
     return {
         **reward_metrics(every),
@@ -44,7 +45,8 @@ def rollout_metrics(scored: Sequence[ScoredTree], probe_tokens: int) -> dict[str
         "branches": sum(decision.branches for decision in decisions),
         "entropy_start": _mean(_first_entropies(trees, probe_tokens)),
         "entropy_after_tool": _mean([decision.entropy for decision in decisions]),
-        "sampled_tokens": sum(len(node.tokens) for node in nodes if node.kind is Kind.MODEL),
+        "sampled_tokens": sum(len(node.tokens) for node in nodes if node.kind is Kind.MODEL) + discarded,
+        **({"discarded_tokens": discarded} if discarded else {}),
         "completion_tokens": sum(t.completion_tokens for t in trajectories) / len(trajectories),
         "unique_tokens": sum(tree.unique_tokens for tree in trees),
         "total_tokens": sum(tree.total_tokens for tree in trees),

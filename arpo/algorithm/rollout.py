@@ -5,8 +5,11 @@
        entropy with that of the trajectory's first tokens and says how many branches open there (Z = `branch_width`).
     3. A branch is a new trajectory that continues from the same tool result, while the probed one goes on.
     4. When all trajectories have ended and fewer than M = `num_trajectories` were started, the rest is filled from the
-       prompt, or, under the posthoc policies, from tool results. With `branching.fill = "informative"` this is only
-       done if the trajectories so far earned unequal rewards.
+       prompt, or, under the posthoc policies, from tool results (`arpo.algorithm.posthoc`), in rounds. With
+       `branching.fill = "informative"` this is only done if the trajectories so far earned unequal rewards.
+
+Under the policy "shuffled" no trajectory branches on its way. When all have ended, every result decides with the dH of
+another one, the branches run, and so on with their results.
 
 Guarantees: trajectories do not wait for each other; each one waits only for its own turns and tools. Sampled tokens are
 never tokenized again. No model output raises. All random numbers are derived from the seed: two rollouts differ only
@@ -29,15 +32,34 @@ from arpo.agent.agent import Agent
 from arpo.agent.detokenize import token_char_offsets
 from arpo.agent.formats import ResultPlace, encode_result
 from arpo.agent.turn_loop import EncodedResult, Turn, generate_turn, run_turns, sampling_params
-from arpo.algorithm.branching import POSTHOC_POLICIES, balanced_num_initial, decide
+from arpo.algorithm.branching import (
+    POSTHOC_POLICIES,
+    REWARD_POLICIES,
+    Donor,
+    balanced_num_initial,
+    decide,
+    entropy_change,
+)
+from arpo.algorithm.posthoc import (
+    REASONS,
+    candidates,
+    choose_best,
+    choose_per_first_turn,
+    first_turns,
+    shuffled_donors,
+    tail_budget,
+)
 from arpo.config.schema import Branching, Rollout
-from arpo.environments.states import State, open_state
+from arpo.environments.states import State, open_state, pool_of
+from arpo.errors import ArpoError
+from arpo.tools.base import ToolUnavailable
 from arpo.tools.executor import call_tool
 from arpo.types import (
     Completion,
     Kind,
     Leaf,
     Node,
+    Reward,
     RolloutTree,
     ScoredTree,
     StopReason,
@@ -48,7 +70,9 @@ from arpo.types import (
 )
 
 ScoreFn = Callable[[RolloutTree, Sequence[State]], Awaitable[ScoredTree]]
-"""Returns a tree with the rewards of its leaves, given the final state of each if there is an environment."""
+"""Returns a tree with the rewards of its leaves, given the final state of each if there is an environment.
+
+A tree may come in parts: with all nodes so far, and the leaves that were not scored before."""
 
 
 async def sample_trees(
@@ -94,14 +118,14 @@ async def sample_tree(
 
     With `branching.fill = "informative"`, a tree whose first trajectories all earned the same is not filled.
     """
-    async with _open_builder(agent, task, settings, branching, seed, slots) as builder:
+    async with _open_builder(agent, task, settings, branching, seed, slots, score) as builder:
         await builder.sample_initial()
         if branching.fill == "informative" and (builder.budget or builder.not_opened):
-            scored = await score(builder.tree(), builder.final_states)
+            scored = await builder.scored()
             if not scored.has_learning_signal:
                 return scored
         await builder.fill()
-        return await score(builder.tree(), builder.final_states)
+        return await builder.scored()
 
 
 async def rollout(
@@ -114,8 +138,14 @@ async def rollout(
 ) -> RolloutTree:
     """The tree of `task`, filled to `num_trajectories` and not scored.
 
-    A trajectory starts, and its time limit begins, when it gets one of the `slots`.
+    A trajectory starts, and its time limit begins, when it gets one of the `slots`. Policies that look at rewards are
+    an ArpoError.
     """
+    if branching.policy in REWARD_POLICIES:
+        raise ArpoError(
+            f'branching.policy = "{branching.policy}" chooses by rewards, and this tree is not scored: take a question '
+            "with an answer, or another policy, like branching.policy=posthoc_random"
+        )
     async with _open_builder(agent, task, settings, branching, seed, slots) as builder:
         await builder.sample_initial()
         await builder.fill()
@@ -130,12 +160,30 @@ async def _open_builder(
     branching: Branching,
     seed: int,
     slots: asyncio.Semaphore | None,
+    score: ScoreFn | None = None,
 ) -> AsyncIterator[_TreeBuilder]:
     """The builder of a task's tree, and the states of its trajectories, which are closed at the end of the block."""
+    if branching.policy == "oracle":
+        _require_oracle(agent)
     async with open_state(agent.tools, task) as root:
         failed = root is not None and not await root.try_prepare()
+        if branching.policy == "oracle" and root is not None and not failed and await root.decisive() is None:
+            raise ArpoError(
+                f'branching.policy = "oracle": the environment does not know the decisive choices of task {task.id}; '
+                "take other tasks or another policy"
+            )
         task = task if root is None else root.with_opening(task)
-        yield _TreeBuilder(agent, task, settings, branching, seed, slots, root, failed)
+        yield _TreeBuilder(agent, task, settings, branching, seed, slots, root, failed, score)
+
+
+def _require_oracle(agent: Agent) -> None:
+    pool = pool_of(agent.tools)
+    if pool is None or not pool.knows_decisive:
+        lacking = "there is no environment" if pool is None else f"{pool.kind.__name__} has no property decisive"
+        raise ArpoError(
+            'branching.policy = "oracle" needs an environment that says which choices are decisive, but '
+            f"{lacking}: use data.train=labyrinth, define the property, or take another policy"
+        )
 
 
 class _TreeBuilder:
@@ -151,7 +199,9 @@ class _TreeBuilder:
         slots: asyncio.Semaphore | None,
         root: State | None,
         failed: bool,
+        score: ScoreFn | None = None,
     ) -> None:
+        self.score = score  # None: the tree is not scored
         self.root, self.failed = root, failed  # the state at the prompt, and whether it cannot be made
         self.agent, self.task, self.settings, self.branching, self.seed = agent, task, settings, branching, seed
         self.slots = slots or asyncio.Semaphore(settings.concurrency)
@@ -159,11 +209,13 @@ class _TreeBuilder:
         self.nodes = [Node(None, Kind.PROMPT, prompt, agent.tokenizer.decode(list(prompt)))]
         self.leaves: list[Leaf] = []
         self.final_states: list[State] = []  # of the leaves, if there is an environment
+        self.rewards: list[Reward] = []  # of the leaves that were scored so far
+        self.mask: list[bool] = []  # of the same
         self.saved_states: dict[int, State] = {}  # after tool results where branches may open later
         self.max_tokens = min(settings.max_tokens, agent.engine.capabilities.max_context - len(prompt))
         self.budget = settings.num_trajectories  # trajectories that may still be started
         self.started = self.not_opened = 0  # trajectories, and those of them whose state could not be made
-        self.defer_decisions = False
+        self.defer_decisions = branching.policy == "shuffled"
         self.task_group: asyncio.TaskGroup
 
     @property
@@ -175,20 +227,34 @@ class _TreeBuilder:
         """What has been sampled so far."""
         return RolloutTree(self.task, tuple(self.nodes), tuple(self.leaves), self.agent.format.name)
 
+    async def scored(self) -> ScoredTree:
+        """What has been sampled so far, with rewards; every leaf is scored once."""
+        assert self.score is not None
+        tree, count = self.tree(), len(self.mask)
+        if count < len(self.leaves):
+            scored = await self.score(replace(tree, leaves=tree.leaves[count:]), self.final_states[count:])
+            self.rewards += scored.rewards
+            self.mask += scored.mask
+        return ScoredTree(tree, tuple(self.rewards), mask=tuple(self.mask))
+
     async def sample_initial(self) -> None:
         """Sample the initial trajectories and the branches that they open."""
         if self.branching.balance is None:
             await self._run_from([0] * self.settings.num_initial)
         else:
-            await self._sample_balanced(self.branching.balance)
+            await self._sample_balanced()
+        if self.branching.policy == "shuffled":
+            await self._branch_shuffled()
 
     async def fill(self) -> None:
         """Spend the rest of the budget, when all trajectories have ended."""
-        while self.branching.policy in POSTHOC_POLICIES and self.budget:
+        if self.branching.policy in POSTHOC_POLICIES and self.budget:
             await self._branch_posthoc()
         self.budget, self.not_opened = self.budget + self.not_opened, 0
-        if self.budget:
+        if self.budget and self.branching.fill != "none":
             await self._run_from([0] * self.budget)
+            if self.branching.policy == "shuffled":
+                await self._branch_shuffled()
 
     async def _run_from(self, sources: Sequence[int]) -> None:
         """Run a new trajectory from each of these nodes."""
@@ -208,7 +274,6 @@ class _TreeBuilder:
     def _trajectory_from(self, source: int) -> _ActiveTrajectory:
         """A trajectory that continues from the prompt or a tool result, with the full time limit."""
         above = self._prefix(source)[1:]
-        first = next((node.entropies for node in above if node.kind is Kind.MODEL), ())
         return _ActiveTrajectory(
             self,
             source,
@@ -216,7 +281,7 @@ class _TreeBuilder:
             self.settings.max_seconds,
             tool_calls=sum(node.kind is Kind.TOOL for node in above),
             tokens=sum(len(node.tokens) for node in above),
-            initial_entropies=first[: self.branching.probe_tokens],
+            initial_entropies=self._initial_entropies(source),
             already_probed=source > 0,
             state=None if self.root is None else (self.saved_states[source] if source else self.root).branch(),
         )
@@ -255,7 +320,15 @@ class _TreeBuilder:
             self.nodes[source] = replace(self.nodes[source], decision=decision)
         return False
 
-    def branch_at(self, trajectory: _ActiveTrajectory, source: int, entropies: Sequence[float]) -> None:
+    def branch_at(
+        self,
+        trajectory: _ActiveTrajectory,
+        source: int,
+        entropies: Sequence[float],
+        *,
+        donor: Donor | None = None,
+        discarded_tokens: int = 0,
+    ) -> None:
         """Decide from the entropies after tool node `source` how many branches open there, and start them."""
         uniform = random.Random(derive_seed(self.seed, "branch", trajectory.number, trajectory.tokens)).random()
         decision = decide(
@@ -266,7 +339,10 @@ class _TreeBuilder:
             self.budget,
             uniform,
             trajectory.consecutive_branches,
+            donor=donor,
+            decisive=trajectory.decisive,
         )
+        decision = replace(decision, discarded_tokens=discarded_tokens)
         self.nodes[source] = replace(self.nodes[source], decision=decision)
         trajectory.consecutive_branches = trajectory.consecutive_branches + 1 if decision.branches else 0
         for _ in range(decision.branches):
@@ -275,59 +351,95 @@ class _TreeBuilder:
             branch = replace(trajectory, node=source, number=self.started, seconds=left, already_probed=True)
             self._start(replace(branch, state=state))
 
-    async def _sample_balanced(self, weight: float) -> None:
+    def _branch_later(self, turn: Node, number: int, donor: Donor | None = None) -> None:
+        """Decide about the tool result before a turn of a trajectory that has ended."""
+        assert turn.parent is not None
+        trajectory = self._trajectory_from(turn.parent)
+        trajectory.number = number
+        trajectory.consecutive_branches = self._consecutive_branches(turn.parent)
+        trajectory.deadline = time.monotonic() + trajectory.seconds
+        self.branch_at(trajectory, turn.parent, turn.entropies, donor=donor)
+
+    def _consecutive_branches(self, source: int) -> int:
+        """How many results directly above a tool result, of those that were decided about, were all branched from."""
+        above = [node.decision for node in self._prefix(source)[:-1] if node.decision is not None]
+        return next((count for count, one in enumerate(reversed(above)) if not one.branches), len(above))
+
+    async def _sample_balanced(self) -> None:
         """AEPO: sample one trajectory; its entropies decide how many more start at the prompt and where it branches."""
         self.defer_decisions = True
         await self._run_from([0])
         self.defer_decisions = False
         turns = [node for node in self.nodes if node.kind is Kind.MODEL]
-        first, *after_results = [turn.entropies[: self.branching.probe_tokens] for turn in turns] or [()]
-        num_initial = balanced_num_initial(self.settings.num_trajectories, weight, first, after_results)
+        first, *after_results = [turn.entropies for turn in turns] or [()]
+        vocab_size = self.agent.engine.capabilities.vocab_size
+        num_initial = balanced_num_initial(
+            self.branching, self.settings.num_trajectories, first, after_results, vocab_size
+        )
         async with self._running():
             for _ in range(num_initial - 1):
                 self._start(self._trajectory_from(0))
-            consecutive_branches = 0
             for turn in turns[1:]:
-                trajectory = self._trajectory_from(turn.parent or 0)
-                trajectory.number, trajectory.consecutive_branches = 0, consecutive_branches
-                trajectory.deadline = time.monotonic() + trajectory.seconds
-                self.branch_at(trajectory, trajectory.node, turn.entropies)
-                consecutive_branches = trajectory.consecutive_branches
+                self._branch_later(turn, number=0)
+
+    async def _branch_shuffled(self) -> None:
+        """Let every undecided result decide with the dH of another, run the branches, and repeat with their results."""
+        vocab_size = self.agent.engine.capabilities.vocab_size
+        while True:
+            turns = {node.parent: node for node in reversed(self.nodes) if node.kind is Kind.MODEL and node.parent}
+            probed = {index: self._depth_and_tool(index) for index in sorted(filter(None, turns))}
+            undecided = {index: probed[index] for index in probed if self.nodes[index].decision is None}
+            if not undecided:
+                return
+            decided = {index: probed[index] for index in probed if index not in undecided}
+            rng = random.Random(derive_seed(self.seed, "shuffle", len(self.nodes)))
+            donors = shuffled_donors(undecided, decided, rng)
+            async with self._running():
+                for source in sorted(undecided, key=lambda index: (undecided[index][0], index)):
+                    other = donors[source]
+                    first = self._initial_entropies(other)
+                    delta = entropy_change(self.branching, first, turns[other].entropies, vocab_size)
+                    self._branch_later(turns[source], number=source, donor=Donor(other, delta))
+
+    def _depth_and_tool(self, source: int) -> tuple[int, str]:
+        """How many results a trajectory has up to this one, and the tool that returned it."""
+        call = self.nodes[source].call
+        return sum(node.kind is Kind.TOOL for node in self._prefix(source)), "" if call is None else call.name
 
     async def _branch_posthoc(self) -> None:
-        """Run one more trajectory per first turn, from a tool result below it, as long as the budget lasts."""
-        rng = random.Random(derive_seed(self.seed, "later", self.budget))
-        results: dict[int, list[int]] = {}  # first turn -> probed tool results below it
-        for index, node in enumerate(self.nodes):
-            if node.parent is not None:
-                below = results.setdefault(self._first_turn(index), [])
-                if node.kind is Kind.TOOL and node.decision is not None:
-                    below.append(index)
-        by_entropy = self.branching.policy == "posthoc_entropy"
-        sources = [
-            (min(below, key=self._fewest_branches) if by_entropy else rng.choice(below)) if below else 0
-            for below in results.values()
-        ] or [0]
-        sources = sources[: self.budget]
-        reason = "largest entropy rise" if by_entropy else "drawn at random"
-        for source in filter(None, sources):
-            decision = self.nodes[source].decision
-            assert decision is not None
-            chosen = replace(decision, branches=decision.branches + 1, reason=f"{reason} after all trajectories ended")
-            self.nodes[source] = replace(self.nodes[source], decision=chosen)
-        await self._run_from(sources)
+        """Run trajectories from tool results, in rounds, until the budget is spent or there is no result."""
+        settings = self.branching
+        if settings.policy == "posthoc_tail":
+            self.budget = tail_budget(self.budget, (await self.scored()).used_rewards)
+        while self.budget:
+            scored = await self.scored() if settings.policy == "posthoc_outcome" else None
+            tree = self.tree()
+            if settings.policy in ("posthoc_random", "posthoc_entropy"):
+                rng = random.Random(derive_seed(self.seed, "later", self.budget))
+                sources = choose_per_first_turn(settings, first_turns(tree), candidates(tree), self.budget, rng)
+            else:
+                totals = None if scored is None else [reward.total for reward in scored.rewards]
+                results = candidates(tree, totals, None if scored is None else scored.mask)
+                used = () if scored is None else scored.used_rewards
+                sources = choose_best(settings, results, used, self.budget)
+            if not sources:
+                return
+            for source in filter(None, sources):
+                self._record_choice(source)
+            await self._run_from(sources)
 
-    def _fewest_branches(self, index: int) -> tuple[int, float]:
-        """Sort key of tool results: fewest branches first, then largest entropy rise."""
-        decision = self.nodes[index].decision
+    def _record_choice(self, source: int) -> None:
+        """Record on a tool result that a posthoc policy opens one more branch there."""
+        decision = self.nodes[source].decision
         assert decision is not None
-        return decision.branches, -decision.delta
+        reason = f"{REASONS[self.branching.policy]} after all trajectories ended"
+        chosen = replace(decision, branches=decision.branches + 1, reason=reason)
+        self.nodes[source] = replace(self.nodes[source], decision=chosen)
 
-    def _first_turn(self, index: int) -> int:
-        """The ancestor of a node that is a child of the prompt, or the node itself."""
-        while parent := self.nodes[index].parent:
-            index = parent
-        return index
+    def _initial_entropies(self, source: int) -> tuple[float, ...]:
+        """The probed entropies of the first turn above a node; none at the prompt."""
+        first = next((node.entropies for node in self._prefix(source) if node.kind is Kind.MODEL), ())
+        return first[: self.branching.probe_length]
 
     def _prefix(self, index: int) -> list[Node]:
         """The nodes from the root to this one."""
@@ -368,6 +480,7 @@ class _ActiveTrajectory:
     consecutive_branches: int = 0  # branch points in a row just above
     already_probed: bool = False  # it starts at a tool result where the decision has been made
     state: State | None = None  # of the environment, if there is one
+    decisive: bool | None = None  # policy "oracle": whether the environment says that the next choice is decisive
 
     @property
     def done(self) -> bool:
@@ -382,12 +495,17 @@ class _ActiveTrajectory:
         after_result = builder.nodes[source].kind is Kind.TOOL
         undecided = after_result and not (self.already_probed or builder.defer_decisions)
         probe: list[float] = []
+        if undecided and builder.branching.policy == "oracle":
+            self.decisive = await self._is_decisive()
+        if undecided and builder.branching.probe == "discarded":
+            await self._probe_and_discard()
+            undecided = False
 
         def on_token(token: int, logprob: float, entropy: float) -> None:
             nonlocal undecided
             if undecided:
                 probe.append(entropy)
-                if len(probe) == builder.branching.probe_tokens:
+                if len(probe) == builder.branching.probe_length:
                     undecided = False
                     builder.branch_at(self, source, probe)
 
@@ -402,6 +520,24 @@ class _ActiveTrajectory:
         if completion.tokens:  # none if it was cut off before the first one
             self._append_turn(completion, text, time.monotonic() - started)
         return Turn(text, completion.finish, completion.stop)
+
+    async def _is_decisive(self) -> bool | None:
+        """What the environment says of the next choice; None if its state cannot be made any more."""
+        assert self.state is not None
+        try:
+            return await self.state.decisive()
+        except ToolUnavailable:
+            return None
+
+    async def _probe_and_discard(self) -> None:
+        """Sample k tokens that are not added to the tree, and decide from their entropies."""
+        builder, source = self.builder, self.node
+        length = min(builder.branching.probe_length, self.remaining_tokens)
+        seed = derive_seed(builder.seed, "probe", self.number, self.tokens)
+        params = sampling_params(builder.settings, builder.agent.format, length, seed)
+        prefix = builder.prefix_tokens(source)
+        probe = await generate_turn(builder.agent.engine, prefix, params, lambda *token: None, self.deadline)
+        builder.branch_at(self, source, probe.entropies, discarded_tokens=len(probe.tokens))
 
     def _append_turn(self, completion: Completion, text: str, seconds: float) -> None:
         self.node = self.builder.add(
@@ -419,7 +555,7 @@ class _ActiveTrajectory:
             )
         )
         self.tokens += len(completion.tokens)
-        self.initial_entropies = self.initial_entropies or completion.entropies[: self.builder.branching.probe_tokens]
+        self.initial_entropies = self.initial_entropies or completion.entropies[: self.builder.branching.probe_length]
 
     async def call_tool(self, call: ToolCall) -> ToolResult:
         return await call_tool(self.builder.agent.tools, call, self.builder.task, self.state)

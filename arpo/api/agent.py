@@ -19,6 +19,7 @@ from typing import Any, Self
 
 from arpo.agent.conversation import Conversation, Listener
 from arpo.algorithm.advantage import compute_credits
+from arpo.algorithm.branching import REWARD_POLICIES
 from arpo.api.progress import CallbackReporter, as_callbacks, show
 from arpo.api.settings import (
     EnvironmentArgument,
@@ -150,6 +151,11 @@ class Agent:
         context = self._require_context()
         task = self._tasks("question", [question])[0] if isinstance(question, Mapping) else _question(question)
         scoreable = not isinstance(question, str) and (bool(task.answers) or not needs_answers(self.config))
+        if not scoreable and self.config.branching.policy in REWARD_POLICIES:
+            raise ArpoError(
+                f'branching.policy = "{self.config.branching.policy}" chooses by rewards, and this question cannot be '
+                "scored: give a row with an answer, or another policy"
+            )
         changes = {} if scoreable else {"branching": self.config.branching.model_copy(update={"fill": "all"})}
         sampler = self._sampler(context, changes, None if scoreable else _no_reward)
         seeds = [derive_seed(self.config.seed if seed is None else seed, "show", 0)]

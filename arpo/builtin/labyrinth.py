@@ -122,7 +122,7 @@ def write_trace(task: Task, rng: random.Random, mistakes: float) -> Trace:
     while not state.done:
         room, (name, right) = state.rooms[state.place], task.meta["solution"][len(segments) // 2]
         listed, options = ("key", room["keys"]) if name == "take" else ("way", list(room["ways"]))
-        if state.undecided and rng.random() >= mistakes:
+        if state.decisive and rng.random() >= mistakes:
             call(f"The {listed} is {right}", name, right)
         else:
             call(f"{listed.capitalize()}s: {options[0]}", name, options[0])

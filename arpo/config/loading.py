@@ -143,7 +143,9 @@ def _algorithm_defaults() -> dict[str, Any]:
     """The defaults of the settings that define an algorithm; a preset that does not set them means these."""
     plain = Config()
     return {
-        "branching": plain.branching.model_dump(mode="json", include={"policy", "rule", "fill", "penalty", "balance"}),
+        "branching": plain.branching.model_dump(
+            mode="json", exclude={"alpha", "beta", "tau", "probe_tokens", "branch_width"}
+        ),
         "advantage": plain.advantage.model_dump(mode="json"),
         "loss": plain.loss.model_dump(mode="json", exclude={"kl_coef", "entropy_coef", "importance_cap"}),
         "train": {"dynamic_sampling_rounds": plain.train.dynamic_sampling_rounds},

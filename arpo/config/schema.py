@@ -351,33 +351,97 @@ class Rollout(Section):
 class Branching(Section):
     """Where a rollout tree branches."""
 
-    policy: Literal["entropy", "random", "always", "posthoc_random", "posthoc_entropy", "never"] = setting(
+    policy: Literal[
         "entropy",
-        "where to branch: after tool results, by entropy, at random (with probability alpha) or always; when all "
-        "initial trajectories have ended, at random tool results (posthoc_random) or those with the largest "
-        "entropy rise (posthoc_entropy); never",
+        "random",
+        "always",
+        "shuffled",
+        "oracle",
+        "posthoc_random",
+        "posthoc_entropy",
+        "posthoc_top_entropy",
+        "posthoc_outcome",
+        "posthoc_tail",
+        "never",
+    ] = setting(
+        "entropy",
+        "where to branch: after tool results, by entropy, at random (with probability alpha), always, by the dH of "
+        "another result of equal depth and tool (shuffled), or where the environment says that the next choice is "
+        "decisive (oracle); when all initial trajectories have ended, at random tool results (posthoc_random), those "
+        "with the largest entropy rise (posthoc_entropy) or the largest entropy (posthoc_top_entropy), those below "
+        "which rewards are most uncertain (posthoc_outcome), or the last ones (posthoc_tail); never",
     )
     rule: Literal["threshold", "stochastic"] = setting(
-        "threshold", "policy entropy: branch if P > tau, or with probability P"
+        "threshold", "policies entropy, shuffled: branch if P > tau, or with probability P"
     )
     alpha: float = setting(0.5, "base probability in P = alpha + beta * dH", ge=0, le=1)
     beta: float = setting(0.2, "weight of the entropy change dH in P", ge=0, le=MAX_FACTOR)
-    tau: float = setting(0.5, "threshold on P", ge=0, le=1)
-    probe_tokens: int = setting(20, "k: number of tokens whose mean entropy is measured", ge=1, le=MAX_TREE_TOKENS)
-    branch_width: int = setting(1, "Z: trajectories added at one branch point", ge=1, le=MAX_GROUP)
-    penalty: float = setting(
-        0.0, "policy entropy: P shrinks by this share for each consecutive branch point just before", ge=0, le=1
+    entropy_unit: Literal["mean", "sum"] = setting(
+        "mean",
+        "unit of dH, and of the entropies of balance: mean or sum over the probed tokens, divided by ln V; beta = 0.2 "
+        "by the sum is about beta = 0.2 k by the mean",
     )
-    fill: Literal["all", "informative"] = setting(
+    tau: float = setting(0.5, "threshold on P", ge=0, le=1)
+    probe_tokens: int = setting(20, "k: number of tokens whose entropy is measured", ge=1, le=MAX_TREE_TOKENS)
+    branch_width: int = setting(
+        1, "Z: trajectories added at one branch point; posthoc policies add one at a time", ge=1, le=MAX_GROUP
+    )
+    penalty: float = setting(
+        0.0,
+        "policies entropy, shuffled: P shrinks by this share for each consecutive branch point just before; "
+        "posthoc_top_entropy: subtracted from H for each branch opened there",
+        ge=0,
+        le=1,
+    )
+    round_size: int = setting(
+        4,
+        "posthoc_top_entropy, posthoc_outcome, posthoc_tail: results at which a branch opens before they are compared "
+        "anew",
+        ge=1,
+        le=MAX_GROUP,
+    )
+    per_call: bool = setting(
+        False, "posthoc_outcome: divide a result's score by 1 + the calls that trajectories made after it"
+    )
+    fill: Literal["all", "informative", "none"] = setting(
         "all",
-        "which tasks get the trajectories missing from M when all have ended: all, or those whose trajectories "
-        "earned unequal rewards",
+        "which tasks get the trajectories missing from M when all have ended: all, those whose trajectories "
+        "earned unequal rewards, or none (posthoc policies still branch)",
     )
     balance: Annotated[Annotated[float, Field(ge=0, le=MAX_FACTOR)] | None, NoneWord] = setting(
         None,
-        "N = M sigmoid(balance (H at the start - H after tools)), measured on a first trajectory; none: N is "
-        "rollout.num_initial",
+        "N = M sigmoid(balance (H at the start - H after tools)), measured on a first trajectory in the unit of dH; "
+        "none: N is rollout.num_initial",
     )
+    probe: Literal["trajectory", "first_token", "discarded"] = setting(
+        "trajectory",
+        "what is probed after a tool result: the first k tokens of the trajectory; the distribution of its first "
+        "token, which the state alone decides; or k tokens that are sampled for this and discarded",
+    )
+
+    @property
+    def probe_length(self) -> int:
+        """The number of tokens whose entropy is measured: k, or 1 if only the first token is probed."""
+        return 1 if self.probe == "first_token" else self.probe_tokens
+
+    @field_validator("balance")
+    @classmethod
+    def _balance_fits(cls, value: float | None, info: ValidationInfo) -> float | None:
+        policy = info.data.get("policy")
+        if value is not None and policy in ("shuffled", "oracle"):
+            text = f'"none" with branching.policy = "{policy}"'
+            raise PydanticCustomError("conflict", "{text}", {"text": text, "other": ("branching", "policy")})
+        return value
+
+    @field_validator("probe")
+    @classmethod
+    def _probe_fits(cls, value: str, info: ValidationInfo) -> str:
+        policy, balance = info.data.get("policy"), info.data.get("balance")
+        if value == "discarded" and (policy not in ("entropy", None) or balance is not None):
+            other = "balance" if balance is not None else "policy"
+            text = '"trajectory" or "first_token": only the policy entropy, without balance, can discard a probe'
+            raise PydanticCustomError("conflict", "{text}", {"text": text, "other": ("branching", other)})
+        return value
 
 
 Weight = Annotated[float, Field(ge=-MAX_FACTOR, le=MAX_FACTOR)]
@@ -480,7 +544,7 @@ class Loss(Section):
         3.0, "upper limit of the ratio where the advantage is negative; none: no limit"
     )
     aggregation: Literal["token-mean", "sequence-mean", "constant"] = setting(
-        "sequence-mean",
+        "token-mean",
         "mean over all tokens, mean over trajectories of their token means, or (constant) token sums divided by "
         "rollout.max_tokens",
     )

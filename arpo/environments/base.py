@@ -40,6 +40,14 @@ class Environment:
     quick: ClassVar[bool] = False  # no method ever waits: called on the event loop itself, in the same order every time
     done: bool = False  # a tool sets it to end the trajectory after its result
 
+    @property
+    def decisive(self) -> bool | None:
+        """Whether the next choice decides about the reward, for the branching policy "oracle"; None: not known.
+
+        It is read on the event loop, must take no time and must not change the state.
+        """
+        return None
+
     def reset(self, task: Task) -> str | Awaitable[str | None] | None:
         """Prepare the state for a task. A text that is returned is appended to the question; it must not vary."""
         raise NotImplementedError

@@ -56,8 +56,8 @@ class Labyrinth(Environment):
         return self.done and not self.lost
 
     @property
-    def undecided(self) -> bool:
-        """Whether the next choice is a decisive one: which key to take, or which of several ways to go."""
+    def decisive(self) -> bool:
+        """Whether the next choice decides about the reward: which key to take, or which of several ways to go."""
         room = {} if self.done else self.rooms[self.place]
         return (len(room.get("keys", ())) > 1 and self.key is None) or len(room.get("ways", ())) > 1
 
@@ -121,6 +121,6 @@ def decisive_forks(tree: RolloutTree) -> list[int]:
             continue
         if node.call.error is None and node.result is not None and node.result.fault is None:
             state.act(node.call.name, *node.call.args.values())
-        if state.undecided:
+        if state.decisive:
             forks.append(index)
     return forks

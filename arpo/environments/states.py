@@ -155,6 +155,11 @@ class StatePool:
         """Whether the environment comes with a reward."""
         return overrides(self.kind, "reward")
 
+    @property
+    def knows_decisive(self) -> bool:
+        """Whether the environment can say which choices are decisive."""
+        return overrides(self.kind, "decisive")
+
     def stats(self) -> dict[str, float]:
         """The counters since the last call."""
         counters, self._counters = self._counters, _Counters(live_max=self.live)
@@ -422,6 +427,11 @@ class State:
             calls = self._position.calls
         finally:
             await self._put(calls)
+
+    async def decisive(self) -> bool | None:
+        """Whether the environment says that the next choice is decisive; None: not known. Raises ToolUnavailable."""
+        async with self.final() as environment:
+            return environment.decisive
 
     def hold(self, running: Future[Any]) -> None:
         """Close the environment that `final` gave only when `running`, which uses it in a thread, is done."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import islice
 from typing import Any
 
+from arpo.algorithm.branching import POSTHOC_POLICIES
 from arpo.config.schema import Config
 from arpo.errors import ArpoError
 from arpo.runs.run_dir import RunDir
@@ -96,16 +97,17 @@ def guess_workload(config: Config) -> Workload:
     calls = rollout.max_tool_calls / 2 if has_tools else 0.0
     p50, p95 = _guess_tool_seconds(config)
     result = min(config.tools.max_result_tokens / 2, rollout.max_tokens / 4 / calls) if calls else 0.0
-    rates = {"always": 1.0, "never": 0.0, "posthoc_random": 0.0}
+    posthoc = branching.policy in (*POSTHOC_POLICIES, "shuffled")
+    rates = {"always": 1.0, "never": 0.0}
     return Workload(
         questions=config.train.batch_size,
         num_trajectories=rollout.num_trajectories,
         num_initial=rollout.num_initial,
         max_tool_calls=rollout.max_tool_calls,
         max_tokens=rollout.max_tokens,
-        probe_tokens=branching.probe_tokens,
+        probe_tokens=branching.probe_length,
         branch_width=branching.branch_width,
-        posthoc=branching.policy == "posthoc_random",
+        posthoc=posthoc,
         concurrency=rollout.concurrency,
         prompt_tokens=(config.data.max_prompt_tokens or 512) / 2,
         shared_prompt=0.0,
@@ -113,7 +115,7 @@ def guess_workload(config: Config) -> Workload:
         spread=DEFAULT_SPREAD,
         result_tokens=result,
         calls=calls,
-        branch_rate=rates.get(branching.policy, branching.alpha),
+        branch_rate=0.0 if posthoc else rates.get(branching.policy, branching.alpha),
         tool_p50=min(p50, config.tools.timeout),
         tool_p95=min(p95, config.tools.timeout),
         tool_limit=config.tools.timeout,
@@ -138,7 +140,7 @@ def workload_from_metrics(
     """The mean workload of a run's steps, with the limits of `config`; `fit_branch_rate` improves its `branch_rate`.
 
     The lengths of prompts (p) and tool results (r) are not in the metrics. They follow from
-    unique_tokens = questions p + sampled_tokens + tool_calls r and
+    unique_tokens = questions p + sampled_tokens - discarded_tokens + tool_calls r and
     total_tokens / trajectories = p + completion_tokens + calls_per_trajectory r.
     """
     if not records:
@@ -146,7 +148,8 @@ def workload_from_metrics(
     trajectories, questions = _mean(records, "trajectories"), _mean(records, "questions")
     written, made = _mean(records, "completion_tokens"), _mean(records, "tool_calls")
     calls, unique_tokens = _mean(records, "calls_per_trajectory"), _mean(records, "unique_tokens")
-    unique = (unique_tokens - _mean(records, "sampled_tokens")) / questions
+    discarded = sum(float(record.get("discarded_tokens", 0)) for record in records) / len(records)
+    unique = (unique_tokens - (_mean(records, "sampled_tokens") - discarded)) / questions
     along = _mean(records, "total_tokens") / trajectories - written
     more = made / questions - calls
     result = max(0.0, (unique - along) / more) if more > 1e-9 else 0.0
@@ -156,9 +159,10 @@ def workload_from_metrics(
         prefilled = (_mean(records, "engine_prefill_tokens") - made * result) / questions
     p50, p95 = _tool_seconds(records)
     calls = min(calls, config.rollout.max_tool_calls)
-    branches = made and config.branching.policy != "posthoc_random"
+    guess = guess_workload(config)
+    branches = made and not guess.posthoc
     return replace(
-        guess_workload(config),
+        guess,
         prompt_tokens=prompt,
         shared_prompt=min(max(0.0, prompt - prefilled), prompt),
         turn_tokens=max(1.0, written / (calls + 1)),

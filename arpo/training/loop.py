@@ -386,7 +386,7 @@ def learn_step(training: Training, step: int, scored: Sequence[ScoredTree]) -> d
         credited = [one for one in credited if one.has_learning_signal]
     update = training.trainer.update(credited)
     sampled = {
-        **rollout_metrics(scored, config.branching.probe_tokens),
+        **rollout_metrics(scored, config.branching.probe_length),
         **fault_metrics(scored),
         **tool_metrics(trees),
         **stale,

@@ -58,7 +58,7 @@ def test_trajectories_without_gradient_are_left_out_but_count_and_masked_ones_do
     assert by_token.unique_tokens == 12 + 10
     assert by_token.trajectory_tokens_I.tolist() == [5, 4, 3, 4]
     assert set(by_token.pair_weight_X.tolist()) == {1 / (12 + 7)}
-    by_path = build_batch(trees, Loss(), 1)
+    by_path = build_batch(trees, Loss(aggregation="sequence-mean"), 1)
     assert by_path.pair_weight_X.tolist() == pytest.approx(
         [1 / 5 / int(by_path.trajectory_tokens_I[path]) for path in by_path.pair_trajectory_X]
     )
@@ -68,7 +68,7 @@ def test_trajectories_without_gradient_are_left_out_but_count_and_masked_ones_do
 
 def test_a_trajectory_without_model_tokens_counts_as_a_trajectory() -> None:
     rollout = tree([prompt(), model(0, []), model(0, [3, 4])], [1, 2])
-    batch = build_batch([with_credits(rollout, [-1.0, 1.0])], Loss(), 1)
+    batch = build_batch([with_credits(rollout, [-1.0, 1.0])], Loss(aggregation="sequence-mean"), 1)
     assert batch.tokens_N.tolist() == [1, 2, 3, 4]
     assert batch.pair_weight_X.tolist() == [0.25]
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arpo.algorithm.branching import balanced_num_initial, decide
+from arpo.algorithm.branching import Donor, balanced_num_initial, decide
+from arpo.config.loading import load_config
 from arpo.config.schema import Branching
+from arpo.errors import ArpoError
 from arpo.types import Decision
 
 V = 100  # ln V = 4.605
@@ -92,15 +95,97 @@ def test_consecutive_branches_lower_the_probability() -> None:
     assert decide(negative, [4.0], [1.0], V, 4, 0.9, 4).probability == 0.0  # and does not turn its sign
 
 
+def num_initial(total: int, weight: float, initial: list[float], after: list[list[float]], **settings: Any) -> int:
+    """N for a weight of entropies in nats, which dH divides by ln V."""
+    branching = Branching(balance=weight * math.log(V), **settings)
+    return balanced_num_initial(branching, total, initial, after, V)
+
+
 def test_the_share_of_trajectories_from_the_prompt_follows_the_balance_of_entropies() -> None:
-    assert (
-        balanced_num_initial(16, 1.0, [2.0, 0.0], [[1.0], [0.5, 1.5]]) == 8
-    )  # as unsure at its start as after its tools
-    assert balanced_num_initial(16, 2.0, [1.0], [[0.5], [0.5, 0.5]]) == round(16 / (1 + math.exp(-2.0 * 0.5)))
-    assert balanced_num_initial(16, 2.0, [0.5], [[1.0]]) == round(16 / (1 + math.exp(1.0)))
-    assert (
-        balanced_num_initial(16, 1.0, [1.5], [[3.0], [0.0, 0.0, 0.0]]) == 8
-    )  # every result counts the same, however long its turn
-    assert balanced_num_initial(16, 9.0, [3.0], []) == 16
-    assert balanced_num_initial(16, 9.0, [], [[3.0]]) == 1
-    assert balanced_num_initial(4, 0.0, [3.0], []) == 2
+    assert num_initial(16, 1.0, [2.0, 0.0], [[1.0], [0.5, 1.5]]) == 8  # as unsure at its start as after its tools
+    assert num_initial(16, 2.0, [1.0], [[0.5], [0.5, 0.5]]) == round(16 / (1 + math.exp(-2.0 * 0.5)))
+    assert num_initial(16, 2.0, [0.5], [[1.0]]) == round(16 / (1 + math.exp(1.0)))
+    assert num_initial(16, 1.0, [1.5], [[3.0], [0.0, 0.0, 0.0]]) == 8  # every result counts, however long its turn
+    assert num_initial(16, 9.0, [3.0], []) == 16
+    assert num_initial(16, 9.0, [], [[3.0]]) == 1
+    assert num_initial(4, 0.0, [3.0], []) == 2
+    assert num_initial(16, 2.0, [0.5, 9.0], [[1.0, 9.0]], probe_tokens=1) == round(16 / (1 + math.exp(1.0)))
+    assert num_initial(16, 2.0, [0.5, 9.0], [[1.0, 9.0]], probe="first_token") == round(16 / (1 + math.exp(1.0)))
+
+
+def test_by_the_sum_short_turns_change_less() -> None:
+    settings = Branching(entropy_unit="sum", probe_tokens=3, alpha=0.5, beta=0.2)
+    # 1 + 2 + 3 = 6 at the start; 4 + 5 = 9 after the result, whose turn has two tokens
+    decision = decide(settings, [1.0, 2.0, 3.0, 9.0], [4.0, 5.0], V, 4, 0.0)
+    assert decision.delta == pytest.approx(3 / math.log(V))
+    assert decision.probability == pytest.approx(0.5 + 0.2 * 3 / math.log(V))
+    assert (decision.initial_entropy, decision.entropy) == (2.0, 4.5)  # H is a mean in both units
+    assert decide(settings, [1.0, 1.0, 1.0], [2.0], V, 4, 0.0).branches == 0  # 2 < 3, although the mean rose
+
+
+@given(st.integers(1, 30), st.lists(st.floats(0, 5), min_size=30, max_size=30), st.lists(st.floats(0, 5), min_size=30))
+def test_a_beta_by_the_sum_is_k_times_that_beta_by_the_mean(k: int, initial: list[float], after: list[float]) -> None:
+    by_sum = decide(Branching(entropy_unit="sum", beta=0.2, probe_tokens=k), initial, after, V, 4, 0.0)
+    by_mean = decide(Branching(beta=0.2 * k, probe_tokens=k), initial, after, V, 4, 0.0)
+    assert by_sum.delta == pytest.approx(k * by_mean.delta, abs=1e-9)
+    assert by_sum.probability == pytest.approx(by_mean.probability, abs=1e-9)
+
+
+def test_aepos_balance_moves_n_away_from_half_of_m() -> None:
+    aepo, vocab_size = load_config(None, ["preset=aepo"]).branching, 150_000
+    assert (aepo.entropy_unit, aepo.balance, aepo.penalty) == ("sum", 0.5, 0.05)
+    calm, unsure = [0.3] * 20, [1.1] * 20  # nats per token; the sums differ by 16 = 1.34 ln V
+    mean = aepo.model_copy(update={"entropy_unit": "mean"})
+    ways = [(calm, unsure), (unsure, calm), (calm, calm)]
+    assert [balanced_num_initial(aepo, 16, start, [after], vocab_size) for start, after in ways] == [5, 11, 8]
+    assert [balanced_num_initial(mean, 16, start, [after], vocab_size) for start, after in ways] == [8, 8, 8]
+    assert 16 / (1 + math.exp(0.5 * 16 / math.log(150_000))) == pytest.approx(5.41, abs=0.01)
+
+
+def test_the_first_token_decides_alone_if_only_it_is_probed() -> None:
+    settings = Branching(probe="first_token", probe_tokens=20)
+    assert settings.probe_length == 1 and Branching(probe_tokens=7).probe_length == 7
+    decision = decide(settings, [1.0, 9.0], [2.0, 0.0, 0.0], V, 4, 0.0)
+    assert (decision.initial_entropy, decision.entropy, decision.probed_tokens, decision.branches) == (1.0, 2.0, 1, 1)
+    assert decision == decide(settings, [1.0], [2.0, 5.0], V, 4, 0.0)
+
+
+def test_a_donors_entropy_change_decides_and_the_own_one_is_recorded() -> None:
+    settings = Branching(policy="shuffled", alpha=0.5, beta=0.4, penalty=0.25)
+    own_rises = decide(settings, [1.0], [3.0], V, 4, 0.0, donor=Donor(7, -0.1))
+    assert own_rises.delta == pytest.approx(2 / math.log(V)) and own_rises.probability == pytest.approx(0.46)
+    assert (own_rises.branches, own_rises.reason) == (0, "P is not above the threshold (by the dH of node 7)")
+    own_falls = decide(settings, [3.0], [1.0], V, 4, 0.0, donor=Donor(8, 0.1))
+    assert (own_falls.branches, own_falls.reason) == (1, "branched (by the dH of node 8)")
+    assert own_falls.delta == pytest.approx(-2 / math.log(V))
+    after_one = decide(settings, [3.0], [1.0], V, 4, 0.0, 1, donor=Donor(8, 0.1))
+    assert after_one.probability == pytest.approx(0.54 * 0.75)
+    by_chance = settings.model_copy(update={"rule": "stochastic", "penalty": 0.0})
+    assert [decide(by_chance, [1.0], [1.0], V, 4, u, donor=Donor(8, 0.1)).branches for u in (0.53, 0.55)] == [1, 0]
+
+
+def test_the_oracle_branches_where_it_is_told_to() -> None:
+    settings = Branching(policy="oracle", branch_width=2)
+    told = [decide(settings, [1.0], [1.0], V, 4, 0.99, decisive=value) for value in (True, False, None)]
+    assert [(one.branches, one.probability) for one in told] == [(2, 1.0), (0, 0.0), (0, 0.0)]
+    assert [one.reason for one in told] == [
+        "branched",
+        "the next choice is not decisive",
+        "the environment could not say whether the next choice is decisive",
+    ]
+    assert decide(settings, [1.0], [1.0], V, 0, 0.99, decisive=True).reason == "the budget of trajectories is used up"
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"policy": "shuffled", "balance": 1.0}, '"none" with branching.policy = "shuffled"'),
+        ({"policy": "oracle", "balance": 1.0}, '"none" with branching.policy = "oracle"'),
+        ({"policy": "random", "probe": "discarded"}, "only the policy entropy, without balance, can discard a probe"),
+        ({"balance": 1.0, "probe": "discarded"}, "only the policy entropy, without balance, can discard a probe"),
+    ],
+)
+def test_settings_that_do_not_go_together(settings: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ArpoError) as caught:
+        load_config(None, [f"branching.{name}={value}" for name, value in settings.items()])
+    assert expected in str(caught.value)

@@ -42,7 +42,8 @@ def loss_of(
 def single(advantage: float, options: Loss) -> TreeBatch:
     """A trajectory of a prompt and one model token; a second one, without model tokens, makes its weight a half."""
     rollout = tree([prompt(), model(0, [3], logprobs=[ENGINE]), model(0, [])], [1, 2])
-    return build_batch([with_credits(rollout, [advantage, 0.0])], options, 1)
+    by_trajectory = options.model_copy(update={"aggregation": "sequence-mean"})
+    return build_batch([with_credits(rollout, [advantage, 0.0])], by_trajectory, 1)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +135,7 @@ def test_a_shared_token_is_clipped_for_each_trajectory_by_itself() -> None:
 
 def test_gspo_has_one_ratio_for_each_trajectory() -> None:
     """Trajectory one: tokens 3, 4. Trajectory two: 3, 5, 6, 7. The shared token pulls both ratios along."""
-    options = Loss(kind="gspo", clip_low=0.2, clip_high=0.2, dual_clip=None)
+    options = Loss(kind="gspo", clip_low=0.2, clip_high=0.2, dual_clip=None, aggregation="sequence-mean")
     batch = build_batch([with_credits(shared(), [1.0, -2.0])], options, 1)
     moves = by_token(batch, {3: 0.1, 4: 0.05, 5: -0.2, 6: 0.3, 7: 0.4})
     good, bad = math.exp(0.15 / 2), math.exp(0.6 / 4)

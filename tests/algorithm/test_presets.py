@@ -119,10 +119,17 @@ class Reference:
 
 
 REFERENCES = {
-    "arpo": Reference(group),
-    "arpo-random": Reference(group),
-    "arpo-always": Reference(group),
-    "arpo-hard": Reference(group, hard=True),
+    "arpo": Reference(group, weigh="token"),
+    "arpo-code": Reference(group, weigh="token"),
+    "arpo-paper": Reference(group),
+    "arpo-random": Reference(group, weigh="token"),
+    "arpo-always": Reference(group, weigh="token"),
+    "arpo-shuffled": Reference(group, weigh="token"),
+    "oracle": Reference(group, weigh="token"),
+    "arpo-hard": Reference(group, weigh="token", hard=True),
+    "at2po": Reference(group, weigh="token"),
+    "trace": Reference(group, weigh="token"),
+    "branpo": Reference(group, weigh="token"),
     "grpo": Reference(group),
     "dapo": Reference(group, clipped(0.2, 0.28), "token"),
     "reinforce++": Reference(batch, weigh="token", kl=0.001),
@@ -132,16 +139,30 @@ REFERENCES = {
     "cispo": Reference(group, weighted, "token"),
     "tree-grpo": Reference(tree_and_group),
     "arpo+": Reference(tree_and_group, clipped(0.2, 0.28), "token"),
-    "aepo": Reference(group, gradient_kept, entropy_weight=0.2),
+    "aepo": Reference(group, gradient_kept, "token", entropy_weight=0.2),
 }
 BRANCHING = {  # policy, and what else is not as in ARPO
     "arpo": {},
     "arpo-hard": {},
     "arpo-random": {"policy": "random"},
     "arpo-always": {"policy": "always"},
+    "arpo-shuffled": {"policy": "shuffled"},
+    "oracle": {"policy": "oracle"},
+    "arpo-code": {"rule": "stochastic", "entropy_unit": "sum", "alpha": 0.5, "beta": 0.2},
+    "arpo-paper": {"rule": "threshold"},
+    "at2po": {"policy": "posthoc_top_entropy", "penalty": 0.1, "round_size": 4},
+    "trace": {"policy": "posthoc_outcome", "round_size": 2},
+    "branpo": {"policy": "posthoc_tail", "round_size": 4},
     "tree-grpo": {"policy": "posthoc_random"},
     "arpo+": {"policy": "posthoc_random", "fill": "informative"},
-    "aepo": {"rule": "stochastic", "balance": 1.0, "penalty": 0.2},
+    "aepo": {
+        "rule": "stochastic",
+        "entropy_unit": "sum",
+        "alpha": 0.5,
+        "beta": 0.2,
+        "balance": 0.5,
+        "penalty": 0.05,
+    },
 }
 
 
@@ -254,6 +275,23 @@ def test_a_preset_branches_as_its_algorithm_does(name: str) -> None:
     wanted = BRANCHING.get(name, {"policy": "never"})
     assert found == plain.model_copy(update=wanted)
     assert preset(name).rollout.num_initial == (16 if wanted.get("policy") == "never" else 8)
+
+
+def test_the_preset_arpo_has_the_defaults() -> None:
+    assert preset("arpo") == load_config(None, [f"rollout.max_tokens={MAX_TOKENS}"])
+    plain = Config()
+    assert (preset("arpo").branching, preset("arpo").advantage, preset("arpo").loss) == (
+        plain.branching,
+        plain.advantage,
+        plain.loss,
+    )
+
+
+@pytest.mark.parametrize("name", ["arpo-random", "arpo-always", "arpo-shuffled", "oracle", "arpo-code"])
+def test_controls_differ_from_arpo_in_branching_only(name: str) -> None:
+    arpo, other = preset("arpo"), preset(name)
+    same = other.model_copy(update={"preset": "arpo", "branching": arpo.branching})
+    assert same == arpo and other.branching != arpo.branching
 
 
 def test_what_only_dapo_does() -> None:

@@ -558,10 +558,11 @@ def test_where_rewards_are_equal_the_tree_is_not_filled(tokenizer: Any, policy: 
     full = sampled("all", False).tree
     assert len(full.leaves) == 6 and len(scored) == 1  # nothing is scored before the tree is complete
     small = sampled("informative", False)
-    assert len(small.tree.leaves) == 2 and len(scored) == 1 and small is scored[0]  # it is not scored again
+    assert len(small.tree.leaves) == 2 and len(scored) == 1 and small == scored[0]  # it is not scored again
     assert [node.text for node in small.tree.nodes] == [node.text for node in full.nodes[: len(small.tree.nodes)]]
     filled = sampled("informative", True).tree
     assert len(scored) == 2 and scored[0].tree.leaves == small.tree.leaves
+    assert scored[1].tree.leaves == filled.leaves[2:]  # every leaf is scored once
     assert [(node.parent, node.text, node.decision) for node in filled.nodes] == [
         (node.parent, node.text, node.decision) for node in full.nodes
     ]
@@ -597,7 +598,7 @@ def test_a_first_trajectory_decides_how_many_start_at_the_prompt(
 ) -> None:
     how, branching = (
         Rollout(num_trajectories=8, num_initial=5),
-        Branching(policy="always", balance=weight, branch_width=8),
+        Branching(policy="always", balance=weight * math.log(len(tokenizer)), branch_width=8),
     )
     tree = sample(agent(tokenizer, turns((SEARCH, start), (SEARCH, after), (ANSWER, after))), how, branching)
     assert [node.parent for node in tree.nodes].count(0) == roots  # whatever rollout.num_initial says

@@ -134,6 +134,16 @@ def test_commands_read_a_run_with_objects_and_say_what_they_lack(
     assert "data.train: tasks (3 rows) was given as a Python object" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("policy", ["posthoc_outcome", "posthoc_tail"])
+def test_a_policy_that_needs_rewards_refuses_a_question_without_an_answer(
+    trainer: OpenTrainer, scripted: None, policy: str
+) -> None:
+    given = trainer(reward="number", branching={"policy": policy})
+    with pytest.raises(ArpoError, match=f'"{policy}" chooses by rewards, and this question cannot be scored'):
+        given.rollout("What do three pears cost?")
+    assert given.rollout(ROWS[0]).rewards
+
+
 def test_the_tool_is_called_and_the_tree_can_be_looked_at(trainer: OpenTrainer, scripted: None) -> None:
     given = trainer(reward="number")
     tree = given.rollout(ROWS[0])

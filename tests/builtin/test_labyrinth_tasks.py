@@ -66,7 +66,7 @@ def test_the_note_says_what_the_solution_does() -> None:
         decided = []
         state = opened(task)
         for name, argument in task.meta["solution"]:
-            if state.undecided:
+            if state.decisive:
                 decided.append(argument)
             state.act(name, argument)
         assert note == "The key is {}. The way is {}.".format(*decided)  # two decisions, both on the way
@@ -77,7 +77,7 @@ def test_dead_ends_show_one_or_two_calls_after_the_mistake() -> None:
     for task in small_tasks()[0]:
         state = opened(task)
         for name, right in task.meta["solution"]:
-            if state.undecided:
+            if state.decisive:
                 for tool, wrong in choices(state):
                     if tool == name and wrong != right:
                         lost = state.fork()
@@ -95,7 +95,7 @@ def test_the_right_choice_is_named_first_as_often_as_any_other() -> None:
     for task in build_labyrinths(SMALL.model_copy(update={"train_tasks": 900}))[0]:
         state = opened(task)
         for name, argument in task.meta["solution"]:
-            if state.undecided:
+            if state.decisive:
                 options = [option for tool, option in choices(state) if tool == name]
                 places[name, options.index(argument)] += 1
             state.act(name, argument)

@@ -24,9 +24,18 @@ from arpo.config.schema import Config, Mcp
 from arpo.errors import ArpoError
 
 PRESETS = (
-    '"aepo", "arpo", "arpo+", "arpo-always", "arpo-hard", "arpo-random", "cispo", "dapo", "dr-grpo", "grpo", "gspo", '
-    '"reinforce++", "rloo", "tree-grpo"'
+    '"aepo", "arpo", "arpo+", "arpo-always", "arpo-code", "arpo-hard", "arpo-paper", "arpo-random", "arpo-shuffled", '
+    '"at2po", "branpo", "cispo", "dapo", "dr-grpo", "grpo", "gspo", "oracle", "reinforce++", "rloo", "trace", '
+    '"tree-grpo"'
 )
+STATED = {  # what presets say even where it is the default, since it belongs to the algorithm
+    "branching.rule",
+    "branching.entropy_unit",
+    "branching.alpha",
+    "branching.beta",
+    "branching.round_size",
+    "loss.aggregation",
+}
 
 
 def _file(tmp_path: Path, text: str) -> Path:
@@ -81,14 +90,25 @@ def test_presets_change_only_what_they_set() -> None:
         if config.branching.policy == "never":
             said.add("rollout.num_initial")
         changed = {line.partition(":")[0] for line in differences(Config().resolved(), config.resolved())}
-        assert changed - {"preset"} == said
+        assert changed - {"preset"} <= said
+        assert said - changed <= STATED  # else it says nothing new
         assert config.preset == name
     found = differences(Config().resolved(), load_config(None, ["preset=grpo"]).resolved())
     assert found == [
         'preset: "arpo" -> "grpo"',
         "rollout.num_initial: 8 -> 16",
         'branching.policy: "entropy" -> "never"',
+        'loss.aggregation: "token-mean" -> "sequence-mean"',
     ]
+
+
+def test_an_algorithm_decides_where_to_branch_whatever_the_file_says(tmp_path: Path) -> None:
+    other = 'entropy_unit = "sum"\nprobe = "first_token"\nround_size = 9\nper_call = true\nfill = "none"\npenalty = 0.9'
+    path = _file(tmp_path, f"[branching]\n{other}\nbeta = 3.0\nprobe_tokens = 7\n")
+    plain = Config().branching
+    assert load_config(path, [], "arpo").branching == plain.model_copy(update={"beta": 3.0, "probe_tokens": 7})
+    code = {"rule": "stochastic", "entropy_unit": "sum", "beta": 0.2, "probe_tokens": 7}
+    assert load_config(path, [], "arpo-code").branching == plain.model_copy(update=code)
 
 
 def test_a_preset_may_be_a_file(tmp_path: Path) -> None:

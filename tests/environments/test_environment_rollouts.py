@@ -28,6 +28,7 @@ TASK = Task("q1", "Count.", ("3",), meta={"start": 10})
 COUNT = "<think> More.</think><count_up></count_up>"
 ANSWER = "<think> Done.</think><answer>\\boxed{ 3}</answer>"
 POLICIES = ["entropy", "always", "random", "posthoc_random", "posthoc_entropy", "never"]
+POLICIES += ["shuffled", "posthoc_top_entropy", "posthoc_outcome"]
 
 
 class Counter(Environment):
@@ -122,6 +123,15 @@ def test_every_branch_is_told_the_right_number_and_rewards_see_the_final_state(
     made = [len(trajectory.tool_calls) for trajectory in tree.trajectories]
     assert [reward.total for reward in scored.rewards] == [10 + calls for calls in made]
     assert tree.task.question == "Count.\n\nYou may count." and "You may count." in tree.nodes[0].text
+    assert Counter.made == Counter.closed > 0 and who.tools.pool.live == 0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", [Counter, Forking, Quick])
+def test_last_results_are_branched_from_in_their_state(kind: type[Counter], tokenizer: Any) -> None:
+    who = agent(tokenizer, up_to(3), kind, max_states=8)
+    with Scorer(lambda trajectory: Reward(0.0), 2) as scorer:  # a hard task
+        tree = score_with(scorer, who, "posthoc_tail").tree
+    assert len(tree.leaves) == 8 and check_counts(tree) < 24 and tree.branch_points >= 3
     assert Counter.made == Counter.closed > 0 and who.tools.pool.live == 0  # type: ignore[attr-defined]
 
 

@@ -178,7 +178,7 @@ def test_decisive_forks_agree_with_replaying_each_prefix() -> None:
     for index, node in enumerate(grown.nodes):
         made = [grown.nodes[i] for i in grown.prefix(index) if grown.nodes[i].kind is Kind.TOOL]
         calls = [n.call for n in made if n.call is not None and n.result is not None and n.result.fault is None]
-        if node.kind is Kind.TOOL and after(*((call.name, next(iter(call.args.values()))) for call in calls)).undecided:
+        if node.kind is Kind.TOOL and after(*((call.name, next(iter(call.args.values()))) for call in calls)).decisive:
             slow.append(index)
     assert slow == decisive_forks(grown)
 
@@ -225,6 +225,18 @@ def test_trajectories_of_a_tree_earn_what_their_own_calls_lead_to(policy: str, t
     forks = decisive_forks(scored.tree)
     seen = [index for index, node in enumerate(scored.tree.nodes) if re.search(r"s: \w+, \w+", node.text)]
     assert forks == seen and len(forks) > 2
+
+
+def test_the_oracle_branches_exactly_at_the_decisive_forks(tokenizer: Any) -> None:
+    tools = EnvironmentTools(StatePool(Labyrinth))
+    fmt = build_format("tags", [each.spec for each in tools.values()])
+    agent = Agent(ScriptedEngine(tokenizer, wander), tokenizer, tools, fmt)
+    how = Rollout(num_trajectories=64, num_initial=3, max_tool_calls=8)
+    with Scorer(lambda trajectory, state: state.reward(trajectory), 1) as scorer:
+        branching = Branching(policy="oracle", fill="none")
+        tree = asyncio.run(sample_tree(agent, TASK, how, branching, 0, scorer.score)).tree
+    opened = [index for index, node in enumerate(tree.nodes) if node.decision and node.decision.branches]
+    assert opened == decisive_forks(tree) and len(opened) > 3 and len(tree.leaves) == 3 + len(opened) < 64
 
 
 def test_the_benchmark_samples_choices_below_the_forks(tokenizer: Any) -> None:

@@ -145,7 +145,7 @@ def study(trees: Iterable[ScoredTree], settings: Branching, tokens: int) -> Stud
         for index, turns in _turns(tree).items():
             start = _turn_start(tree.nodes[index])
             turn_counts[start] += len(turns)
-            entropies = _entropies(turns, settings.probe_tokens, tokens)
+            entropies = _entropies(turns, settings.probe_length, tokens)
             _add(curves.setdefault(start, {}), question, entropies)
         continuations = rewards_by_continuation(scored)
         earned = [reward for group in continuations.get(0, ()) for reward in group]
@@ -164,7 +164,7 @@ def study(trees: Iterable[ScoredTree], settings: Branching, tokens: int) -> Stud
         len(questions),
         groups,
         informative_groups,
-        settings.probe_tokens,
+        settings.probe_length,
         threshold(settings),
         {start: _curve(curves[start], turn_counts[start]) for start in sorted(curves, key=_order)},
         {start: _branch_stats(by_tool[start]) for start in sorted(by_tool, key=_order)},
@@ -219,7 +219,7 @@ def _branch_stats(seen: Sequence[_Seen]) -> BranchStats:
     rise, risen = _means(sums) if sums else (None, None)
     positives = [decision.delta for _, decision, informative in seen if informative]
     negatives = [decision.delta for _, decision, informative in seen if informative is False]
-    reasons = Counter(decision.reason for _, decision, _ in seen if not decision.branches)
+    reasons = Counter(decision.reason.partition(" (")[0] for _, decision, _ in seen if not decision.branches)
     return BranchStats(
         decisions=len(seen),
         rise=rise,
