@@ -470,3 +470,20 @@ def check_settings(config: Config, on_cluster: bool) -> None:
             'train.dynamic_sampling_rounds: use 0 with advantage.baseline="batch", where trajectories of a task that '
             "all earned the same have advantages, too"
         )
+    if config.advantage.attribution == "unbiased":
+        _check_unbiased(config)
+
+
+def _check_unbiased(config: Config) -> None:
+    """Raise if the tree or the loss would make `advantage.attribution = "unbiased"` biased."""
+    branching = config.branching
+    if config.loss.aggregation != "constant":
+        raise ArpoError(
+            'advantage.attribution: "unbiased" needs loss.aggregation="constant": the others divide by the lengths of '
+            "the trajectories that were sampled"
+        )
+    if branching.policy not in ("never", "random", "always") or branching.balance is not None:
+        raise ArpoError(
+            'advantage.attribution: "unbiased" needs a tree that grows by decisions on the state alone; use '
+            'branching.policy="random", "always" or "never", and branching.balance=none'
+        )
