@@ -121,11 +121,13 @@ def _unbiased(scored: ScoredTree) -> tuple[Credit, ...]:
     weights = _sampling_weights(tree, scored.mask)
     below = _leaves_below(tree, scored.mask)
 
+    shift = next(compress(rewards, scored.mask), 0.0)  # so that equal rewards cancel without a rest
+
     def baseline(leaves: Sequence[int]) -> float:
         """The weighted mean reward of the leaves that are not among these; 0 if there are none."""
         others = sorted(weights.keys() - set(leaves))
         total = fsum(weights[leaf] for leaf in others)
-        return fsum(weights[leaf] * rewards[leaf] for leaf in others) / total if others else 0.0
+        return shift + fsum(weights[leaf] * (rewards[leaf] - shift) for leaf in others) / total if others else 0.0
 
     model_nodes = _model_nodes(tree, scored.mask)
     baselines = {index: baseline(below[index]) for index in {i for indices in model_nodes for i in indices}}

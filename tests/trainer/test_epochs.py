@@ -1,4 +1,4 @@
-"""Several passes over a batch (`train.epochs`) against a plain loop: a loss and an AdamW step per mini-batch and pass."""
+"""Several passes over a batch (`train.epochs`) against a plain loop: a loss and an AdamW step for each mini-batch."""
 
 from __future__ import annotations
 

@@ -516,7 +516,7 @@ def longest_path(forest: Forest) -> int:
 @pytest.mark.parametrize("kind", ["ppo", "turn", "gspo", "cispo"])
 @pytest.mark.parametrize("seed", range(4))
 def test_every_token_is_read_once_within_the_budget(kind: str, seed: int) -> None:
-    """No pass exceeds the budget or a trajectory; what predicts nothing may be absent. A ratio over split tokens reads twice."""
+    """No pass exceeds the budget or a trajectory; what predicts nothing may be absent. Split ratios read twice."""
     model, forest = shared_model("llama"), rich_forest(20 + seed)
     loss = Loss(kind=kind)  # type: ignore[arg-type]
     batch = build_batch(forest.trees, loss, MAX_TOKENS)
