@@ -384,10 +384,14 @@ class Reward:
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """The advantage of one trajectory, and the advantage of each of its model nodes (attribution decides these)."""
+    """The advantage of one trajectory, and the advantage of each of its model nodes (attribution decides these).
+
+    `weight` is how much the trajectory counts in the loss, relative to the others.
+    """
 
     advantage: float
     by_node: Mapping[int, float]
+    weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

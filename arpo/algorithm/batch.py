@@ -66,15 +66,20 @@ def build_batch(
         if use
     ]
     counts = [trajectory.completion_tokens for _, trajectory, _ in used]
+    trajectories = sum(credit.weight for _, _, credit in used)
+    tokens = sum(credit.weight * count for (_, _, credit), count in zip(used, counts, strict=True))
     regularized = loss.kl_coef > 0 or loss.entropy_coef > 0  # then advantage 0 has a gradient, too
     trained: list[list[_Trained]] = [[] for _ in trees]
     for (number, trajectory, credit), count in zip(used, counts, strict=True):
         if count and (regularized or any(credit.by_node.values())):
-            weight = {
-                "token-mean": 1 / sum(counts),
-                "sequence-mean": 1 / (len(used) * count),
-                "constant": 1 / (len(used) * max_tokens),
-            }[loss.aggregation]
+            weight = (
+                credit.weight
+                / {
+                    "token-mean": tokens,
+                    "sequence-mean": trajectories * count,
+                    "constant": trajectories * max_tokens,
+                }[loss.aggregation]
+            )
             trained[number].append(_Trained(trajectory.indices, credit, weight, count))
     spans: list[_Span] = []
     trajectory_tokens: list[int] = []

@@ -4,6 +4,7 @@ For one trajectory i, with token weight w and advantage A (which differs from no
 
     ppo     term = min(r A, clip(r, 1 - low, 1 + high) A);   where A < 0 also term = max(term, c A), the dual clip
             with clip_keeps_gradient, above 1 + high the value is 1 + high and the gradient that of (1 + high) log r
+    turn    the same, with the ratio of the turn (model node): exp(mean of log r over its tokens) in place of r
     gspo    the same, with the trajectory's ratio s = exp(mean of log r over its model tokens) in place of r
     cispo   term = clip(r, 1 - low, 1 + high) A logprob, with no gradient through the clipped ratio
     loss  = - sum over trajectories and their model tokens of w (f term + entropy_coef H - kl_coef k3)
@@ -12,12 +13,12 @@ where r = exp(logprob - old logprob), H is the token's entropy, and k3 = exp(d) 
 f is the token's entropy weight (see `arpo.algorithm.batch`), multiplied by the truncated importance weight
 min(exp(old - engine logprob), importance_cap) if a cap is set; no gradient goes through f.
 
-All trajectories through a shared token have the same r. So two sums per token are enough, P over the positive and Q
-over the negative w A:  P min(r, 1 + high) + Q min(max(r, 1 - low), c).  This is exact also where clipping is active; a
-single minimum with the summed advantage is not.
+All trajectories through a shared token have the same r (not so in gspo). So two sums per token are enough, P over the
+positive and Q over the negative w A:  P min(r, 1 + high) + Q min(max(r, 1 - low), c).  This is exact also where
+clipping is active; a single minimum with the summed advantage is not.
 
-Guarantees: losses and metrics of disjoint targets add up to those of all of them (gspo: if no trajectory is split). All
-log-ratios are clamped to +-20 so that no gradient overflows.
+Guarantees: losses and metrics of disjoint targets add up to those of all of them (gspo, turn: if no trajectory is
+split). All log-ratios are clamped to +-20 so that no gradient overflows.
 
 Shape suffixes: K targets, M model nodes, X pairs of a model node and a trajectory, I trajectories.
 """
@@ -58,8 +59,9 @@ def policy_loss(
         _per_node(batch, value_X)[node_K].to(logprobs_K.dtype)
         for value_X in (weighted_adv_X.clamp(min=0), weighted_adv_X.clamp(max=0), batch.pair_weight_X)
     )
-    if settings.kind == "ppo":
-        term_K, clipped_K = _clipped(ratio_K, pos_adv_K, neg_adv_K, settings)
+    if settings.kind in ("ppo", "turn"):
+        own_ratio_K = ratio_K if settings.kind == "ppo" else _turn_ratios(logprobs_K - old_K, batch, node_K)[node_K]
+        term_K, clipped_K = _clipped(own_ratio_K, pos_adv_K, neg_adv_K, settings)
         objective = (factor_K * term_K).sum()
     elif settings.kind == "cispo":
         clamped_K = ratio_K.detach().clamp(1 - settings.clip_low, 1 + settings.clip_high)
@@ -118,3 +120,10 @@ def _trajectory_ratios(log_ratio_K: Tensor, batch: TreeBatch, node_K: Tensor) ->
     sum_X = sum_M[batch.pair_node_X]
     sum_I = log_ratio_K.new_zeros(len(batch.trajectory_tokens_I)).index_add(0, batch.pair_trajectory_X, sum_X)
     return _clamp(sum_I / batch.trajectory_tokens_I).exp()
+
+
+def _turn_ratios(log_ratio_K: Tensor, batch: TreeBatch, node_K: Tensor) -> Tensor:
+    """exp(mean log-ratio) over the tokens of each model node [M]; 1 for nodes without tokens here."""
+    sum_M = log_ratio_K.new_zeros(batch.nodes).index_add(0, node_K, log_ratio_K)
+    count_M = log_ratio_K.new_zeros(batch.nodes).index_add(0, node_K, log_ratio_K.new_ones(len(node_K)))
+    return _clamp(sum_M / count_M.clamp(min=1)).exp()

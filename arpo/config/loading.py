@@ -245,6 +245,8 @@ def _type_name(schema: Mapping[str, Any]) -> str:
     if "enum" in schema:
         return "one of " + ", ".join(_show(choice) for choice in schema["enum"])
     if schema["type"] == "array":
+        if "prefixItems" in schema:
+            return f"list of {len(schema['prefixItems'])}, each a {_type_name(schema['prefixItems'][0])}"
         return "list of tables" if "$ref" in schema["items"] else 'list of texts, like ["search"]'
     if schema["type"] == "object":
         values = schema["additionalProperties"] if isinstance(schema["additionalProperties"], dict) else {}

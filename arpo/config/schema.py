@@ -512,13 +512,19 @@ class Advantage(Section):
         "what is subtracted from a reward: the mean of the task's trajectories, of its other trajectories, of the "
         "whole batch, or (tree) of the task's and of those that share its first turn",
     )
-    scale: Literal["std", "none"] = setting(
-        "std", "whether advantages are divided by the standard deviation of the same rewards"
+    scale: Literal["std", "batch", "none"] = setting(
+        "std",
+        "what advantages are divided by: the standard deviation of the same rewards, that of the advantages of the "
+        "whole batch, or nothing",
     )
-    attribution: Literal["soft", "hard"] = setting(
+    attribution: Literal["soft", "hard", "prefix_value", "turn_value", "same_state", "unbiased"] = setting(
         "soft",
-        "tokens shared by several trajectories: each trajectory's advantage counts (soft), or their mean does (hard)",
+        "the advantage of a turn: its trajectory's (soft), the mean of the trajectories through it (hard), soft plus "
+        "the change in mean advantage at the branch (prefix_value), values backed up the tree (turn_value), soft plus "
+        "a comparison with turns after the same text (same_state), or an exact policy gradient on trees (unbiased)",
     )
+    gamma: float = setting(0.95, "same_state: the return of a turn is gamma^(turns left) times the reward", ge=0, le=1)
+    step_weight: float = setting(1.0, "same_state: weight of the comparison of turns", ge=0, le=MAX_FACTOR)
     entropy_weight: float = setting(
         0.0,
         "a token's policy term is weighted with 1 + entropy_weight * z, at least 0, where z is its entropy's z-score",
@@ -526,19 +532,28 @@ class Advantage(Section):
         le=MAX_FACTOR,
     )
 
+    @field_validator("attribution")
+    @classmethod
+    def _unbiased_has_its_own_baseline(cls, value: str, info: ValidationInfo) -> str:
+        for other, needed in (("baseline", "leave_one_out"), ("scale", "none")):
+            if value == "unbiased" and info.data.get(other, needed) != needed:
+                text = f'another attribution, or advantage.{other} = "{needed}" with unbiased'
+                raise PydanticCustomError("conflict", "{text}", {"text": text, "other": ("advantage", other)})
+        return value
+
 
 class Loss(Section):
     """The policy-gradient loss."""
 
-    kind: Literal["ppo", "gspo", "cispo"] = setting(
+    kind: Literal["ppo", "turn", "gspo", "cispo"] = setting(
         "ppo",
-        "what is clipped: the ratio of each token (ppo), of the whole trajectory (gspo), or the weight of each "
-        "token's gradient (cispo)",
+        "what is clipped: the ratio of each token (ppo), of each turn (turn), of the whole trajectory (gspo), or the "
+        "weight of each token's gradient (cispo)",
     )
     clip_low: float = setting(0.2, "ratios are clipped below 1 - clip_low", gt=0, le=1)
     clip_high: float = setting(0.2, "ratios are clipped above 1 + clip_high", gt=0, le=MAX_FACTOR)
     clip_keeps_gradient: bool = setting(
-        False, "ppo, gspo: tokens above the upper clip keep a gradient, of the clipped size"
+        False, "ppo, turn, gspo: tokens above the upper clip keep a gradient, of the clipped size"
     )
     dual_clip: Annotated[Annotated[float, Field(gt=1, le=MAX_FACTOR)] | None, NoneWord] = setting(
         3.0, "upper limit of the ratio where the advantage is negative; none: no limit"
@@ -559,6 +574,9 @@ class Loss(Section):
     )
 
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
 class Train(Section):
     """The optimizer and the training loop."""
 
@@ -577,9 +595,13 @@ class Train(Section):
         ge=0,
         le=1000,
     )
-    minibatches: int = setting(1, "optimizer steps per batch", ge=1, le=65_536)
+    minibatches: int = setting(1, "optimizer steps per pass over a batch", ge=1, le=65_536)
+    epochs: int = setting(1, "passes over each batch, all with the old log-probs from before the first", ge=1, le=1000)
     lr: float = setting(1e-6, "learning rate", gt=0, le=MAX_FACTOR)
     warmup_steps: int = setting(0, "optimizer steps of linear warmup", ge=0, le=MAX_COUNT)
+    betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = setting(
+        (0.9, 0.99), "AdamW's decay rates of the gradient's mean and of its square's"
+    )
     weight_decay: float = setting(0.0, "weight decay", ge=0, le=MAX_FACTOR)
     max_grad_norm: float = setting(1.0, "gradients are clipped to this norm", gt=0, le=1e30)
     max_microbatch_tokens: int = setting(

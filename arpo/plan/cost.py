@@ -137,9 +137,10 @@ def trained_parameters(shape: Shape, config: Config) -> int:
 
 def forward_passes(config: Config) -> float:
     """The cost of an update in forward passes; a backward pass counts as two, or as one with LoRA."""
-    backward = 1 if config.train.lora_rank else 2
-    extra = config.train.gradient_checkpointing + (config.train.minibatches > 1) + (config.loss.kl_coef > 0)
-    return 1 + backward + extra
+    train = config.train
+    backward = 1 if train.lora_rank else 2
+    once = (train.minibatches * train.epochs > 1) + (config.loss.kl_coef > 0)  # old and reference log-probs
+    return train.epochs * (1 + backward + train.gradient_checkpointing) + once
 
 
 def largest_share(config: Config, gpus: int, trees: float) -> float:
@@ -165,7 +166,8 @@ def update_time(
     batches = train.minibatches * math.ceil(share / train.minibatches / train.max_microbatch_tokens) if tokens else 0
     launch = batches * passes * shape.layers * hardware.eager_layer
     gather = 0.0 if gpus == 1 else batches * passes * shape.parameters * number_bytes / hardware.link_speed(gpus)
-    optimizer = train.minibatches * ADAM_BYTES * trained_parameters(shape, config) / gpus / hardware.memory_speed
+    steps = train.epochs * train.minibatches
+    optimizer = steps * ADAM_BYTES * trained_parameters(shape, config) / gpus / hardware.memory_speed
     return UpdateTime(
         compute,
         elementwise,

@@ -167,9 +167,9 @@ def _node_from_json(data: Mapping[str, Any]) -> Node:
 
 def _credit_to_json(credit: Credit) -> dict[str, Any]:
     by_node = {str(node): advantage for node, advantage in credit.by_node.items()}
-    return {"advantage": credit.advantage, "by_node": by_node}
+    return {"advantage": credit.advantage, "by_node": by_node, "weight": credit.weight}
 
 
 def _credit_from_json(data: Mapping[str, Any]) -> Credit:
     by_node = {int(node): advantage for node, advantage in data["by_node"].items()}
-    return Credit(data["advantage"], by_node)
+    return Credit(data["advantage"], by_node, data.get("weight", 1.0))

@@ -34,14 +34,14 @@ _STATE = ("step", "exp_avg", "exp_avg_sq")  # AdamW's state of a parameter
 class Optimizer:
     """Steps the trainable parameters of `model`; `steps` counts the steps made."""
 
-    def __init__(self, model: Any, lr: float, weight_decay: float) -> None:
+    def __init__(self, model: Any, lr: float, weight_decay: float, betas: tuple[float, float] = BETAS) -> None:
         self._parameters: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self._parameters:
             raise ValueError("the model has nothing to train")
         self._masters = {name: _master(parameter) for name, parameter in self._parameters.items()}
         fused = True if all(master.is_cuda for master in self._masters.values()) else None
         self._adamw = torch.optim.AdamW(
-            self._masters.values(), lr=lr, betas=BETAS, weight_decay=weight_decay, fused=fused
+            self._masters.values(), lr=lr, betas=betas, weight_decay=weight_decay, fused=fused
         )
         self.steps = 0
 

@@ -5,6 +5,8 @@ Each mini-batch of trees is one forest in which every unique token is computed o
 own. New, old and reference log-probs come from the same code. With a single optimizer step old and new log-probs are
 equal by definition and the ratio is exactly 1. The engine's log-probs are compared with the trainer's.
 
+Several epochs are passes over the same mini-batches in the same order, with the old log-probs of before the first.
+
 Guarantees: deterministic on a CPU (no dropout, no random numbers).
 """
 
@@ -42,22 +44,26 @@ class Trainer:
             raise ValueError("a KL term needs the model before training")
         self.model, self.tokenizer, self._config = model, tokenizer, config
         self._policy, self._reference = self._prepare(model, reference)
-        self.optimizer = Optimizer(self._policy, config.train.lr, config.train.weight_decay)
+        train = config.train
+        self.optimizer = Optimizer(self._policy, train.lr, train.weight_decay, train.betas)
 
     def update(self, trees: Sequence[ScoredTree]) -> dict[str, float]:
         """Train on one batch of trees with credits; returns the step's metrics."""
         every = [self._batch(trees[part]) for part in _split_evenly(len(trees), self._config.train.minibatches)]
         batches = [batch for batch in every if len(batch.targets_K)]
         shares = [self._share(batch) for batch in batches]
+        epochs = self._config.train.epochs
         # With one optimizer step the trained policy IS the one that sampled: old = new, at no cost.
-        old = [self._logprobs(self._policy, share) if len(every) > 1 else None for share in shares]
+        old = [self._logprobs(self._policy, share) if len(every) * epochs > 1 else None for share in shares]
+        reference = [self._reference_logprobs(share) for share in shares]
         sums: dict[str, float] = {"tokens": 0.0, "loss": 0.0}
         norms: list[float] = []
-        for share, old_K in zip(shares, old, strict=True):
-            for name, value in self._forward_backward(share, old_K, self._reference_logprobs(share)).items():
-                sums[name] = sums.get(name, 0.0) + value
-            norms.append(self._step())
-        sums = self._reduce(sums)
+        for _ in range(epochs):
+            for share, old_K, reference_K in zip(shares, old, reference, strict=True):
+                for name, value in self._forward_backward(share, old_K, reference_K).items():
+                    sums[name] = sums.get(name, 0.0) + value
+                norms.append(self._step())
+        sums = {name: value / epochs for name, value in self._reduce(sums).items()}
         tokens, loss = sums.pop("tokens"), sums.pop("loss")
         return {
             "loss": loss,

@@ -470,3 +470,27 @@ def check_settings(config: Config, on_cluster: bool) -> None:
             'train.dynamic_sampling_rounds: use 0 with advantage.baseline="batch", where trajectories of a task that '
             "all earned the same have advantages, too"
         )
+    if config.advantage.attribution == "unbiased":
+        _check_unbiased(config)
+
+
+def _check_unbiased(config: Config) -> None:
+    """Raise if the tree or the loss would make `advantage.attribution = "unbiased"` biased."""
+    branching = config.branching
+    if config.loss.aggregation != "constant":
+        raise ArpoError(
+            'advantage.attribution: "unbiased" needs loss.aggregation="constant": the others divide by the lengths of '
+            "the trajectories that were sampled"
+        )
+    by_state = branching.policy in ("never", "random", "always", "oracle")
+    by_state |= branching.policy == "entropy" and branching.probe != "trajectory"
+    if not by_state or branching.balance is not None:
+        raise ArpoError(
+            'advantage.attribution: "unbiased" needs a tree that grows by decisions on the state alone; use '
+            'branching.policy="random", "always" or "never", or branching.probe="first_token", and branching.balance=none'
+        )
+    if branching.policy != "never" and branching.fill != "none":
+        raise ArpoError(
+            'advantage.attribution: "unbiased" needs a fixed number of trajectories from the prompt; use '
+            'branching.fill="none"'
+        )

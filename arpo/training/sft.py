@@ -6,8 +6,8 @@ negative log-likelihood of these tokens.
 
 Guarantees: each epoch goes through all traces once, in an order that follows from the seed, so a run that was stopped
 and resumed equals one that was not (to the last bit on a CPU).
-Not covered: `train.steps`, `train.batch_size` and `train.minibatches`, which belong to `arpo train`; evaluation during
-training (`arpo eval RUN` does it afterwards).
+Not covered: `train.steps`, `train.batch_size`, `train.minibatches` and `train.epochs`, which belong to `arpo train`;
+evaluation during training (`arpo eval RUN` does it afterwards).
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _fitting(
 def objective(config: Config) -> Config:
     """The settings under which a training step on trees is supervised fine-tuning."""
     train = config.train.model_copy(
-        update={"lr": config.sft.lr, "warmup_steps": config.sft.warmup_steps, "minibatches": 1}
+        update={"lr": config.sft.lr, "warmup_steps": config.sft.warmup_steps, "minibatches": 1, "epochs": 1}
     )
     rollout = config.rollout.model_copy(update={"temperature": 1.0})
     loss = Loss(kind="cispo", aggregation="token-mean")

@@ -8,7 +8,7 @@ import statistics
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from trees import model, nested_branches, prompt, tree, two_branches
+from trees import model, nested_branches, prompt, tool, tree, two_branches
 
 from arpo.algorithm.advantage import attribute, compute_credits, normalize
 from arpo.config.schema import Advantage
@@ -64,6 +64,100 @@ def test_soft_and_hard_on_two_branches() -> None:
         Credit(-1.0, {1: 0.5, 4: -1.0}),
         Credit(-1.0, {5: -1.0}),
     )
+
+
+def test_prefix_values_and_turn_values_on_two_levels() -> None:
+    """Means of the advantages below: prompt 0, node 1: 1, node 3: 2. Backed up: node 3: 2, node 1: mean(2, -2)."""
+    credits = attribute(nested_branches(), [4.0, 2.0, 0.0, -2.0, -4.0], "prefix_value")
+    assert [dict(one.by_node) for one in credits] == [
+        {1: 4.0 + 1, 3: 4.0 + 1, 5: 4.0 + 2},
+        {1: 2.0 + 1, 3: 2.0 + 1, 6: 2.0 + 0},
+        {1: 0.0 + 1, 3: 0.0 + 1, 7: 0.0 - 2},
+        {1: -2.0 + 1, 8: -2.0 - 3},
+        {9: -4.0 - 4},
+    ]
+    credits = attribute(nested_branches(), [4.0, 2.0, 0.0, -2.0, -4.0], "turn_value")
+    assert [dict(one.by_node) for one in credits] == [
+        {1: 0.0, 3: 2.0, 5: 4.0},
+        {1: 0.0, 3: 2.0, 6: 2.0},
+        {1: 0.0, 3: 2.0, 7: 0.0},
+        {1: 0.0, 8: -2.0},
+        {9: -4.0},
+    ]
+
+
+def test_turns_after_the_same_text_are_compared() -> None:
+    """Returns: first turns 0.5 x mean(1, 0) and 0; after "a result" 1 and 0. A shared turn counts once."""
+    rewards, how = [Reward(1.0), Reward(0.0), Reward(0.0)], Advantage(attribution="same_state", gamma=0.5, scale="none")
+    found = credit([two_branches()], [rewards], how)[0]
+    assert [one.advantage for one in found] == pytest.approx([2 / 3, -1 / 3, -1 / 3])
+    assert found[0].by_node == pytest.approx({1: 2 / 3 + 0.125, 3: 2 / 3 + 0.5})
+    assert found[1].by_node == pytest.approx({1: -1 / 3 + 0.125, 4: -1 / 3 - 0.5})
+    assert found[2].by_node == pytest.approx({5: -1 / 3 - 0.125})
+    scaled = credit([two_branches()], [rewards], how.model_copy(update={"scale": "std", "step_weight": 2.0}))[0]
+    std = math.sqrt(2) / 3
+    assert scaled[0].by_node == pytest.approx({1: 2 / 3 / std + 2, 3: 2 / 3 / std + 2})
+    equal = credit([two_branches()], [[Reward(1.0)] * 3], how)[0]  # those further from the end earn less
+    assert [dict(one.by_node) for one in equal] == [{1: -0.25, 3: 0.0}, {1: -0.25, 4: 0.0}, {5: 0.25}]
+
+
+def test_turns_of_other_tasks_or_after_another_text_are_not_compared() -> None:
+    first = tree([prompt(), model(0, [3]), tool(1, text="one"), model(2, [4])], [3])
+    second = tree(
+        [prompt(), model(0, [3]), tool(1, text="two"), model(2, [4]), tool(1, text="one"), model(4, [4])], [3, 5]
+    )
+    rewards = [[Reward(1.0)], [Reward(1.0), Reward(0.0)]]
+    found = credit([first, second], rewards, Advantage(attribution="same_state"))
+    assert found[0] == (Credit(0.0, {1: 0.0, 3: 0.0}),)
+    assert found[1] == (Credit(1.0, {1: 1.0, 3: 1.0}), Credit(-1.0, {1: -1.0, 5: -1.0}))
+
+
+NODES = ("soft", "hard", "prefix_value", "turn_value", "same_state")
+
+
+def slow_turn(how: Advantage, node: int, leaf: int, own: dict[int, float], totals: list[float]) -> float:
+    """The advantage of a turn on a trajectory, straight from its definition; `own` are those of unmasked leaves."""
+    rollout = nested_branches()
+    ways = {i: rollout.prefix(rollout.leaves[i].node) for i in own}
+
+    def mean(at: int) -> float:
+        return statistics.fmean(own[i] for i in own if at in ways[i])
+
+    def backed_up(at: int) -> float:
+        below = [
+            i for i, other in enumerate(rollout.nodes) if other.parent == at and any(i in w for w in ways.values())
+        ]
+        return statistics.fmean([own[i] for i in own if ways[i][-1] == at] + [backed_up(child) for child in below])
+
+    def turn_return(at: int) -> float:
+        left = {i: sum(rollout.nodes[n].kind is Kind.MODEL for n in w if n > at) for i, w in ways.items() if at in w}
+        return statistics.fmean(how.gamma**count * totals[i] for i, count in left.items())
+
+    parent = rollout.nodes[node].parent
+    assert parent is not None
+    if how.attribution == "same_state":
+        turns = [n for n in {n for w in ways.values() for n in w} if rollout.nodes[n].kind is Kind.MODEL]
+        before = [rollout.nodes[rollout.nodes[n].parent or 0].text for n in turns]
+        group = [turn_return(n) for n, text in zip(turns, before, strict=True) if text == rollout.nodes[parent].text]
+        std = statistics.pstdev(group)
+        return own[leaf] + ((turn_return(node) - statistics.fmean(group)) / std if std > 1e-8 else 0.0)
+    rules = {"soft": own[leaf], "hard": mean(node), "turn_value": backed_up(node)}
+    return rules.get(how.attribution, own[leaf] + mean(node) - mean(parent))
+
+
+@given(SCORES, st.lists(st.booleans(), min_size=5, max_size=5), st.sampled_from(NODES))
+def test_every_attribution_is_what_its_definition_says(scores: list[float], keep: list[bool], attribution: str) -> None:
+    how, rollout = Advantage.model_validate({"attribution": attribution}), nested_branches()
+    found = credit([rollout], [[Reward(score) for score in scores]], how, [keep])[0]
+    own = {leaf: one.advantage for leaf, one in enumerate(found) if keep[leaf]}
+    for leaf, one in enumerate(found):
+        assert one.weight == 1.0
+        way = rollout.prefix(rollout.leaves[leaf].node)
+        assert list(one.by_node) == ([n for n in way if rollout.nodes[n].kind is Kind.MODEL] if keep[leaf] else [])
+        for node, value in one.by_node.items():
+            assert value == pytest.approx(slow_turn(how, node, leaf, own, scores), abs=1e-9)
+    if attribution != "same_state" and len({score for score, used in zip(scores, keep, strict=True) if used}) < 2:
+        assert not any(value for one in found for value in one.by_node.values())
 
 
 def test_hard_on_two_levels() -> None:
@@ -129,6 +223,14 @@ def slow_advantage(
 ) -> float:
     """One trajectory's advantage, straight from its definition."""
 
+    if how.scale == "batch":
+        plain = how.model_copy(update={"scale": "none"})
+        every = [
+            slow_advantage(plain, n, i, totals, keep, firsts) for n, ks in enumerate(keep) for i in range(5) if ks[i]
+        ]
+        std = statistics.pstdev(every)
+        return slow_advantage(plain, number, leaf, totals, keep, firsts) / std if std > 1e-8 else 0.0
+
     def against(others: list[float], spread: list[float]) -> float:
         std = statistics.pstdev(spread)
         if std < 1e-8:
@@ -153,7 +255,7 @@ def slow_advantage(
 @given(
     st.lists(st.tuples(SCORES, st.lists(st.booleans(), min_size=5, max_size=5)), min_size=1, max_size=3),
     st.sampled_from(["group", "leave_one_out", "batch", "tree"]),
-    st.sampled_from(["std", "none"]),
+    st.sampled_from(["std", "batch", "none"]),
 )
 def test_every_baseline_is_what_its_definition_says(
     groups: list[tuple[list[float], list[bool]]], baseline: str, scale: str

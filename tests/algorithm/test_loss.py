@@ -155,6 +155,25 @@ def test_gspo_has_one_ratio_for_each_trajectory() -> None:
     assert slopes == pytest.approx([bad / 4 if slope else 0 for slope in slopes], rel=1e-5)
 
 
+def test_a_turn_has_one_ratio() -> None:
+    """Turns: token 3, shared; token 4; tokens 5, 6, 7. A ratio belongs to the turn, not to the trajectories."""
+    options = Loss(kind="turn", clip_low=0.2, clip_high=0.2, dual_clip=None, aggregation="token-mean")
+    batch = build_batch([with_credits(shared(), [1.0, -2.0])], options, 1)
+    moves = by_token(batch, {3: 0.1, 4: 0.05, 5: -0.2, 6: 0.3, 7: 0.2})
+    first, last, other = math.exp(0.1), math.exp(0.05), math.exp(0.1)
+    loss, slopes, metrics = loss_of(batch, moves, options)
+    assert loss == pytest.approx(-(first - 2 * first + last - 3 * 2 * other) / 6, rel=1e-5)
+    assert metrics["clip_fraction"] == 0
+    expected = {3: first / 6, 4: -last / 6, 5: 2 * other / 6, 6: 2 * other / 6, 7: 2 * other / 6}
+    assert slopes == pytest.approx(by_token(batch, expected), rel=1e-5)
+    moves = by_token(batch, {3: 0.4, 4: 0.05, 5: -1.2, 6: 0.3, 7: 0.0})  # 3 is clipped above, 5 to 7 below
+    loss, slopes, metrics = loss_of(batch, moves, options)
+    assert loss == pytest.approx(-(1.2 - 2 * math.exp(0.4) + last - 3 * 2 * 0.8) / 6, rel=1e-5)
+    assert metrics["clip_fraction"] == 4
+    expected = {3: 2 * math.exp(0.4) / 6, 4: -last / 6, 5: 0.0, 6: 0.0, 7: 0.0}
+    assert slopes == pytest.approx(by_token(batch, expected), rel=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["ppo", "cispo"])
 def test_disjoint_targets_add_up(kind: Any) -> None:
     options = Loss(kind=kind, kl_coef=0.1, entropy_coef=0.2, importance_cap=1.1, dual_clip=1.5)

@@ -70,6 +70,67 @@ def tree_and_group(given: Rewarded) -> float:
     return group(given) + ((rewards[number][leaf] - statistics.fmean(same)) / std if std else 0.0)
 
 
+def over_the_step(given: Rewarded) -> float:
+    """Compared with all trajectories of the task, in standard deviations of what that gives over the whole step."""
+    trees, rewards, _, _ = given
+    every = [unscaled((trees, rewards, n, leaf)) for n, own in enumerate(rewards) for leaf in range(len(own))]
+    return unscaled(given) / statistics.pstdev(every)
+
+
+def leaves_through(tree: RolloutTree, node: int) -> list[int]:
+    """The leaves of the trajectories through a node."""
+    return [leaf for leaf, end in enumerate(tree.leaves) if node in tree.prefix(end.node)]
+
+
+def parent_of(tree: RolloutTree, node: int) -> int:
+    """The node before it, of one that is not the prompt."""
+    parent = tree.nodes[node].parent
+    assert parent is not None
+    return parent
+
+
+def mean_of_trajectories(given: Rewarded, node: int) -> float:
+    """The mean advantage of the trajectories through the turn."""
+    trees, rewards, number, _ = given
+    return statistics.fmean(group((trees, rewards, number, leaf)) for leaf in leaves_through(trees[number], node))
+
+
+def temporal_difference(given: Rewarded, node: int) -> float:
+    """TEMPO: the trajectory's advantage, and by how much the mean advantage changes with the turn."""
+    parent = parent_of(given[0][given[2]], node)
+    return group(given) + mean_of_trajectories(given, node) - mean_of_trajectories(given, parent)
+
+
+def backed_up(given: Rewarded, node: int) -> float:
+    """AT2PO: the mean of the values of what follows the turn; the value of an end is its trajectory's advantage."""
+    trees, rewards, number, _ = given
+    tree = trees[number]
+    ends = [group((trees, rewards, number, leaf)) for leaf, end in enumerate(tree.leaves) if end.node == node]
+    children = [i for i, other in enumerate(tree.nodes) if other.parent == node and leaves_through(tree, i)]
+    return statistics.fmean([*ends, *(backed_up(given, child) for child in children)])
+
+
+def discounted(given: Rewarded, node: int) -> float:
+    """The mean over the trajectories through the turn of 0.95^(turns after it) R."""
+    trees, rewards, number, _ = given
+    tree, found = trees[number], []
+    for leaf in leaves_through(tree, node):
+        way = tree.prefix(tree.leaves[leaf].node)
+        turns_left = sum(tree.nodes[i].kind is Kind.MODEL for i in way[way.index(node) + 1 :])
+        found.append(0.95**turns_left * rewards[number][leaf])
+    return statistics.fmean(found)
+
+
+def same_state(given: Rewarded, node: int) -> float:
+    """GiGPO: the trajectory's advantage, and that of the turn among all turns of the task after the same text."""
+    tree = given[0][given[2]]
+    before = tree.nodes[parent_of(tree, node)].text
+    turns = [i for i, n in enumerate(tree.nodes) if n.kind is Kind.MODEL and leaves_through(tree, i)]
+    returns = [discounted(given, i) for i in turns if tree.nodes[parent_of(tree, i)].text == before]
+    std = statistics.pstdev(returns)
+    return group(given) + ((discounted(given, node) - statistics.fmean(returns)) / std if std > 1e-8 else 0.0)
+
+
 def clipped(low: float, high: float, dual: float = math.inf) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """PPO's term for each token."""
 
@@ -85,9 +146,15 @@ def clipped(low: float, high: float, dual: float = math.inf) -> Callable[[Tensor
 
 
 def one_ratio(new_T: Tensor, old_T: Tensor, advantage_T: Tensor) -> Tensor:
-    """GSPO: the trajectory's ratio for every token."""
+    """GSPO and AT2PO: the ratio of the trajectory, or of the turn, for every token."""
     ratio = (new_T - old_T).mean().exp()
-    return torch.minimum(ratio * advantage_T, ratio.clamp(1 - 3e-4, 1 + 4e-4) * advantage_T)
+    return torch.minimum(ratio * advantage_T, ratio.clamp(1 - 3e-3, 1 + 4e-3) * advantage_T)
+
+
+def turn_by_turn(term: Callable[[Tensor, Tensor, Tensor], Tensor], turns: Sequence[int], *given: Tensor) -> Tensor:
+    """The terms of each turn's tokens by themselves."""
+    rows = [torch.tensor([i for i, other in enumerate(turns) if other == turn]) for turn in dict.fromkeys(turns)]
+    return torch.cat([term(*(values_T[own] for values_T in given)) for own in rows])
 
 
 def weighted(new_T: Tensor, old_T: Tensor, advantage_T: Tensor) -> Tensor:
@@ -113,7 +180,8 @@ class Reference:
     advantage: Callable[[Rewarded], float]
     term: Callable[[Tensor, Tensor, Tensor], Tensor] = PPO
     weigh: str = "trajectory"  # all trajectories weigh the same; "token": all tokens do; "sum": nothing is divided
-    hard: bool = False
+    turn: Callable[[Rewarded, int], float] | None = None  # the advantage of a turn, if not its trajectory's
+    per_turn: bool = False  # whether the terms of a turn depend on that turn alone
     kl: float = 0.0
     entropy_weight: float = 0.0
 
@@ -126,18 +194,21 @@ REFERENCES = {
     "arpo-always": Reference(group, weigh="token"),
     "arpo-shuffled": Reference(group, weigh="token"),
     "oracle": Reference(group, weigh="token"),
-    "arpo-hard": Reference(group, weigh="token", hard=True),
-    "at2po": Reference(group, weigh="token"),
+    "arpo-hard": Reference(group, weigh="token", turn=mean_of_trajectories),
     "trace": Reference(group, weigh="token"),
     "branpo": Reference(group, weigh="token"),
     "grpo": Reference(group),
     "dapo": Reference(group, clipped(0.2, 0.28), "token"),
     "reinforce++": Reference(batch, weigh="token", kl=0.001),
+    "reinforce++-baseline": Reference(over_the_step, weigh="token", kl=0.001),
     "rloo": Reference(leave_one_out, weigh="sum"),
     "dr-grpo": Reference(unscaled, weigh="sum"),
     "gspo": Reference(group, one_ratio),
     "cispo": Reference(group, weighted, "token"),
     "tree-grpo": Reference(tree_and_group),
+    "tempo": Reference(group, weigh="token", turn=temporal_difference),
+    "at2po": Reference(group, one_ratio, "token", turn=backed_up, per_turn=True),
+    "gigpo": Reference(group, weigh="token", turn=same_state),
     "arpo+": Reference(tree_and_group, clipped(0.2, 0.28), "token"),
     "aepo": Reference(group, gradient_kept, "token", entropy_weight=0.2),
 }
@@ -154,6 +225,7 @@ BRANCHING = {  # policy, and what else is not as in ARPO
     "trace": {"policy": "posthoc_outcome", "round_size": 2},
     "branpo": {"policy": "posthoc_tail", "round_size": 4},
     "tree-grpo": {"policy": "posthoc_random"},
+    "tempo": {"policy": "posthoc_random"},
     "arpo+": {"policy": "posthoc_random", "fill": "informative"},
     "aepo": {
         "rule": "stochastic",
@@ -208,22 +280,18 @@ def slow_loss(
     token_weight = entropy_weights(trees, reference.entropy_weight)
     tokens = sum(len(trajectory.positions) for trajectory in trajectories)
     total = torch.zeros((), dtype=torch.float64)
-    for trajectory, advantage in zip(trajectories, own, strict=True):
+    for trajectory, (number, leaf), advantage in zip(trajectories, leaves, own, strict=True):
         if not trajectory.positions:
             continue
         new_T, _ = logprobs_and_entropies(model, trajectory, TEMPERATURE)
         old_T = new_T.new_tensor([old[tree, node][at] for tree, node, at in trajectory.sources])
-        given = [
-            statistics.fmean(
-                a
-                for (number, leaf), a in zip(leaves, own, strict=True)
-                if number == tree and node in trees[tree].prefix(trees[tree].leaves[leaf].node)
-            )
-            if reference.hard
-            else advantage
-            for tree, node, _ in trajectory.sources
-        ]
-        term_T = reference.term(new_T, old_T, new_T.new_tensor(given))
+        turns = [node for _, node, _ in trajectory.sources]
+        by_turn = {
+            node: reference.turn((trees, rewards, number, leaf), node) if reference.turn else advantage
+            for node in set(turns)
+        }
+        given = new_T, old_T, new_T.new_tensor([by_turn[node] for node in turns])
+        term_T = turn_by_turn(reference.term, turns, *given) if reference.per_turn else reference.term(*given)
         term_T = term_T * new_T.new_tensor([token_weight[source] for source in trajectory.sources])
         if reference.kl:
             with torch.no_grad():

@@ -244,6 +244,7 @@ def test_no_tree_is_divided() -> None:
 @pytest.mark.parametrize(
     ("settings", "passes"),
     [([], 3), (["train.gradient_checkpointing=true"], 4), (["train.minibatches=2"], 4), (["loss.kl_coef=0.1"], 4),
+     (["train.epochs=3"], 10), (["train.epochs=2", "train.minibatches=2", "loss.kl_coef=0.1"], 8),
      (["train.lora_rank=4"], 2), (["loss.kl_coef=0.1", "train.minibatches=2", "train.gradient_checkpointing=true"], 6)],
 )  # fmt: skip
 def test_some_settings_need_more_passes(settings: list[str], passes: int) -> None:

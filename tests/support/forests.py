@@ -96,7 +96,8 @@ def random_credit(rng: random.Random, rollout: RolloutTree, attribution: str) ->
     few = REWARDS if rng.random() < 0.9 else REWARDS[:1]
     rewards = [rng.choice(few) for _ in rollout.leaves]
     mask = [rng.random() < 0.85 for _ in rollout.leaves]
-    return with_rewards(rollout, rewards, Advantage(attribution=attribution), mask)
+    exact = {"baseline": "leave_one_out", "scale": "none"} if attribution == "unbiased" else {}
+    return with_rewards(rollout, rewards, Advantage.model_validate({**exact, "attribution": attribution}), mask)
 
 
 def random_forest(

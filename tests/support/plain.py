@@ -35,10 +35,11 @@ class PlainTrajectory:
     sources: tuple[tuple[int, int, int], ...]  # tree, node, offset in the node
     advantages: tuple[float, ...]
     engine: tuple[float, ...]
+    weight: float
 
 
 def plain_trajectories(trees: Sequence[ScoredTree]) -> list[PlainTrajectory]:
-    """One trajectory per unmasked leaf, in order."""
+    """One trajectory per unmasked leaf, in order, each with its credit's weight."""
     found = []
     for number, scored in enumerate(trees):
         tree = scored.tree
@@ -55,7 +56,7 @@ def plain_trajectories(trees: Sequence[ScoredTree]) -> list[PlainTrajectory]:
                         model.append((place, (number, index, offset), credit.by_node[index], logprob))
                 tokens.extend(node.tokens)
             positions, sources, advantages, engine = zip(*model, strict=True) if model else ((), (), (), ())
-            found.append(PlainTrajectory(tuple(tokens), positions, sources, advantages, engine))
+            found.append(PlainTrajectory(tuple(tokens), positions, sources, advantages, engine, credit.weight))
     return found
 
 
@@ -64,11 +65,12 @@ def token_weight(
 ) -> float:
     """What each model token of this trajectory weighs."""
     if aggregation == "token-mean":
-        return 1 / sum(len(other.positions) for other in trajectories)
+        return trajectory.weight / sum(other.weight * len(other.positions) for other in trajectories)
+    total = sum(other.weight for other in trajectories)
     if aggregation == "sequence-mean":
-        return 1 / (len(trajectories) * len(trajectory.positions))
+        return trajectory.weight / (total * len(trajectory.positions))
     assert aggregation == "constant"
-    return 1 / (len(trajectories) * max_tokens)
+    return trajectory.weight / (total * max_tokens)
 
 
 def logprobs_and_entropies(model: Any, trajectory: PlainTrajectory, temperature: float) -> tuple[Tensor, Tensor]:
@@ -104,7 +106,7 @@ def plain_loss(
             if old is None
             else new_T.new_tensor([old[tree, node][at] for tree, node, at in trajectory.sources])
         )
-        objective_T = policy_terms(new_T, old_T, advantage_T, loss)
+        objective_T = policy_terms(new_T, old_T, advantage_T, loss, [source[:2] for source in trajectory.sources])
         if loss.importance_cap is not None:
             objective_T = objective_T * (old_T - engine_T).exp().clamp(max=loss.importance_cap)
         if loss.kl_coef:
@@ -117,11 +119,16 @@ def plain_loss(
     return total
 
 
-def policy_terms(new_T: Tensor, old_T: Tensor, advantage_T: Tensor, loss: Loss) -> Tensor:
-    """The policy's term of each model token of one trajectory."""
+def policy_terms(
+    new_T: Tensor, old_T: Tensor, advantage_T: Tensor, loss: Loss, turn_T: Sequence[tuple[int, ...]] = ()
+) -> Tensor:
+    """The policy's term of each model token of one trajectory; `turn_T` says which turn it belongs to."""
     log_ratio_T = new_T - old_T
     if loss.kind == "gspo":
         log_ratio_T = log_ratio_T.mean().expand_as(log_ratio_T)
+    if loss.kind == "turn":
+        turns = [[i for i, other in enumerate(turn_T) if other == turn] for turn in turn_T]
+        log_ratio_T = torch.stack([log_ratio_T[own].mean() for own in turns])
     ratio_T = log_ratio_T.clamp(-20, 20).exp()
     clipped_T = ratio_T.clamp(1 - loss.clip_low, 1 + loss.clip_high)
     if loss.kind == "cispo":

@@ -123,7 +123,7 @@ def test_a_tree_that_is_taken_keeps_what_it_weighs_in_the_batch() -> None:
         assert float(taken.pair_weight_X.sum()) < float(other.pair_weight_X.sum())
 
 
-@pytest.mark.parametrize("kind", ["ppo", "gspo", "cispo"])
+@pytest.mark.parametrize("kind", ["ppo", "turn", "gspo", "cispo"])
 def test_gradients_of_the_shares_add_up_to_that_of_the_whole(kind: str) -> None:
     loss, model, forest = Loss(kind=kind, entropy_coef=0.01), shared_model("llama-gqa"), rich_forest(11)
     batch = batch_of(forest, loss=loss)
@@ -217,6 +217,12 @@ CASES = {
         (*TRAIN, "loss.kind=gspo", "loss.entropy_coef=0.01", "train.minibatches=2", "train.max_microbatch_tokens=16",
          "advantage.entropy_weight=0.4"),
         steps(3, 4),
+    ),
+    "turns, epochs": Case(
+        "qwen2",
+        (*TRAIN, "loss.kind=turn", "loss.kl_coef=0.1", "train.minibatches=2", "train.epochs=2", "train.betas=[0.8,0.9]",
+         "train.max_microbatch_tokens=16"),
+        steps(15, 16),
     ),
     "checkpointing": Case(
         "llama-gqa", (*TRAIN, "loss.kind=cispo", "train.gradient_checkpointing=true",

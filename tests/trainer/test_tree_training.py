@@ -175,8 +175,8 @@ EXTRAS: dict[str, dict[str, Any]] = {
 }
 CASES = [
     (kind, attribution, aggregation, extra)
-    for kind in ("ppo", "gspo", "cispo")
-    for attribution in ("soft", "hard")
+    for kind in ("ppo", "turn", "gspo", "cispo")
+    for attribution in ("soft", "unbiased" if kind in ("turn", "cispo") else "hard")
     for aggregation in ("token-mean", "sequence-mean", "constant")
     for extra in EXTRAS
 ]
@@ -245,7 +245,7 @@ def test_a_sliding_window_ends_where_it_should(between: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ppo", "gspo"])
+@pytest.mark.parametrize("kind", ["ppo", "turn", "gspo"])
 def test_many_small_branches_beside_large_ones_equal_the_oracle(kind: str) -> None:
     rng, model = random.Random(1), shared_model("llama-gqa")
     loss = Loss(**SHARP, kind=kind)  # type: ignore[arg-type]
@@ -277,13 +277,13 @@ def uncancelled(model: Any, forest: Forest, loss: Loss) -> float:
 @given(st.randoms(use_true_random=False), st.sampled_from([1, 6, 15, 40, ENDLESS]), st.booleans())
 def test_every_shape_equals_the_oracle(rng: random.Random, budget: int, shared: bool) -> None:
     model = shared_model(rng.choice(["gemma3", "qwen2"]))
-    loss = Loss(**SHARP, kind=rng.choice(["ppo", "gspo", "cispo"]), entropy_coef=rng.choice([0.0, 0.1]))
-    forest = sampled_by(model, random_forest(rng, rng.choice(["soft", "hard"])), 2)
+    loss = Loss(**SHARP, kind=rng.choice(["ppo", "turn", "gspo", "cispo"]), entropy_coef=rng.choice([0.0, 0.1]))
+    forest = sampled_by(model, random_forest(rng, rng.choice(["soft", "hard", "unbiased"])), 2)
     expected = expected_of(model, forest, loss)
     assert_same(learnt(model, forest, loss, budget, shared), expected, rest=3e-6 * uncancelled(model, forest, loss))
 
 
-@pytest.mark.parametrize("kind", ["ppo", "gspo", "cispo"])
+@pytest.mark.parametrize("kind", ["ppo", "turn", "gspo", "cispo"])
 @pytest.mark.parametrize("budget", [10, ENDLESS])
 def test_without_old_log_probs_the_ratio_is_1(kind: str, budget: int) -> None:
     model = shared_model("qwen3")
@@ -368,10 +368,14 @@ def metrics_by_hand(model: Any, forest: Forest, loss: Loss) -> dict[str, float]:
         new_T, entropy_T = (values.tolist() for values in logprobs_and_entropies(model, trajectory, TEMPERATURE))
         old_T = [old[number, node][at] for number, node, at in trajectory.sources]
         mean = sum(new_T) / len(new_T) - sum(old_T) / len(old_T)
+        of_turn: dict[int, list[float]] = {}
+        for (_, node, _), new, before in zip(trajectory.sources, new_T, old_T, strict=True):
+            of_turn.setdefault(node, []).append(new - before)
         for source, new, before, entropy, advantage, engine in zip(
             trajectory.sources, new_T, old_T, entropy_T, trajectory.advantages, trajectory.engine, strict=True
         ):
-            ratio = math.exp(mean if loss.kind == "gspo" else new - before)
+            turn = of_turn[source[1]]
+            ratio = math.exp({"gspo": mean, "turn": sum(turn) / len(turn)}.get(loss.kind, new - before))
             low, high, most = 1 - loss.clip_low, 1 + loss.clip_high, loss.dual_clip or math.inf
             outside = (ratio > high or ratio < low) if loss.kind == "cispo" else None
             bitten = ratio > high if advantage > 0 else ratio < low or ratio > most
@@ -392,7 +396,7 @@ def metrics_by_hand(model: Any, forest: Forest, loss: Loss) -> dict[str, float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("budget", [1, 20, ENDLESS])
-@pytest.mark.parametrize("kind", ["ppo", "gspo", "cispo"])
+@pytest.mark.parametrize("kind", ["ppo", "turn", "gspo", "cispo"])
 def test_metrics_count_every_token_once(kind: str, budget: int) -> None:
     model, loss = shared_model("qwen3"), Loss(**SHARP, kind=kind)  # type: ignore[arg-type]
     for seed in range(3):
@@ -509,10 +513,10 @@ def longest_path(forest: Forest) -> int:
     return max(map(len, forest.trained_tokens()))
 
 
-@pytest.mark.parametrize("kind", ["ppo", "gspo", "cispo"])
+@pytest.mark.parametrize("kind", ["ppo", "turn", "gspo", "cispo"])
 @pytest.mark.parametrize("seed", range(4))
 def test_every_token_is_read_once_within_the_budget(kind: str, seed: int) -> None:
-    """No pass exceeds the budget or a trajectory; what predicts nothing may be absent. A split gspo reads twice."""
+    """No pass exceeds the budget or a trajectory; what predicts nothing may be absent. Split ratios read twice."""
     model, forest = shared_model("llama"), rich_forest(20 + seed)
     loss = Loss(kind=kind)  # type: ignore[arg-type]
     batch = build_batch(forest.trees, loss, MAX_TOKENS)
@@ -525,7 +529,7 @@ def test_every_token_is_read_once_within_the_budget(kind: str, seed: int) -> Non
         assert needed <= sum(sizes) <= all_tokens and max(sizes) <= max(budget, longest)
         with passes_of(model) as sizes:
             forward_backward(model, batch, loss, TEMPERATURE, budget, old_logprob(batch.engine_logprobs_K))
-        times = 2 if kind == "gspo" and sum(sizes) > all_tokens else 1
+        times = 2 if kind in ("gspo", "turn") and sum(sizes) > all_tokens else 1
         assert times * needed <= sum(sizes) <= times * all_tokens and max(sizes) <= max(budget, longest)
         most = max(most, len(sizes) // times)
     gradients(model)
@@ -587,7 +591,7 @@ def test_the_forests_are_hard_enough() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kind", ["ppo", "gspo", "cispo"])
+@pytest.mark.parametrize("kind", ["ppo", "turn", "gspo", "cispo"])
 def test_in_float64_it_is_exact(family: str, kind: str) -> None:
     """The loss to 1e-9, each gradient to 1e-5 of its own largest entry (norms round to float32 in these models)."""
     model = make_model(family).double()

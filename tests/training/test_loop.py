@@ -97,8 +97,8 @@ def test_a_resumed_run_may_fit_into_less_memory_and_learn_more_slowly(model_path
 
 
 @pytest.mark.slow
-def test_several_minibatches_and_warmup_resume_too(model_path: Path, tmp_path: Path) -> None:
-    more = ["train.minibatches=3", "train.warmup_steps=5", "train.weight_decay=0.1"]
+def test_several_minibatches_epochs_and_warmup_resume_too(model_path: Path, tmp_path: Path) -> None:
+    more = ["train.minibatches=3", "train.epochs=2", "train.warmup_steps=5", "train.weight_decay=0.1"]
     run_to_the_end(config_for(model_path, tmp_path / "straight", *more))
     run_to_the_end(config_for(model_path, tmp_path / "halves", "train.steps=1", *more))
     run_to_the_end(config_for(model_path, tmp_path / "halves", *more), resume=True)
