@@ -229,11 +229,12 @@ def test_a_leaf_above_another_is_a_child_of_its_node() -> None:
         (["branching.policy=entropy"], "decisions on the state alone"),
         (["branching.policy=posthoc_random"], "decisions on the state alone"),
         (["branching.balance=1.0"], "branching.balance=none"),
+        (["branching.fill=all"], "fixed number of trajectories from the prompt"),
     ],
 )
 def test_settings_that_would_make_it_biased_are_refused(more: list[str], problem: str) -> None:
     exact = ["advantage.attribution=unbiased", "advantage.baseline=leave_one_out", "advantage.scale=none"]
-    rest = ["loss.aggregation=constant", "branching.policy=random"]
+    rest = ["loss.aggregation=constant", "branching.policy=random", "branching.fill=none"]
 
     def checked(settings: list[str]) -> Config:
         config = load_config(None, settings)
@@ -241,5 +242,6 @@ def test_settings_that_would_make_it_biased_are_refused(more: list[str], problem
         return config
 
     assert checked([*exact, *rest]).advantage == UNBIASED
+    assert checked([*exact, *rest, "branching.policy=entropy", "branching.probe=first_token"]).advantage == UNBIASED
     with pytest.raises(ArpoError, match=problem):
         checked([*exact, *rest, *more])
