@@ -11,8 +11,8 @@
               but computed once per unique token; GSPO and CISPO; entropy bonus and KL penalty.
 6. metrics    What is logged for a step.
 
-branching, posthoc, advantage, batch, loss and metrics are pure functions; only rollout waits for engine and tools. The forward
-and backward pass over a batch is in `arpo.trainer`, the loop over steps in `arpo.training`.
+branching, posthoc, advantage, batch, loss and metrics are pure functions; only rollout waits for engine and tools. The
+forward and backward pass over a batch is in `arpo.trainer`, the loop over steps in `arpo.training`.
 
 May import: types, errors, config, net, figures, runs, data, tools, rewards, models, engine, agent.
 """

@@ -5,11 +5,12 @@ Every tree is replayed by a slow reference, round by round, from what stands in 
 
 from __future__ import annotations
 
+import asyncio
 import math
 import random
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import clock
@@ -25,7 +26,7 @@ from arpo.environments import Environment
 from arpo.environments.states import EnvironmentTools, StatePool
 from arpo.errors import ArpoError
 from arpo.tools.base import Tool, tool
-from arpo.types import Kind, Reward, RolloutTree, ScoredTree, Task, Trajectory
+from arpo.types import Completion, Kind, Reward, RolloutTree, ScoredTree, Task, Trajectory
 
 TASK = Task("q1", "Where was Mira Tolven born?", ("Upper Kelso",))
 SEARCH, PYTHON = "<think> Find it.</think><search> Mira</search>", "<think> Sum.</think><python>1 + 1</python>"
@@ -338,6 +339,19 @@ def test_shuffled_opens_as_many_branches_as_entropy_would(tokenizer: Any) -> Non
     assert [one.branches > 0 for one in results] != [one.delta > 0 for one in results]
 
 
+def test_under_shuffled_shallow_results_get_the_budget_first(tokenizer: Any) -> None:
+    """Two trajectories, one after the other, whose three results all rise: the budget goes to the first of each."""
+    how = Rollout(num_trajectories=4, num_initial=2, max_tool_calls=3, concurrency=1)
+
+    def script(prefix: str, seed: int) -> tuple[str, list[float]]:
+        made = prefix.count("<result>")
+        return (SEARCH if made < 3 else ANSWER), [1.0 + made]
+
+    tree = sampled(agent(tokenizer, script), how, Branching(policy="shuffled"))
+    opened = [one.branches for one in decisions(tree)]
+    assert opened[:6] == [1, 0, 0, 1, 0, 0] and sum(opened) == 2
+
+
 # --- the probe
 
 
@@ -363,6 +377,33 @@ def test_the_first_token_after_a_result_decides_whatever_follows(tokenizer: Any,
     assert found == [(1.0, 2.0, 1, 1), (1.0, 0.5, 0, 1), (1.0, 0.5, 0, 1)]
     by_turn = sampled(agent(tokenizer, calm_then_sure(later)), how, Branching(fill="none"))
     assert [one.branches for one in decisions(by_turn)] == ([0, 0] if later == 0 else [1, 1, 0])
+
+
+@pytest.mark.parametrize(("probe", "token"), [("first_token", 0), ("trajectory", K - 1)])
+def test_the_branch_starts_as_soon_as_the_last_probed_token_is_known(tokenizer: Any, probe: Any, token: int) -> None:
+    started: list[tuple[int, int]] = []  # turn and token with which a trajectory was started
+
+    class Watched(ScriptedEngine):
+        turns = 0
+
+        async def generate(self, prefix: Any, params: Any, *, on_token: Any = None) -> Completion:
+            turn, self.turns, tokens = self.turns, self.turns + 1, 0
+
+            def watch(*sampled: Any) -> None:
+                nonlocal tokens
+                before = len(asyncio.all_tasks())
+                on_token(*sampled)
+                started.extend([(turn, tokens)] * (len(asyncio.all_tasks()) - before))
+                tokens += 1
+
+            return await super().generate(prefix, params, on_token=watch)
+
+    def script(prefix: str, seed: int) -> tuple[str, list[float]]:
+        return (SEARCH, [1.0]) if "<result>" not in prefix else (ANSWER, [2.0])
+
+    who = replace(agent(tokenizer, script), engine=Watched(tokenizer, script))
+    tree = sampled(who, Rollout(num_trajectories=2, num_initial=1), Branching(probe=probe, probe_tokens=K))
+    assert len(tree.leaves) == 2 and started == [(1, token)]
 
 
 def decisions(tree: RolloutTree) -> list[Any]:
