@@ -72,15 +72,12 @@ def build_batch(
     trained: list[list[_Trained]] = [[] for _ in trees]
     for (number, trajectory, credit), count in zip(used, counts, strict=True):
         if count and (regularized or any(credit.by_node.values())):
-            weight = (
-                credit.weight
-                / {
-                    "token-mean": tokens,
-                    "sequence-mean": trajectories * count,
-                    "constant": trajectories * max_tokens,
-                }[loss.aggregation]
-            )
-            trained[number].append(_Trained(trajectory.indices, credit, weight, count))
+            divisor = {
+                "token-mean": tokens,
+                "sequence-mean": trajectories * count,
+                "constant": trajectories * max_tokens,
+            }[loss.aggregation]
+            trained[number].append(_Trained(trajectory.indices, credit, credit.weight / divisor, count))
     spans: list[_Span] = []
     trajectory_tokens: list[int] = []
     total = 0

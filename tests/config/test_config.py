@@ -25,8 +25,8 @@ from arpo.errors import ArpoError
 
 PRESETS = (
     '"aepo", "arpo", "arpo+", "arpo-always", "arpo-code", "arpo-hard", "arpo-paper", "arpo-random", "arpo-shuffled", '
-    '"at2po", "branpo", "cispo", "dapo", "dr-grpo", "grpo", "gspo", "oracle", "reinforce++", "rloo", "trace", '
-    '"tree-grpo"'
+    '"at2po", "branpo", "cispo", "dapo", "dr-grpo", "gigpo", "grpo", "gspo", "oracle", "reinforce++", '
+    '"reinforce++-baseline", "rloo", "tempo", "trace", "tree-grpo"'
 )
 STATED = {  # what presets say even where it is the default, since it belongs to the algorithm
     "branching.rule",
@@ -236,7 +236,7 @@ def test_config_cannot_be_changed() -> None:
         (
             "[advantage]\nzzz = 4",
             "advantage.zzz: there is no such setting; there are advantage.baseline, advantage.scale, "
-            "advantage.attribution, advantage.entropy_weight",
+            "advantage.attribution, advantage.gamma, advantage.step_weight, advantage.entropy_weight",
         ),
         ("model = 3", "model: got 3, expected a section with model.path, model.adapter, model.device, model.dtype"),
         (

@@ -73,7 +73,9 @@ def test_every_number_has_limits_and_the_message_says_them(key: str) -> None:
             continue  # inside a table
         if key == "train.max_grad_norm" and value == 10**16:
             continue  # a way to say: never
-        with pytest.raises(ArpoError, match=f"command line: {key}: got .*, expected (whole )?number >"):
+        with pytest.raises(
+            ArpoError, match=f"command line: {key}: got .*, expected (list of 2, each a )?(whole )?number >"
+        ):
             load_config(None, [f"{key}={value}"])
 
 

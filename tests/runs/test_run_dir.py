@@ -66,7 +66,7 @@ def _tree(name: str = "q1", text: str = "hm <search>x</search>") -> RolloutTree:
 
 
 REWARDS = (Reward(1.1, {"accuracy": 1.0, "bonus": 0.1}), Reward(-1.0))
-CREDITS = (Credit(0.7, {1: 0.1, 3: 0.7}), Credit(0.0, {}))
+CREDITS = (Credit(0.7, {1: 0.1, 3: 0.7}, 0.25), Credit(0.0, {}))
 MASK = (True, False)
 
 
@@ -99,6 +99,10 @@ def test_tree_round_trip_is_exact() -> None:
     assert math.copysign(1, back.tree.nodes[3].logprobs[0]) == -1
     hash(back.tree.nodes[1].tokens)  # tuples, not lists
     assert back.tree.branch_points == 1
+    older = tree_to_json(scored)
+    for credit in older["credits"]:
+        del credit["weight"]
+    assert [credit.weight for credit in tree_from_json(older).credits] == [1.0, 1.0]
 
 
 @given(st.text(st.characters() | st.characters(categories=["Cs"], max_codepoint=0xDBFF)))

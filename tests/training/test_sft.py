@@ -144,6 +144,7 @@ def test_packed_traces_have_the_gradient_of_each_by_itself(folder: Path, more: t
         "loss.kl_coef=1",
         "loss.kind=gspo",
         "train.minibatches=3",
+        "train.epochs=2",
         "loss.entropy_coef=0.1",
     )
     config = sums_config(folder, *others, *more)
