@@ -91,6 +91,7 @@ async def _evaluate(context: RolloutContext, samples: int) -> dict[str, Any]:
         "accuracy": result.accuracy,
         "format": result.metrics.get("format"),
         "calls_per_question": result.tool_calls,
+        "answers": result.answer_counts,
         "pass_at": {str(k): result.pass_at(k) for k in KS if k <= samples},
     }
 
