@@ -19,8 +19,8 @@ import arpo.studies.compare.runner
 from arpo.config.schema import Config
 from arpo.errors import ArpoError
 from arpo.runs import run_dir as runlog
-from arpo.studies.compare.report import comparison_json
-from arpo.studies.compare.results import Comparison, choice_label
+from arpo.studies.compare.report import comparison_json, markdown
+from arpo.studies.compare.results import Comparison, choice_label, load_comparison
 from arpo.studies.compare.runner import COLD_START, ComparisonPlan, compare, plan_from_options
 from arpo.studies.compare.stats import missing_runs
 from arpo.studies.compare.tuning import choice_overrides, choices, parse_grid
@@ -446,7 +446,13 @@ def test_from_end_to_end(model_path: Path, tmp_path: Path) -> None:
         assert log.checkpoint_steps() == []
         result = json.loads((tmp_path / "out" / name / "seed-0" / "result.json").read_bytes())
         assert set(result["pass_at"]) == {"1", "3"} and result["samples"] == 3
+        assert [count for count, _ in result["answers"]] == [3] * result["questions"]
+        right = sum(right for _, right in result["answers"])
+        assert result["accuracy"] == pytest.approx(right / 3 / result["questions"])
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"kanarie" in path.read_bytes()]
+    written = load_comparison(tmp_path / "out" / "results.json")
+    assert [trial.curve[-1].trajectories for trial in written.trials] == [12, 12]
+    assert markdown(written) in (tmp_path / "out" / "results.md").read_text()
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*/seed-0/*")}
     compare()
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*/seed-0/*")}

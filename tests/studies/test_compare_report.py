@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +13,8 @@ import numpy as np
 import pytest
 from comparisons import against, comparison, noisy, trial, tuning_run
 
+from arpo.cli import study
+from arpo.cli.main import main
 from arpo.errors import ArpoError
 from arpo.studies.compare.report import comparison_json, markdown, missing_note, tables
 from arpo.studies.compare.results import ArmSettings, Comparison, comparison_from_json, load_comparison, raw_json
@@ -223,3 +227,74 @@ def test_every_number_can_be_computed_from_the_raw_numbers() -> None:
     assert found.difference.mean == pytest.approx(
         (gaps.mean(), gaps.mean() - half_width, gaps.mean() + half_width), rel=1e-4
     )
+
+
+# The command line
+
+
+def arpo(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """The exit code of the command."""
+    monkeypatch.setattr(sys, "argv", ["arpo", *arguments])
+    with pytest.raises(SystemExit) as end:
+        main()
+    return int(end.value.code or 0)
+
+
+def test_recompute_prints_what_the_comparison_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, path = two_seeds(), tmp_path / "results.json"
+    path.write_text(json.dumps(comparison_json(whole)))
+    study._print_comparison(whole)
+    printed = capsys.readouterr().out
+    assert arpo(monkeypatch, "compare", "--recompute", str(path)) == 0
+    assert capsys.readouterr().out == printed and "0.60 (-)" in printed and "Holm's p" in printed
+    assert arpo(monkeypatch, "compare", "--recompute", str(path), "--levels", "0.25,0.3") == 0
+    study._print_comparison(replace(whole, levels=(0.25, 0.3)))
+    first, second = capsys.readouterr().out.split("Tuning, on seeds")[1:]
+    assert first == second != printed
+
+
+def test_recompute_says_that_runs_are_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps(comparison_json(replace(two_seeds(), algorithms=("grpo", "arpo", "x")))))
+    assert arpo(monkeypatch, "compare", "--recompute", str(path)) == 1
+    assert capsys.readouterr().out.startswith("PARTIAL: 2 of 9 runs are missing: x seed 1 (not run)")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--recompute", "x.json", "--seeds", "3", "--jobs", "1"], "takes no jobs, seeds; --levels may be given"),
+        (["my.toml", "--recompute", "x.json"], "takes no config;"),
+        (["--recompute", "nowhere.json"], "nowhere.json"),
+        ([], "CONFIG is missing"),
+    ],
+)
+def test_mistakes_on_the_command_line(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert arpo(monkeypatch, "compare", *arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+WITHOUT = """
+import sys
+
+sys.modules |= dict.fromkeys(("torch", "transformers", "matplotlib"))  # importing them fails
+from arpo.cli.main import main
+
+sys.argv = ["arpo", "compare", "--recompute", sys.argv[1]]
+main()
+"""
+
+
+def test_recompute_needs_neither_torch_nor_matplotlib(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps(comparison_json(two_seeds())))
+    done = subprocess.run([sys.executable, "-c", WITHOUT, str(path)], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "divided by that of grpo" in done.stdout
+    assert [each.name for each in tmp_path.iterdir()] == ["results.json"]
