@@ -66,13 +66,8 @@ class Evaluation:
     def pass_at(self, k: int) -> float:
         """Estimate of pass@k, the chance that one of k answers is right, over all questions."""
         self._named("accuracy", "correct")
-        return fmean(pass_at_k(count, right, k) for count, right in self.answer_counts)
-
-    @property
-    def answer_counts(self) -> list[tuple[int, int]]:
-        """For each question the number of answers and how many are right."""
-        every = [[reward.parts.get("correct") == 1.0 for reward in one.rewards] for one in self.trees]
-        return [(len(answers), sum(answers)) for answers in every]
+        right = [[reward.parts.get("correct") == 1.0 for reward in one.rewards] for one in self.trees]
+        return fmean(pass_at_k(len(answers), sum(answers), k) for answers in right)
 
     def by_kind(self, metric: str = "accuracy") -> dict[str, float]:
         """A metric for each kind of question; as `accuracy`, ArpoError if it is not known."""
