@@ -117,7 +117,8 @@ def _print_comparison(found: Comparison, out: Path | None = None) -> None:
     if out is not None:
         console.print(f"The tables, the figures and every run are in {out}.")
     if missing:
-        console.print("PARTIAL: not every run finished; the same command tries these again.")
+        command = "the same command" if out is not None else "the comparison's command"
+        console.print(f"PARTIAL: not every run finished; {command} tries these again.")
         raise typer.Exit(1)
 
 
