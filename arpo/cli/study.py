@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import sys
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,13 +19,17 @@ from arpo.figures.text import one_line
 from arpo.runs.run_dir import is_run_dir, open_run_dir
 from arpo.training.interrupt import run_async
 
+if TYPE_CHECKING:
+    from arpo.studies.compare.results import Comparison
+
 ALGORITHMS = "presets or TOML files, like arpo,grpo,mine.toml; an unknown name lists the presets"
 
 
 def compare(
+    context: typer.Context,
     config: Annotated[
-        Path, typer.Argument(help="a TOML file with settings; an algorithm's own settings override these")
-    ],
+        Path | None, typer.Argument(help="a TOML file with settings; an algorithm's own settings override these")
+    ] = None,
     overrides: Overrides = None,
     algorithms: Annotated[str, typer.Option(help=ALGORITHMS)] = "arpo,grpo,arpo-random",
     seeds: Annotated[int, typer.Option(min=1, help="runs of each algorithm; the first seed is the one in CONFIG")] = 3,
@@ -37,18 +42,42 @@ def compare(
     baseline: Annotated[
         str | None, typer.Option(help="the algorithm to compare with; default: grpo if it is listed, else the first")
     ] = None,
+    levels: Annotated[
+        str | None,
+        typer.Option(help="accuracies to reach, like 0.7,0.8; default: 50, 75 and 100 % of the baseline's gain"),
+    ] = None,
+    tune: Annotated[
+        str | None,
+        typer.Option(help='tune every algorithm first, on other seeds: names of M, lr, batch, or "M=4,8;lr=2e-4,5e-4"'),
+    ] = None,
+    tuning_seeds: Annotated[int, typer.Option(min=1, help="seeds for --tune, from 1000 on")] = 1,
     samples: Annotated[int, typer.Option(min=1, help="answers to each test question at the end, for pass@k")] = 5,
     jobs: Annotated[int, typer.Option(min=1, help="runs at the same time")] = 1,
     out: Annotated[Path | None, typer.Option(help="output directory; default: runs/compare-CONFIG")] = None,
     drop_models: Annotated[bool, typer.Option(help="delete the checkpoints of finished runs")] = False,
+    recompute: Annotated[
+        Path | None, typer.Option(help="print the tables of this results.json again, from the file alone")
+    ] = None,
 ) -> None:
     """Compare algorithms over several seeds with the same budget. A stopped comparison can be resumed."""
+    from arpo.studies.compare.results import load_comparison
+    from arpo.studies.compare.runner import compare as run_comparison
+    from arpo.studies.compare.runner import parse_levels, plan_from_options
+
+    if recompute is not None:
+        sources = {name: context.get_parameter_source(name) for name in context.params}
+        given = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
+        if others := sorted(given - {"recompute", "levels"}):
+            raise ArpoError(f"--recompute: reads only the file and takes no {', '.join(others)}; --levels may be given")
+        found = load_comparison(expand_user(recompute))
+        return _print_comparison(replace(found, levels=parse_levels(levels)) if levels is not None else found)
+    if config is None:
+        raise ArpoError("CONFIG is missing: name a TOML file with settings, or --recompute with a results.json")
     from arpo.figures.style import require_matplotlib
-    from arpo.studies.compare import report
-    from arpo.studies.compare import runner as comparison
+    from arpo.studies.compare.report import write_comparison
 
     require_matplotlib()
-    plan = comparison.plan_from_options(
+    plan = plan_from_options(
         config,
         overrides or [],
         algorithms=algorithms,
@@ -60,21 +89,36 @@ def compare(
         jobs=jobs,
         out=out,
         drop_models=drop_models,
+        levels=levels,
+        tune=tune,
+        tuning_seeds=tuning_seeds,
     )
     try:
-        found = run_async(comparison.compare(plan, ConsoleReporter()))
+        found = run_async(run_comparison(plan, ConsoleReporter()))
     except asyncio.CancelledError:
         print(f"stopped; all runs are saved in {plan.out}, and the same command resumes them", file=sys.stderr)
         raise typer.Exit(130) from None
-    report.write_comparison(plan.out, found)
-    if missing := report.missing_note(found):
+    write_comparison(plan.out, found)
+    _print_comparison(found, plan.out)
+
+
+def _print_comparison(found: Comparison, out: Path | None = None) -> None:
+    """Print the tables of a comparison and where its files are; ends with code 1 if runs are missing."""
+    from arpo.studies.compare import report
+
+    missing = report.missing_note(found)
+    if missing:
         console.print(missing)
-    for head, rows in report.terminal_tables(found):
+    for title, head, rows in report.tables(found):
+        console.print(title)
         print_table(head, rows)
-    console.print(report.reading_note(found))
-    console.print(f"The tables, the figures and every run are in {plan.out}.")
-    if any(trial.problem for trial in found.trials):
-        console.print("PARTIAL: not every run finished; the same command tries these again.")
+    for note in report.reading_notes(found):
+        console.print(note)
+    if out is not None:
+        console.print(f"The tables, the figures and every run are in {out}.")
+    if missing:
+        command = "the same command" if out is not None else "the comparison's command"
+        console.print(f"PARTIAL: not every run finished; {command} tries these again.")
         raise typer.Exit(1)
 
 

@@ -1,9 +1,9 @@
-"""Quantiles of Student's t distribution, without scipy."""
+"""Student's t distribution, without scipy: two-sided quantiles at 95 % and p-values, for whole degrees of freedom."""
 
 from __future__ import annotations
 
 from functools import cache
-from math import cos, pi, sin, sqrt, tan
+from math import atan, cos, pi, sin, sqrt, tan
 
 LEVEL = 0.95
 
@@ -15,6 +15,11 @@ def student_t(degrees: int) -> float:
     while low < (middle := (low + high) / 2) < high:
         low, high = (middle, high) if _probability_within(middle, degrees) < LEVEL else (low, middle)
     return sqrt(degrees) * tan(high)
+
+
+def two_sided_p(t: float, degrees: int) -> float:
+    """P(|T| >= |t|) of Student's t distribution; exact to about 1e-15, so smaller values come out as about 0."""
+    return min(1.0, max(0.0, 1.0 - _probability_within(atan(abs(t) / sqrt(degrees)), degrees)))
 
 
 def _probability_within(angle: float, degrees: int) -> float:

@@ -19,8 +19,11 @@ import arpo.studies.compare.runner
 from arpo.config.schema import Config
 from arpo.errors import ArpoError
 from arpo.runs import run_dir as runlog
+from arpo.studies.compare.report import comparison_json, markdown
+from arpo.studies.compare.results import Comparison, choice_label, load_comparison
 from arpo.studies.compare.runner import COLD_START, ComparisonPlan, compare, plan_from_options
-from arpo.studies.compare.stats import Comparison
+from arpo.studies.compare.stats import missing_runs
+from arpo.studies.compare.tuning import choice_overrides, choices, parse_grid
 
 CALLS = {"grpo": 10, "arpo": 7, "dapo": 16, "mine": 3}  # tool calls of a step
 
@@ -54,31 +57,35 @@ class Processes:
     def __init__(self) -> None:
         self.started: list[str] = []
         self.dies: dict[str, list[int]] = {}  # exit codes of the next attempts
+        self.accuracy: dict[str, float] = {}  # at the end, by name of the run; 0.75 for others
 
     async def spawn(self, plan: ComparisonPlan, directory: Path, config: Config, untrained: bool) -> int:
-        name = f"{directory.parent.name} {directory.name}"
+        algorithm, *choice, seed = directory.relative_to(plan.out).parts
+        name = " ".join([algorithm, *choice, seed])
         self.started.append(name)
         await asyncio.sleep(0)
         settings = json.loads((directory / "config.json").read_bytes())
-        assert untrained == (directory.parent.name == COLD_START)
+        assert untrained == (algorithm == COLD_START)
         if codes := self.dies.get(name):
             (directory / "log.txt").write_text("Traceback\nout of memory\n")
             return codes.pop(0)
         if not untrained:
-            self.train(directory / "run", settings, CALLS[directory.parent.name])
-        accuracy = 0.25 if untrained else 0.75
+            self.train(directory / "run", settings, CALLS[algorithm])
+        accuracy = 0.25 if untrained else self.accuracy.get(name, 0.75)
         result = {"step": 1, "accuracy": accuracy, "format": 1.0, "calls_per_question": 2.0, "pass_at": {"1": accuracy}}
+        result["answers"] = [[5, 4], [5, 3]]
         (directory / "result.json").write_text(json.dumps(result))
         return 0
 
     def train(self, directory: Path, settings: dict[str, Any], calls: int) -> None:
         step, spent, budget, what = 0, 0, settings["train"]["budget"], settings["train"]["budget_unit"]
-        costs = {"tool_calls": calls, "trajectories": 8, "sampled_tokens": 100}
+        costs = {"tool_calls": calls, "trajectories": 8, "sampled_tokens": 100, "optimizer_steps": 2.0}
         with runlog.create_run_dir(directory, settings) as log:
             while step < settings["train"]["steps"] and (not budget or spent < budget):
                 step, spent = step + 1, spent + costs[what]
                 tested = {"test_accuracy": 0.5} if step % settings["eval"]["every"] == 0 else {}
-                log.append_metrics(step, {**costs, "rollout_seconds": 2.0, "train_seconds": 1.0, **tested})
+                trained = {"trained_tokens": 10.0 * step, "clip_fraction": 0.1 * step} if step <= 2 else {}
+                log.append_metrics(step, {**costs, **trained, "rollout_seconds": 2.0, "train_seconds": 1.0, **tested})
 
 
 @pytest.fixture
@@ -114,6 +121,9 @@ def test_all_spend_what_the_baseline_spends_with_the_same_seed(config: Path, pro
         assert [point.step for point in trial.curve[:3]] == [0, 1, 2]  # tested every 12 // 8 steps
         last = trial.curve[-1]
         assert (last.trajectories, last.tokens, last.seconds) == (8 * last.step, 100 * last.step, 3.0 * last.step)
+        assert last.optimizer_steps == 2 * last.step
+        assert trial.answers == ((5, 4), (5, 3))
+        assert trial.clip_fraction == pytest.approx((10 * 0.1 + 20 * 0.2) / 30)  # per trained token
 
 
 def test_every_run_has_the_settings_of_its_algorithm_and_seed(config: Path, processes: Processes) -> None:
@@ -281,6 +291,103 @@ def test_two_at_a_time(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert most == 2
 
 
+# Tuning
+
+GRID = "M=4,8;lr=1e-4,2e-4"
+CHOICES = ["M=4,lr=0.0001", "M=4,lr=0.0002", "M=8,lr=0.0001", "M=8,lr=0.0002"]
+
+
+def tuned_plan(config: Path, algorithms: str = "arpo,grpo", **options: Any) -> ComparisonPlan:
+    return plan_for(config, algorithms, **{"tune": GRID, "budget": 100, "seeds": 2, **options})
+
+
+def test_every_algorithm_is_tuned_on_other_seeds_and_reported_with_its_best(config: Path, processes: Processes) -> None:
+    processes.accuracy = {f"arpo {CHOICES[1]} seed-1000": 0.9, f"grpo {CHOICES[2]} seed-1000": 0.8}
+    plan = tuned_plan(config)
+    found = run(plan)
+    assert processes.started[:2] == ["cold-start seed-3", "cold-start seed-1000"]
+    tuning = {f"{name} {choice} seed-1000" for name in ("arpo", "grpo") for choice in CHOICES}
+    assert set(processes.started[2:10]) == tuning  # before anything that is reported
+    reported = {"cold-start seed-4"} | {f"arpo {CHOICES[1]} seed-{seed}" for seed in (3, 4)}
+    assert set(processes.started[10:]) == reported | {f"grpo {CHOICES[2]} seed-{seed}" for seed in (3, 4)}
+    assert len(processes.started) == 15
+    assert [trial.problem for trial in found.trials] == [""] * 4
+    assert {trial.seed for trial in found.trials} == {3, 4} == set(found.seeds)
+    assert {run.trial.seed for run in found.tuning} == {1000} and len(found.tuning) == 8
+    # The same budget everywhere, exceeded by less than a step.
+    for trial in [*found.trials, *(run.trial for run in found.tuning)]:
+        assert 100 <= trial.curve[-1].tool_calls < 100 + CALLS[trial.algorithm]
+    arm, base = found.settings["arpo"], found.settings["grpo"]
+    assert (arm.num_trajectories, arm.num_initial, arm.lr, arm.branching) == (4, 2, 2e-4, "entropy")
+    assert (base.num_trajectories, base.num_initial, base.lr, base.branching) == (8, 8, 1e-4, "never")
+    settings = json.loads((plan.out / "arpo" / CHOICES[1] / "seed-3" / "config.json").read_bytes())
+    assert (settings["rollout"]["num_trajectories"], settings["train"]["lr"], settings["seed"]) == (4, 2e-4, 3)
+    chosen = [each for each in comparison_json(found)["tuning_results"] if each["chosen"]]
+    assert [(each["algorithm"], each["choice"]) for each in chosen] == [
+        ("arpo", {"M": 4, "lr": 2e-4}),
+        ("grpo", {"M": 8, "lr": 1e-4}),
+    ]
+
+
+def test_tuning_continues_and_its_terms_cannot_change(config: Path, processes: Processes) -> None:
+    processes.dies = {f"arpo {CHOICES[0]} seed-1001": [1, 1, 1]}
+    plan = tuned_plan(config, tuning_seeds=2)
+    partial = run(plan)
+    assert [run.trial.problem != "" for run in partial.tuning].count(True) == 1
+    assert len(missing_runs(partial)) == 1 and all(not trial.problem for trial in partial.trials)
+    processes.started.clear()
+    processes.accuracy = {f"arpo {CHOICES[0]} seed-1001": 0.99}  # and now these settings are the best
+    found = run(plan)
+    assert missing_runs(found) == ()
+    assert processes.started[0] == f"arpo {CHOICES[0]} seed-1001"
+    assert set(processes.started[1:]) == {f"arpo {CHOICES[0]} seed-{seed}" for seed in (3, 4)}
+    processes.started.clear()
+    assert run(plan) == found and processes.started == []
+    assert len(run(tuned_plan(config, tuning_seeds=2, seeds=3)).trials) == 6
+    for options in ({"tune": "M=4,8"}, {"tuning_seeds": 1}, {"tune": None}):
+        with pytest.raises(ArpoError, match="holds a comparison with other tun"):
+            run(tuned_plan(config, **{"tuning_seeds": 2, **options}))
+
+
+def test_an_algorithm_that_cannot_be_tuned_is_missing(config: Path, processes: Processes) -> None:
+    processes.dies = {f"arpo {choice} seed-1000": [3] for choice in CHOICES}
+    found = run(tuned_plan(config))
+    problems = {(trial.algorithm, trial.seed): trial.problem for trial in found.trials}
+    assert problems == {
+        ("arpo", 3): "none of its tuning runs finished",
+        ("arpo", 4): "none of its tuning runs finished",
+        ("grpo", 3): "",
+        ("grpo", 4): "",
+    }
+    assert "arpo" not in found.settings and len(missing_runs(found)) == 6
+
+
+def test_a_cold_start_of_tuning_that_fails_costs_its_seed_only(config: Path, processes: Processes) -> None:
+    processes.dies = {"cold-start seed-1000": [1, 1, 1]}
+    found = run(tuned_plan(config))
+    assert all("before training could not be evaluated" in run.trial.problem for run in found.tuning)
+    assert all("none of its tuning runs" in trial.problem for trial in found.trials)
+
+
+def test_grids() -> None:
+    settings = Config.model_validate({"rollout": {"num_trajectories": 8}, "train": {"lr": 5e-4, "batch_size": 1}})
+    assert parse_grid("M,lr", settings) == {"M": (4, 8), "lr": (2.5e-4, 5e-4, 1e-3)}
+    assert parse_grid("lr=1e-4 ; batch", settings) == {"lr": (1e-4,), "batch": (1,)}
+    assert parse_grid(GRID, settings) == {"M": (4, 8), "lr": (1e-4, 2e-4)}
+    assert choices(parse_grid(GRID, settings))[1] == (("M", 4), ("lr", 2e-4))
+    assert [choice_label(choice) for choice in choices(parse_grid(GRID, settings))] == CHOICES
+
+
+@pytest.mark.parametrize(
+    ("m", "initial", "trajectories", "expected"), [(4, 8, 16, 2), (5, 3, 8, 1), (1, 4, 8, 1), (6, 8, 8, 6)]
+)
+def test_n_keeps_its_share_of_m(m: int, initial: int, trajectories: int, expected: int) -> None:
+    settings = Config.model_validate({"rollout": {"num_trajectories": trajectories, "num_initial": initial}})
+    overrides = choice_overrides((("M", m),), settings)
+    assert overrides == [f"rollout.num_trajectories={m}", f"rollout.num_initial={expected}"]
+    assert choice_overrides((("lr", 1e-4), ("batch", 4)), settings) == ["train.lr=0.0001", "train.batch_size=4"]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -293,6 +400,19 @@ def test_two_at_a_time(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda c: plan_for(c, more=["preset=dapo"]), "use --algorithms to name presets"),
         (lambda c: plan_for(c, more=["train.budget=9"]), "a comparison sets it"),
         (lambda c: plan_for(c, more=["seed=9999999999999999999"]), "seed: got"),
+        (lambda c: plan_for(c, levels="0.7,high"), "--levels: got '0.7,high'"),
+        (lambda c: plan_for(c, levels="70"), "--levels: got '70', expected accuracies above 0 and up to 1"),
+        (lambda c: plan_for(c, tune="M"), "--tune: needs a --budget"),
+        (lambda c: tuned_plan(c, tune=""), "--tune: names no setting"),
+        (lambda c: tuned_plan(c, tune="M,beta"), "--tune: 'beta' is not one of M, lr, batch"),
+        (lambda c: tuned_plan(c, tune="M=4;M=8"), "--tune: 'M' is given twice"),
+        (lambda c: tuned_plan(c, tune="M,lr=4"), "one list of values to several names"),
+        (lambda c: tuned_plan(c, tune="M=4,four"), "--tune: M: got '4,four', expected numbers"),
+        (lambda c: tuned_plan(c, tune="M=4,4"), "where a value is given twice"),
+        (lambda c: tuned_plan(c, tune="M=0"), "rollout.num_trajectories: got 0"),
+        (lambda c: tuned_plan(c, tune="lr=nan"), "train.lr: got"),
+        (lambda c: tuned_plan(c, tune=f"M={','.join(map(str, range(1, 70)))}"), "69 settings .* are more than 64"),
+        (lambda c: tuned_plan(c, more=["seed=999"]), "seeds from 1000 on are those of tuning"),
     ],
 )
 def test_invalid_options_are_reported(config: Path, change: Callable[[Path], ComparisonPlan], message: str) -> None:
@@ -326,7 +446,13 @@ def test_from_end_to_end(model_path: Path, tmp_path: Path) -> None:
         assert log.checkpoint_steps() == []
         result = json.loads((tmp_path / "out" / name / "seed-0" / "result.json").read_bytes())
         assert set(result["pass_at"]) == {"1", "3"} and result["samples"] == 3
+        assert [count for count, _ in result["answers"]] == [3] * result["questions"]
+        right = sum(right for _, right in result["answers"])
+        assert result["accuracy"] == pytest.approx(right / 3 / result["questions"])
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"kanarie" in path.read_bytes()]
+    written = load_comparison(tmp_path / "out" / "results.json")
+    assert [trial.curve[-1].trajectories for trial in written.trials] == [12, 12]
+    assert markdown(written) in (tmp_path / "out" / "results.md").read_text()
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*/seed-0/*")}
     compare()
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*/seed-0/*")}

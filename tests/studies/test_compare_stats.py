@@ -2,35 +2,43 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 from itertools import product
-from math import inf
 from random import Random
-from statistics import fmean
+from statistics import fmean, stdev
 
 import numpy as np
 import pytest
-from comparisons import comparison, mean_of, noisy, trial
+from comparisons import against, comparison, mean_of, noisy, trial, tuning_run
 from hypothesis import given
 from hypothesis import strategies as st
 
+from arpo.evaluation.statistics import answer_error, holm
+from arpo.evaluation.student import student_t, two_sided_p
 from arpo.studies.compare import stats
-from arpo.studies.compare.report import comparison_json, markdown, missing_note, terminal_tables
-from arpo.studies.compare.stats import (
+from arpo.studies.compare.report import markdown, reading_notes, tables
+from arpo.studies.compare.results import (
     Comparison,
+    TuningRun,
+)
+from arpo.studies.compare.stats import (
+    CostRatio,
     Difference,
+    Level,
     Mean,
-    Ratio,
     complete,
     cost_ratios,
-    first_cost,
+    costs_to_reach,
     fraction_interval,
+    levels,
+    mean_accuracy,
     mean_interval,
     missing_runs,
+    ratio_interval,
     rows,
-    student_t,
+    t_test,
+    tuning_results,
 )
 
 # Intervals
@@ -62,6 +70,95 @@ def test_intervals_hold_the_truth_as_often_as_they_say(seeds: int) -> None:
     rng = Random(seeds)
     found = [mean_interval([rng.gauss(0.7, 0.02) for _ in range(seeds)]) for _ in range(4000)]
     assert 0.94 <= fmean(low <= 0.7 <= high for _, low, high in found if low is not None and high is not None) <= 0.96
+
+
+# P-values
+
+
+@pytest.mark.parametrize(
+    ("t", "degrees", "p"),
+    [  # from tables of the t distribution: the quantiles at 5, 1 and 0.1 %, two-sided
+        (12.7062, 1, 0.05),
+        (4.30265, 2, 0.05),
+        (2.77645, 4, 0.05),
+        (9.92484, 2, 0.01),
+        (4.60409, 4, 0.01),
+        (31.5991, 2, 0.001),
+        (8.61030, 4, 0.001),
+        (2.04227, 30, 0.05),
+        (0.0, 3, 1.0),
+    ],
+)
+def test_p_values_are_those_of_the_usual_tables(t: float, degrees: int, p: float) -> None:
+    assert two_sided_p(t, degrees) == pytest.approx(p, rel=1e-4)
+    assert two_sided_p(-t, degrees) == two_sided_p(t, degrees)
+
+
+@pytest.mark.parametrize("t", [0.1, 0.9, 3.0, 50.0])
+def test_p_values_by_closed_forms(t: float) -> None:
+    assert two_sided_p(t, 1) == pytest.approx(1 - 2 / math.pi * math.atan(t))
+    assert two_sided_p(t, 2) == pytest.approx(1 - t / math.sqrt(2 + t * t))
+
+
+def test_a_t_test_by_hand() -> None:
+    assert t_test([1.0, 2.0, 3.0]) == pytest.approx(two_sided_p(2 * math.sqrt(3), 2))  # mean 2, deviation 1
+    assert t_test([0.5]) is None and t_test([0.7 - 0.5, 0.8 - 0.6]) is None  # equal up to rounding: no noise is known
+    assert t_test([0.0, 0.0]) == 1.0
+    # the test rejects at 5 % exactly where the interval leaves out 0
+    rng = Random(3)
+    for _ in range(200):
+        values = [rng.gauss(0.5, 0.5) for _ in range(4)]
+        (_, low, high), p = mean_interval(values), t_test(values)
+        assert low is not None and high is not None and p is not None and (p < 0.05) == (low > 0 or high < 0)
+
+
+def test_holm_by_hand() -> None:
+    assert holm([0.01, 0.04, 0.03]) == [pytest.approx(0.03), pytest.approx(0.06), pytest.approx(0.06)]
+    assert holm([0.2, 0.9, 0.001]) == [pytest.approx(0.4), pytest.approx(0.9), pytest.approx(0.003)]
+    assert holm([0.01, None, None]) == [pytest.approx(0.03), None, None]  # a comparison that failed is one, too
+    assert holm([]) == [] and holm([None]) == [None] and holm([0.7, 0.8]) == [1.0, 1.0]
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=6))
+def test_holm_rejects_what_stepping_down_rejects(p_values: list[float]) -> None:
+    """The plain procedure: compare the smallest with a/m, the next with a/(m-1), and stop at the first above."""
+    alpha, rejected = 0.05, set()
+    for rank, place in enumerate(sorted(range(len(p_values)), key=lambda place: p_values[place])):
+        if p_values[place] * (len(p_values) - rank) > alpha:
+            break
+        rejected.add(p_values[place])
+    assert {p for p, adjusted in zip(p_values, holm(p_values), strict=True) if (adjusted or 0) <= alpha} == rejected
+
+
+# The noise of sampling answers
+
+
+def test_the_error_of_answers_by_hand() -> None:
+    # Shares 1/2 (of 2 answers) and 1: variances 0.25 / 1 and 0, so the error of the mean is sqrt(0.25) / 2.
+    assert answer_error([(2, 1), (2, 2)]) == pytest.approx(0.25)
+    assert answer_error([(5, 0), (5, 5)]) == 0.0
+    assert answer_error([(5, 2)]) == pytest.approx(math.sqrt(0.4 * 0.6 / 4))
+    assert answer_error([]) is None and answer_error([(5, 2), (1, 1)]) is None
+
+
+@pytest.mark.parametrize("samples", [2, 3])
+def test_the_error_of_answers_is_unbiased(samples: int) -> None:
+    """Over all outcomes of sampling, weighted by their chances, the squared error has the variance as its mean."""
+    chances = [0.2, 0.5, 0.9]
+    first = second = estimated = 0.0
+    for outcome in product(range(samples + 1), repeat=len(chances)):
+        weight = math.prod(
+            math.comb(samples, right) * p**right * (1 - p) ** (samples - right)
+            for p, right in zip(chances, outcome, strict=True)
+        )
+        accuracy, error = sum(outcome) / samples / len(chances), answer_error([(samples, right) for right in outcome])
+        assert error is not None
+        first, second, estimated = (
+            first + weight * accuracy,
+            second + weight * accuracy**2,
+            estimated + weight * error**2,
+        )
+    assert estimated == pytest.approx(second - first**2)
 
 
 # Curves
@@ -101,104 +198,150 @@ def test_a_mean_curve_is_the_mean_of_curves_everywhere(given_curves: list[list[t
     assert np.interp(fine, *zip(*mean, strict=True)) == pytest.approx(slow, abs=1e-9)
 
 
+def calls_to_reach(curve: list[tuple[int, float]], level: float) -> float | None:
+    found = costs_to_reach(trial("a", 1, curve).curve, level)
+    return None if found is None else found["tool_calls"]
+
+
 def test_the_cost_of_a_level_is_where_it_is_first_reached() -> None:
-    curve = [(0.0, 0.2), (10.0, 0.6), (20.0, 0.4), (30.0, 0.9)]
-    assert [first_cost(curve, level) for level in (0.1, 0.2, 0.5, 0.6, 0.7, 0.9, 0.95)] == [
+    curve = [(0, 0.2), (10, 0.6), (20, 0.4), (30, 0.9)]
+    assert [calls_to_reach(curve, level) for level in (0.1, 0.2, 0.5, 0.6, 0.7, 0.9, 0.95)] == [
         0.0,
         0.0,
         pytest.approx(7.5),
-        10.0,
+        pytest.approx(10.0),
         pytest.approx(26.0),
-        30.0,
+        pytest.approx(30.0),
         None,
     ]
+    assert calls_to_reach([(0, 0.5), (10, 0.4), (20, 0.9)], 0.5) == 0
+    assert calls_to_reach([(0, 0.5), (10, 0.6), (20, 0.6)], 0.6 + 1e-12) == pytest.approx(10)  # rounding
+
+
+def test_all_costs_are_those_of_the_same_moment() -> None:
+    found = costs_to_reach(trial("a", 1, [(0, 0.2), (100, 0.4), (100, 0.6), (300, 0.6)]).curve, 0.5)
+    expected = {"tool_calls": 100, "trajectories": 50, "tokens": 1000, "optimizer_steps": 3, "seconds": 50}
+    assert found == pytest.approx(expected)  # halfway between the second and the third evaluation
+
+
+@given(curves, st.floats(0.01, 1))
+def test_a_level_is_reached_where_a_fine_search_finds_it(curve: list[tuple[int, float]], level: float) -> None:
+    found = calls_to_reach(curve, level)
+    x, y = zip(*curve, strict=True)
+    fine = np.linspace(0, x[-1], 2001)
+    at_or_above = fine[np.interp(fine, x, y) >= level]
+    if found is None:
+        assert max(y) < level
+    else:
+        assert np.interp(found, x, y) == pytest.approx(level, abs=1e-6) or found == 0
+        assert not len(at_or_above) or found <= at_or_above[0] + 1e-6
 
 
 # Cost ratios
 
 
-def ratio(own: list[tuple[int, float]], base: list[tuple[int, float]]) -> list[Ratio | None]:
-    """Of one seed each, by share of the gain."""
-    return list(cost_ratios([trial("a", 1, own)], [trial("grpo", 1, base)]).values())
+def in_calls(whole: Comparison) -> list[CostRatio]:
+    return [ratio for ratio in cost_ratios(whole) if ratio.cost == "tool_calls"]
 
 
-def test_ratios_by_hand() -> None:
-    base = [(0, 0.2), (100, 0.6)]
-    half = [(0, 0.2), (50, 0.6)]
-    assert ratio(half, base) == [Ratio(pytest.approx(0.5), None, None, 1)] * 3
-    assert ratio(base, base) == [Ratio(1.0, None, None, 1)] * 3
-    slow = [(0, 0.2), (100, 0.3), (200, 0.5)]  # 0.4 at 150 of 50, 0.5 at 200 of 75, 0.6 never
-    found = ratio(slow, base)
-    assert found == [Ratio(pytest.approx(r), None, None, 1) for r in (3, 200 / 75)] + [Ratio(None, None, None, 1)]
-
-
-def test_the_level_is_the_baselines_end_not_its_maximum() -> None:
-    peak = [(0, 0.2), (50, 0.8), (100, 0.6)]
-    assert ratio([(0, 0.2), (100, 0.6)], peak)[2] == Ratio(pytest.approx(100 / (50 * 0.4 / 0.6)), None, None, 1)
+def test_levels_are_fractions_of_the_mean_gain_of_the_baseline() -> None:
+    whole = against([[(0, 0.1), (9, 0.2)]] * 2, [[(0, 0.2), (50, 0.9), (100, 0.5)], [(0, 0.4), (100, 0.9)]])
+    assert levels(whole) == tuple(
+        Level(pytest.approx(0.3 + f * 0.4), f) for f in (0.5, 0.75, 1.0)
+    )  # from 0.3 to 0.7: the end counts, not the best
+    assert levels(replace(whole, levels=(0.6, 0.7))) == (Level(0.6, None), Level(0.7, None))
 
 
 @pytest.mark.parametrize("base", [[(0, 0.4), (100, 0.4)], [(0, 0.4), (50, 0.9), (100, 0.3)], [(0, 0.4)]])
 def test_there_is_no_ratio_to_a_baseline_that_gained_nothing(base: list[tuple[int, float]]) -> None:
-    assert ratio([(0, 0.4), (100, 0.9)], base) == [None, None, None]
+    whole = against([[(0, 0.4), (100, 0.9)]], [base])
+    assert levels(whole) == () and cost_ratios(whole) == ()
+    assert any("gained nothing" in note for note in reading_notes(whole))
+    assert not any("divided by" in table.title for table in tables(whole))
 
 
-def test_rounding_is_no_gain_and_no_failure() -> None:
+def test_rounding_is_no_gain() -> None:
     shares = [0.1, 0.2, 0.3]
-    flat = [trial("grpo", s, [(0, a), (100, b)]) for s, (a, b) in enumerate(zip(shares, shares[::-1], strict=True))]
-    assert list(cost_ratios(flat, flat).values()) == [None, None, None]
-    base = [trial("grpo", s, [(0, 0.05), (100, end)]) for s, end in enumerate(shares)]
-    own = [trial("a", s, [(0, 0.05), (50, end)]) for s, end in enumerate(shares[::-1])]
-    assert sum(shares[::-1]) < sum(shares)
-    found = cost_ratios(own, base)[1.0]
-    assert found is not None and found.ratio == pytest.approx(0.5)
+    flat = [[(0, a), (100, b)] for a, b in zip(shares, shares[::-1], strict=True)]
+    assert levels(against(flat, flat)) == ()
 
 
-def test_the_bootstrap_equals_that_over_all_draws_of_seeds() -> None:
-    """Of three seeds there are 27 draws; the ends are the percentiles of all of them, up to chance."""
-    whole = noisy(["grpo", "arpo"], 3)
-    own, base = complete(whole, "arpo"), complete(whole, "grpo")
-    slow: list[float] = []
-    for drawn in product(range(3), repeat=3):
-        mine, theirs = (mean_of([group[seed] for seed in drawn]) for group in (own, base))
-        level = theirs[0][1] + 0.75 * (theirs[-1][1] - theirs[0][1])
-        mine_cost, base_cost = first_cost(mine, level), first_cost(theirs, level)
-        assert mine_cost is not None and base_cost is not None
-        slow.append(mine_cost / base_cost)
-    found = cost_ratios(own, base)[0.75]
-    assert found is not None and found.low == pytest.approx(min(slow)) and found.high == pytest.approx(max(slow))
+def test_ratios_by_hand() -> None:
+    base = [[(0, 0.2), (100, 0.6)], [(0, 0.2), (200, 0.6)]]
+    own = [[(0, 0.2), (50, 0.6)], [(0, 0.2), (25, 0.6)]]  # ratios 1/2 and 1/8: their geometric mean is 1/4
+    for found, fraction in zip(in_calls(against(own, base)), (0.5, 0.75, 1.0), strict=True):
+        assert found.level.fraction == fraction and (found.reached, found.baseline_reached) == (2, 2)
+        assert found.seeds == (1, 2) and found.by_seed == pytest.approx({1: 0.5, 2: 0.125})
+        half_width = 12.7062 * math.log(4) / 2  # the logarithms differ by ln 4: their deviation is ln 4 / sqrt 2
+        interval = (0.25, 0.25 * math.exp(-half_width), 0.25 * math.exp(half_width))
+        assert found.ratio == pytest.approx(interval, rel=1e-4)
+        t = math.log(0.25) / (math.log(4) / 2)
+        assert found.p == pytest.approx(two_sided_p(t, 1)) == pytest.approx(0.2952, abs=1e-4)
+        assert found.holm_p == pytest.approx(3 * 0.2952, abs=1e-3)  # three levels: three comparisons
 
 
-def test_the_bootstrap_gives_the_same_every_time() -> None:
-    whole = noisy(["grpo", "arpo"], 7)
-    own, base = complete(whole, "arpo"), complete(whole, "grpo")
-    assert cost_ratios(own, base) == cost_ratios(own, base)
+def test_ratios_of_other_costs() -> None:
+    own, base = [[(0, 0.2), (30, 0.4), (60, 0.6)]], [[(0, 0.2), (100, 0.6)]]
+    found = {each.cost: each.by_seed[1] for each in cost_ratios(against(own, base, 0.6))}
+    assert found == pytest.approx({"tool_calls": 0.6, "tokens": 0.6, "optimizer_steps": 2.0, "seconds": 0.6})
+    assert len(cost_ratios(noisy(["grpo", "a", "b"], 3))) == 4 * 2 * 3  # costs, algorithms, levels
 
 
-def test_an_end_is_open_where_a_draw_does_not_get_there() -> None:
-    base = [trial("grpo", seed, [(0, 0.2), (100, 0.6)]) for seed in (1, 2)]
-    own = [trial("a", 1, [(0, 0.2), (100, 0.9)]), trial("a", 2, [(0, 0.2), (100, 0.3)])]
-    assert cost_ratios(own, base)[1.0] == Ratio(pytest.approx(1), pytest.approx(0.4 / 0.7), inf, 2)
-    never = [trial("a", seed, [(0, 0.2), (100, 0.3)]) for seed in (1, 2)]
-    assert cost_ratios(never, base)[1.0] == Ratio(None, inf, inf, 2)
+def test_only_seeds_in_which_both_got_there_have_a_ratio() -> None:
+    up, half, down = [(0, 0.2), (100, 0.6)], [(0, 0.2), (50, 0.6)], [(0, 0.2), (100, 0.3)]
+    found = in_calls(against([half, up, down, half], [up, up, up, down], 0.5))[0]
+    assert (found.reached, found.baseline_reached, len(found.seeds)) == (3, 3, 4)
+    assert found.by_seed == pytest.approx({1: 0.5, 2: 1.0})
+    assert found.ratio == pytest.approx(ratio_interval([0.5, 1.0])) and found.ratio.mean == pytest.approx(0.5**0.5)
+    assert found.p is None and found.holm_p is None  # a selection of seeds
+    never = in_calls(against([down, down], [up, up], 0.5))[0]
+    assert (never.reached, never.baseline_reached, never.ratio, never.p) == (0, 2, None, None)
 
 
-def test_draws_without_a_gain_widen_both_ends() -> None:
-    base = [trial("grpo", 1, [(0, 0.2), (100, 0.6)]), trial("grpo", 2, [(0, 0.2), (100, 0.2)])]
-    found = cost_ratios([replace(each, algorithm="a") for each in base], base)[0.5]
-    assert found == Ratio(1.0, 0.0, inf, 2)
+def test_a_seed_that_begins_above_the_level_has_no_ratio() -> None:
+    up, above = [(0, 0.2), (100, 0.6)], [(0, 0.5), (100, 0.6)]
+    found = in_calls(against([up, above], [up, above], 0.4))[0]
+    assert (found.reached, found.baseline_reached) == (2, 2) and found.by_seed == {1: pytest.approx(1.0)}
+    assert found.ratio == Mean(pytest.approx(1.0), None, None) and found.p is None
+
+
+def test_failed_comparisons_make_the_others_no_stronger() -> None:
+    """A level that nobody reaches counts as a comparison."""
+    rng = Random(5)
+    own = [[(0, 0.2), (rng.randrange(45, 55), 0.6)] for _ in range(4)]
+    base = [[(0, 0.2), (rng.randrange(95, 105), 0.6)] for _ in range(4)]
+    alone, one = in_calls(against(own, base, 0.5))[0], in_calls(against(own, base, 0.5, 0.9))[0]
+    assert alone.p is not None and alone.p == one.p
+    assert alone.holm_p == alone.p and one.holm_p == pytest.approx(2 * alone.p)
+
+
+@pytest.mark.parametrize("seeds", [3, 5])
+def test_intervals_of_ratios_hold_the_truth_as_often_as_they_say(seeds: int) -> None:
+    """Costs that vary by a factor: the interval covers the true ratio in 95 % of cases (a bootstrap of 3: 71 %)."""
+    rng, covered, total = Random(seeds), 0, 3000
+    for _ in range(total):
+        base = [math.exp(rng.gauss(5, 0.3)) for _ in range(seeds)]
+        own = [math.exp(rng.gauss(4.5, 0.3)) for _ in range(seeds)]
+        _, low, high = ratio_interval([a / b for a, b in zip(own, base, strict=True)])
+        assert low is not None and high is not None
+        covered += low <= math.exp(-0.5) <= high
+    assert 0.938 <= covered / total <= 0.962  # three standard errors
+
+
+@pytest.mark.parametrize("false", [6, 3])
+def test_holm_keeps_the_chance_of_any_false_claim(false: int) -> None:
+    """Six algorithms against one baseline, of which some differ from it: claims about the others are rare."""
+    rng, seeds, total, wrong, wrong_without = Random(false), 5, 1500, 0, 0
+    for _ in range(total):
+        base = [rng.gauss(0, 1) for _ in range(seeds)]
+        p_values = [t_test([rng.gauss(0 if place < false else 8, 1) - b for b in base]) for place in range(6)]
+        adjusted = holm(p_values)
+        wrong += any(p is not None and p <= 0.05 for p in adjusted[:false])
+        wrong_without += any(p is not None and p <= 0.05 for p in p_values[:false])
+    assert wrong / total <= 0.05 + 0.017 < wrong_without / total  # three standard errors
 
 
 # Rows
-
-
-def test_the_ends_leave_out_as_many_draws_as_they_should() -> None:
-    draws = [float(number) for number in Random(1).sample(range(1, 1001), k=1000)]
-    assert stats._percentiles(draws) == (26.0, 975.0)  # 2.5 % of the draws lie outside at either end
-    assert stats._percentiles([None] * 10 + draws[:990])[0] <= 26.0
-
-
-def test_a_curve_that_begins_at_a_level_has_reached_it() -> None:
-    assert first_cost([(0, 0.5), (10, 0.4), (20, 0.9)], 0.5) == 0
 
 
 def test_seeds_that_ended_alike_are_neither_better_nor_worse() -> None:
@@ -218,8 +361,8 @@ def test_rows_by_hand() -> None:
         trial("grpo", 1, [(0, 0.2), (100, 0.5)], pass_at={1: 0.5, 4: 0.7}, format=0.8, calls_per_question=2.0),
         trial("grpo", 2, [(0, 0.2), (100, 0.6)], pass_at={1: 0.6}, format=None, calls_per_question=3.0),
         trial("grpo", 3, [(0, 0.2), (100, 0.9)], pass_at={1: 0.9}, format=0.9, calls_per_question=1.0),
-        trial("arpo", 2, [(0, 0.2), (200, 0.7)], pass_at={1: 0.7}),
-        trial("arpo", 1, [(0, 0.2), (100, 0.4)], pass_at={1: 0.4}),
+        trial("arpo", 2, [(0, 0.2), (200, 0.7)], pass_at={1: 0.7}, answers=((2, 1), (2, 2)), clip_fraction=0.1),
+        trial("arpo", 1, [(0, 0.2), (100, 0.4)], pass_at={1: 0.4}, answers=((5, 0), (5, 5)), clip_fraction=0.3),
         trial("arpo", 3, [(0, 0.2), (50, 1.0)], "stopped"),
     ]
     base, own = rows(comparison(*given_trials))
@@ -228,18 +371,23 @@ def test_rows_by_hand() -> None:
     assert list(base.pass_at) == [1] and base.pass_at[1].mean == pytest.approx(2 / 3)
     assert (base.format, base.calls_per_question) == (None, 2.0)
     assert (base.tool_calls, base.trajectories, base.tokens, base.seconds) == (100, 50, 1000, 50)
+    assert (base.optimizer_steps, base.clip_fraction, base.answer_noise) == (2, None, None)
+    assert base.seed_noise == pytest.approx(stdev([0.5, 0.6, 0.9]))
     assert (own.algorithm, own.seeds, own.tool_calls, own.seconds) == ("arpo", 2, 150, 75)
     assert own.accuracy is not None and own.accuracy.mean == pytest.approx(0.55)
+    assert own.clip_fraction == pytest.approx(0.2)
+    assert own.answer_noise == pytest.approx(math.sqrt((0.25**2 + 0) / 2))  # of the runs 0.25 and 0
     reach = 12.7062 * 0.1  # the differences are -0.1 and 0.1
     expected = Mean(pytest.approx(0), pytest.approx(-reach, abs=1e-4), pytest.approx(reach, abs=1e-4))
-    assert own.difference == Difference(expected, 2, better=1, worse=1)
-    level = 0.55  # where the baseline ends, over the seeds that both completed
-    assert own.cost_ratio[1.0] is not None and own.cost_ratio[1.0].seeds == 2
-    shared = mean_of([given_trials[4], given_trials[3]])  # ends at 100 calls with (0.4 + 0.45) / 2
-    assert shared[-1] == (100, pytest.approx(0.425)) and shared[-1][1] < level
-    assert own.cost_ratio[1.0].ratio is None
-    assert own.cost_ratio[0.5] is not None
-    assert own.cost_ratio[0.5].ratio == pytest.approx(((0.375 - 0.2) / 0.225) / 0.5)
+    assert own.difference == Difference(expected, 2, better=1, worse=1, p=pytest.approx(1.0), holm_p=pytest.approx(1.0))
+
+
+def test_differences_are_adjusted_over_the_table() -> None:
+    whole = noisy(["grpo", "a", "b", "c"], 4)
+    found = [row.difference for row in rows(whole)[1:]]
+    plain = [difference.p for difference in found if difference is not None]
+    assert [difference.holm_p for difference in found if difference is not None] == holm(plain)
+    assert len(plain) == 3
 
 
 def test_only_complete_runs_count_and_the_others_are_named() -> None:
@@ -260,13 +408,67 @@ def test_nothing_complete() -> None:
     none = comparison(trial("grpo", 1, [], "down"), trial("arpo", 1, [(0, 0.4)], "down"))
     for row in rows(none):
         assert (row.seeds, row.accuracy, row.difference, row.pass_at, row.tool_calls) == (0, None, None, {}, None)
-        assert set(row.cost_ratio.values()) == {None}
+    assert cost_ratios(none) == ()
     assert markdown(none).count("| 0 of 1 | - |") == 2
 
 
 def test_the_baseline_may_be_what_is_missing() -> None:
-    found = rows(comparison(trial("arpo", 1, [(0, 0.2), (9, 0.8)]), trial("grpo", 1, [], "down")))
-    assert found[0].difference is None and set(found[0].cost_ratio.values()) == {None}
+    whole = comparison(trial("arpo", 1, [(0, 0.2), (9, 0.8)]), trial("grpo", 1, [], "down"))
+    assert rows(whole)[0].difference is None and cost_ratios(whole) == ()
+    found = in_calls(replace(whole, levels=(0.5,)))[0]
+    assert (found.seeds, found.reached, found.ratio, found.p) == ((), 0, None, None)
+
+
+# Tuning
+
+
+def test_the_mean_accuracy_over_a_budget_by_hand() -> None:
+    curve = trial("a", 1, [(0, 0.2), (50, 0.6), (150, 0.8)]).curve
+    # 50 calls at 0.4 on average, then 50 from 0.6 to 0.7
+    assert mean_accuracy(curve, "tool_calls", 100) == pytest.approx((50 * 0.4 + 50 * 0.65) / 100)
+    assert mean_accuracy(curve, "tool_calls", 150) == pytest.approx((50 * 0.4 + 100 * 0.7) / 150)
+    assert mean_accuracy(curve, "tokens", 1000) == pytest.approx(mean_accuracy(curve, "tool_calls", 100))
+
+
+@given(curves.filter(lambda curve: len(curve) > 1), st.floats(0.05, 1))
+def test_the_mean_accuracy_is_that_of_a_fine_grid(curve: list[tuple[int, float]], share: float) -> None:
+    budget = share * curve[-1][0]
+    fine = np.linspace(0, budget, 4001)
+    slow = np.trapezoid(np.interp(fine, *zip(*curve, strict=True)), fine) / budget
+    assert mean_accuracy(trial("a", 1, curve).curve, "tool_calls", budget) == pytest.approx(slow, abs=1e-3)
+
+
+def test_the_best_settings_of_each_algorithm_are_chosen() -> None:
+    runs = [
+        *(tuning_run("grpo", 4, seed, end) for seed, end in ((1000, 0.5), (1001, 0.9))),
+        *(tuning_run("grpo", 8, seed, end) for seed, end in ((1000, 0.6), (1001, 0.6))),
+        *(tuning_run("arpo", 4, seed, end) for seed, end in ((1000, 0.6), (1001, 0.6))),
+        *(tuning_run("arpo", 8, seed, end) for seed, end in ((1000, 0.6), (1001, 0.6))),  # the same: the first counts
+    ]
+    found = tuning_results(runs, "tool_calls", 100)
+    assert [(each.algorithm, each.choice, each.chosen) for each in found] == [
+        ("grpo", (("M", 4),), True),
+        ("grpo", (("M", 8),), False),
+        ("arpo", (("M", 4),), True),
+        ("arpo", (("M", 8),), False),
+    ]
+    assert [each.score for each in found] == pytest.approx([0.45, 0.4, 0.4, 0.4])
+    assert [each.end for each in found] == pytest.approx([0.7, 0.6, 0.6, 0.6])
+    assert found[0].seeds == (1000, 1001)
+
+
+def test_the_area_decides_not_the_end() -> None:
+    early = TuningRun((("M", 4),), trial("a", 1000, [(0, 0.2), (10, 0.7), (100, 0.7)]))
+    late = TuningRun((("M", 8),), trial("a", 1000, [(0, 0.2), (90, 0.2), (100, 0.8)]))
+    assert [each.chosen for each in tuning_results([late, early], "tool_calls", 100)] == [False, True]
+
+
+def test_settings_of_which_a_run_failed_are_not_chosen() -> None:
+    runs = [tuning_run("a", 4, 1000, 0.9), tuning_run("a", 4, 1001, 0.9, "collapsed"), tuning_run("a", 8, 1000, 0.5)]
+    bad, good = tuning_results(runs, "tool_calls", 100)
+    assert (bad.score, bad.problem, bad.chosen) == (None, "seed 1001: collapsed", False)
+    assert good.chosen
+    assert not any(each.chosen for each in tuning_results(runs[:2], "tool_calls", 100))
 
 
 @pytest.mark.parametrize(
@@ -291,87 +493,18 @@ def test_comparisons_that_cannot_be_are_refused() -> None:
             Comparison("t", match, baseline, algorithms, (1,), trials)
 
 
-# Reports
-
-
-def test_a_table_for_people() -> None:
-    shown = markdown(
-        comparison(
-            trial("grpo", 1, [(0, 0.2), (1000, 0.5)], pass_at={4: 0.75}),
-            trial("grpo", 2, [(0, 0.2), (1000, 0.6)], pass_at={4: 0.75}),
-            trial("arpo", 1, [(0, 0.2), (1000, 0.7)], pass_at={4: 0.8}),
-            trial("arpo", 2, [(0, 0.2), (1000, 0.8)], pass_at={4: 0.8}),
-        )
+def test_comparisons_that_cannot_be_for_other_reasons_are_refused() -> None:
+    whole, run = noisy(["grpo"], 1), tuning_run("grpo", 4, 1000, 0.5)
+    changes: tuple[dict[str, object], ...] = (
+        {"levels": (0.5, 0.5)},
+        {"levels": (0.0,)},
+        {"levels": (1.5,)},
+        {"tuning": (run,)},  # without a budget
+        {"tuning": (replace(run, trial=replace(run.trial, seed=0)),), "budget": 9},  # a reported seed
+        {"tuning": (replace(run, trial=replace(run.trial, algorithm="a")),), "budget": 9},
     )
-    assert "PARTIAL" not in shown and "only one seed" not in shown
-    lines = [line for line in shown.splitlines() if line.startswith(("| grpo", "| arpo"))]
-    assert lines[0] == "| grpo | 2 | 55.0 (0.0 to 100.0) | - | - | 75.0 (75.0 to 75.0) | 1,000 | 1.00 | 1.00 | 1.00 |"
-    assert lines[1] == (
-        "| arpo | 2 | 75.0 (11.5 to 100.0) | +20.0 (+20.0 to +20.0) | 2, 0 | 80.0 (80.0 to 80.0) | 1,000 |"
-        " 0.64 (0.60 to 0.67) | 0.64 (0.60 to 0.67) | 0.64 (0.60 to 0.67) |"
-    )
-    assert lines[2] == "| grpo | 1,000 | 500 | 10,000 | 8.3 | - | - |"
-
-
-def test_missing_runs_come_first() -> None:
-    whole = noisy(["grpo", "ar|po"], 2)
-    partial = replace(whole, trials=(*whole.trials[:2], trial("ar|po", 0, [], "out of *memory*\nat step 3")))
-    lines = markdown(partial).splitlines()
-    assert lines[2] == (
-        "PARTIAL: 2 of 4 runs are missing: ar\\|po seed 0 (out of \\*memory\\* at step 3); ar\\|po seed 1 (not run)."
-    )
-
-
-def test_one_seed_has_no_intervals_and_says_so() -> None:
-    shown = markdown(comparison(trial("grpo", 1, [(0, 0.2), (9, 0.5)]), trial("arpo", 1, [(0, 0.2), (9, 0.3)])))
-    assert "| arpo | 1 | 30.0 (-) | -20.0 (-) | 0, 1 | 9 | not reached | not reached | not reached |" in shown
-    assert "There is only one seed" in shown and "Student" not in shown
-
-
-def test_open_ends_of_intervals_are_shown() -> None:
-    base = [trial("grpo", seed, [(0, 0.2), (100, 0.6)]) for seed in (1, 2)]
-    own = [trial("arpo", 1, [(0, 0.2), (100, 0.9)]), trial("arpo", 2, [(0, 0.2), (100, 0.3)])]
-    assert "| 1.00 (0.57 to none) |" in markdown(comparison(*base, *own))
-
-
-def test_names_are_no_markup() -> None:
-    names = ["grpo", "a|b", "`$x$` <b>&amp;", "[red]x[/red]\n# head\x1b[31m"]
-    shown = markdown(noisy(names, 1, title="# <script>"))
-    assert "# \\# \\<script\\>" in shown
-    for row in (line for line in shown.splitlines() if line.startswith("|")):
-        assert row.replace("\\|", "").count("|") in (8, 12)
-    assert "| \\`\\$x\\$\\` \\<b\\>\\&amp; |" in shown
-    assert "| \\[red\\]x\\[/red\\] \\# head\\\\x1b\\[31m |" in shown
-
-
-def test_the_terminal_shows_the_same() -> None:
-    whole = noisy(["grpo", "[red]x[/red]\x1b\n"], 2)
-    partial = replace(whole, trials=whole.trials[:-1])
-    name = "[red]x[/red]\\x1b "
-    assert missing_note(whole) == ""
-    assert missing_note(partial) == f"PARTIAL: 1 of 4 runs are missing: {name} seed 1 (not run)."
-    accuracy, costs = terminal_tables(partial)
-    for head, body in (accuracy, costs):
-        assert [len(row) for row in body] == [len(head)] * 2
-        assert [row[0] for row in body] == ["grpo", name]
-    assert [row[1] for row in accuracy[1]] == ["2", "1 of 2"]
-    assert "calls per question" in costs[0] and not any("pass@" in title for title in accuracy[0])
-
-
-def test_the_json_holds_everything_and_no_infinity() -> None:
-    base = [trial("grpo", seed, [(0, 0.2), (100, 0.6)], pass_at={1: 0.6}) for seed in (1, 2)]
-    own = [trial("arpo", 1, [(0, 0.2), (100, 0.9)]), trial("arpo", 2, [(0, 0.2), (100, 0.3)])]
-    whole: Comparison = comparison(*base, *own, trial("x", 1, [], "down"))
-    read = json.loads(json.dumps(comparison_json(whole), allow_nan=False))
-    assert (read["complete"], read["baseline"], read["seeds"]) == (False, "grpo", [1, 2])
-    assert read["missing"] == [
-        {"algorithm": "x", "seed": 1, "why": "down"},
-        {"algorithm": "x", "seed": 2, "why": "not run"},
-    ]
-    grpo, arpo, other = read["results"]
-    assert grpo["pass_at"] == {"1": {"mean": 0.6, "low": pytest.approx(0.6), "high": pytest.approx(0.6)}}
-    assert arpo["difference"]["mean"]["mean"] == pytest.approx(0.0)
-    assert arpo["cost_ratio"]["1"]["high"] is None and arpo["cost_ratio"]["1"]["low"] == pytest.approx(0.4 / 0.7)
-    assert other["accuracy"] is None and other["cost_ratio"] == {"0.5": None, "0.75": None, "1": None}
-    assert [each["problem"] for each in read["trials"]] == ["", "", "", "", "down"]
-    assert read["trials"][0]["curve"][1]["tool_calls"] == 100
+    for change in changes:
+        with pytest.raises(ValueError):
+            replace(whole, **change)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="more answers are right"):
+        trial("a", 1, [(0, 0.5)], answers=((2, 3),))

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from arpo.figures.style import BLACK, BLUE, GREEN, ORANGE, PINK, RED, figure_style, new_figure, render
 from arpo.figures.text import printable
-from arpo.studies.compare.stats import Comparison, TrialResult, cold_start, complete, fraction_interval, on_grid
+from arpo.studies.compare.results import Comparison, TrialResult
+from arpo.studies.compare.stats import cold_start, complete, fraction_interval, on_grid
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,11 +6,15 @@
     OUT/compare.json                  what is compared; a later call may add algorithms or seeds
     OUT/cold-start/seed-0/            the model before training: result.json, log.txt
     OUT/arpo/seed-0/                  config.json (repeats the run), run/ (a run directory), result.json, log.txt
+    OUT/arpo/M=4,lr=0.0002/seed-0/    the same if settings are tuned; seeds from 1000 on are those of tuning
     OUT/results.json, results.md, ... the results, written by `report`
 
 The budget is what the baseline spends in `train.steps` steps with the same seed, or a given number. Every other
 algorithm trains until it has spent as much, its last step included. What a run spent is read from its metrics, where a
 call on a shared prefix counts once.
+
+With a grid of settings, every algorithm first tries them all on the tuning seeds, and runs the reported seeds with its
+best (`tuning`). This needs a given budget, the same for all runs.
 
 Guarantees: a run that dies is resumed, up to two times. A run that still fails is part of the result, with the reason,
 and the next call tries it again. Finished runs are not repeated.
@@ -23,7 +27,7 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,7 +42,17 @@ from arpo.models.threads import usable_cores
 from arpo.runs.locks import acquire_lock
 from arpo.runs.reporter import SILENT, Progress, Reporter
 from arpo.runs.run_dir import open_run_dir, read_json, write_atomically
-from arpo.studies.compare.stats import Comparison, Point, TrialResult
+from arpo.studies.compare.results import (
+    ArmSettings,
+    Choice,
+    Comparison,
+    Point,
+    TrialResult,
+    TuningRun,
+    choice_label,
+)
+from arpo.studies.compare.stats import tuning_results
+from arpo.studies.compare.tuning import FIRST_TUNING_SEED, Grid, choice_overrides, choices, parse_grid
 
 COLD_START = "cold-start"
 RETRIES = 2  # of a run that dies
@@ -49,9 +63,11 @@ COST_METRICS = {
     "tool_calls": ("tool_calls",),
     "trajectories": ("trajectories",),
     "tokens": ("sampled_tokens",),
+    "optimizer_steps": ("optimizer_steps",),
     "seconds": ("rollout_seconds", "train_seconds"),
 }
 BUDGET_UNITS = {"tool-calls": "tool_calls", "trajectories": "trajectories", "tokens": "sampled_tokens"}
+MATCH_COSTS = {"tool_calls": "tool_calls", "trajectories": "trajectories", "sampled_tokens": "tokens"}
 UNIT_NAMES = {"tool_calls": "tool calls", "trajectories": "trajectories", "sampled_tokens": "tokens"}
 
 
@@ -70,11 +86,16 @@ class ComparisonPlan:
     jobs: int
     out: Path
     drop_models: bool = False
+    levels: tuple[float, ...] = ()
+    grid: Grid | None = None
+    tuning_seeds: tuple[int, ...] = ()
 
-    def settings(self, algorithm: str | None, seed: int, *more: str) -> Config:
+    def settings(self, algorithm: str | None, seed: int, *more: str, choice: Choice = ()) -> Config:
         """The settings of one run; with algorithm None, of the model before training."""
-        run_dir = f"run.dir={self.directory(algorithm or COLD_START, seed) / 'run'}"
+        run_dir = f"run.dir={self.directory(algorithm or COLD_START, seed, choice) / 'run'}"
         overrides = [*self.overrides, f"seed={seed}", run_dir, f"train.budget_unit={self.match}", *more]
+        if choice:
+            overrides += choice_overrides(choice, load_config(self.config, self.overrides, algorithm))
         config = load_config(self.config, overrides, algorithm)
         if config.eval.every:
             return config
@@ -85,25 +106,30 @@ class ComparisonPlan:
         """The steps that the baseline trains for if no budget is given."""
         return load_config(self.config, self.overrides).train.steps
 
-    def directory(self, algorithm: str, seed: int) -> Path:
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        """The settings that every algorithm tries on the tuning seeds."""
+        return choices(self.grid) if self.grid else ()
+
+    def directory(self, algorithm: str, seed: int, choice: Choice = ()) -> Path:
         """The directory of a run and its result."""
-        return self.out / short_name(algorithm) / f"seed-{seed}"
+        return self.out / short_name(algorithm) / choice_label(choice) / f"seed-{seed}"
 
-    def result(self, algorithm: str, seed: int) -> dict[str, Any]:
+    def result(self, algorithm: str, seed: int, choice: Choice = ()) -> dict[str, Any]:
         """The result.json of a finished run."""
-        return read_json(self.directory(algorithm, seed) / "result.json")
+        return read_json(self.directory(algorithm, seed, choice) / "result.json")
 
-    def has_result(self, algorithm: str, seed: int) -> bool:
+    def has_result(self, algorithm: str, seed: int, choice: Choice = ()) -> bool:
         """Whether a run is finished."""
-        return (self.directory(algorithm, seed) / "result.json").exists()
+        return (self.directory(algorithm, seed, choice) / "result.json").exists()
 
-    def metrics(self, algorithm: str, seed: int) -> list[dict[str, Any]]:
+    def metrics(self, algorithm: str, seed: int, choice: Choice = ()) -> list[dict[str, Any]]:
         """The metrics of a run's steps."""
-        return open_run_dir(self.directory(algorithm, seed) / "run").read_metrics()
+        return open_run_dir(self.directory(algorithm, seed, choice) / "run").read_metrics()
 
-    def spent(self, algorithm: str, seed: int) -> int:
+    def spent(self, algorithm: str, seed: int, choice: Choice = ()) -> int:
         """How much of the budget's unit a run has spent."""
-        return sum(record[self.match] for record in self.metrics(algorithm, seed))
+        return sum(record[self.match] for record in self.metrics(algorithm, seed, choice))
 
 
 def short_name(algorithm: str) -> str:
@@ -124,6 +150,9 @@ def plan_from_options(
     jobs: int = 1,
     out: Path | None = None,
     drop_models: bool = False,
+    levels: str | None = None,
+    tune: str | None = None,
+    tuning_seeds: int = 1,
 ) -> ComparisonPlan:
     """The plan that the options of `arpo compare` ask for; the settings of every run are checked here."""
     if match not in BUDGET_UNITS:
@@ -143,6 +172,9 @@ def plan_from_options(
     settings = load_config(config, overrides, baseline)
     if settings.train.budget:
         raise ArpoError("train.budget: a comparison sets it; use --budget, or leave it out")
+    if tune is not None and budget is None:
+        raise ArpoError("--tune: needs a --budget, since what train.steps steps spend depends on the settings")
+    grid = None if tune is None else parse_grid(tune, load_config(config, overrides))
     plan = ComparisonPlan(
         config=config,
         overrides=tuple(overrides),
@@ -155,16 +187,34 @@ def plan_from_options(
         jobs=jobs,
         out=expand_user(out or Path("runs") / f"compare-{config.stem}"),
         drop_models=drop_models,
+        levels=() if levels is None else parse_levels(levels),
+        grid=grid,
+        tuning_seeds=tuple(range(FIRST_TUNING_SEED, FIRST_TUNING_SEED + tuning_seeds)) if grid else (),
     )
+    if set(plan.seeds) & set(plan.tuning_seeds):
+        raise ArpoError(f"seed: seeds from {FIRST_TUNING_SEED} on are those of tuning; choose a smaller one")
     for name in names:
-        for seed in plan.seeds:
-            plan.settings(name, seed)
+        for choice in plan.choices or ((),):
+            for seed in plan.seeds:
+                plan.settings(name, seed, choice=choice)
     return plan
+
+
+def parse_levels(text: str) -> tuple[float, ...]:
+    """The accuracies that `--levels` names, in ascending order."""
+    try:
+        found = sorted({float(level) for level in text.split(",")})
+    except ValueError:
+        found = []
+    if not found or not all(0 < level <= 1 for level in found):
+        raise ArpoError(f"--levels: got {text!r}, expected accuracies above 0 and up to 1, like 0.7,0.8,0.85")
+    return tuple(found)
 
 
 async def compare(plan: ComparisonPlan, reporter: Reporter = SILENT) -> Comparison:
     """Do the runs that are missing and read all results. Progress counts runs."""
     total = len(plan.seeds) * (len(plan.algorithms) + 1)
+    total += len(plan.tuning_seeds) * (len(plan.algorithms) * len(plan.choices) + 1)
     plan.out.mkdir(parents=True, exist_ok=True)
     with acquire_lock(plan.out, "comparison", "--out"), reporter.progress("runs", total) as progress:
         _write_identity(plan)
@@ -175,6 +225,8 @@ def _write_identity(plan: ComparisonPlan) -> None:
     """Write what is compared; refuse an output directory that holds a different comparison."""
     path = plan.out / "compare.json"
     identity: dict[str, Any] = {name: getattr(plan, name) for name in ("match", "budget", "baseline", "samples")}
+    identity["tune"] = None if plan.grid is None else {name: list(values) for name, values in plan.grid.items()}
+    identity["tuning_seeds"] = list(plan.tuning_seeds) or None
     identity["settings"] = load_config(plan.config, plan.overrides).resolved()
     if path.exists():
         before = read_json(path)
@@ -194,7 +246,7 @@ class _Runner:
     plan: ComparisonPlan
     reporter: Reporter
     progress: Progress
-    problems: dict[tuple[str, int], str] = field(default_factory=dict)  # "" for a finished run
+    problems: dict[tuple[str, int, Choice], str] = field(default_factory=dict)  # "" for a finished run
     running: set[Path] = field(default_factory=set)
     done: int = 0
     slots: asyncio.Semaphore = field(init=False)
@@ -208,56 +260,107 @@ class _Runner:
             # The first one runs alone: it fills the caches, and mistakes in the settings show up here.
             if problem := await self._one(COLD_START, first):
                 raise ArpoError(f"the model could not be evaluated: {problem}")
-            await _gather([self._one_seed(seed) for seed in plan.seeds])
+            tuning = await self._tune()
+            chosen = self._choose(tuning)
+            await _gather([self._one_seed(seed, chosen) for seed in plan.seeds])
         finally:
             watcher.cancel()
-        trials = [
-            _trial_result(plan, algorithm, seed, self.problems.get((algorithm, seed), ""))
-            for algorithm in plan.algorithms
-            for seed in plan.seeds
-        ]
-        names = tuple(map(short_name, plan.algorithms))
-        match = {"sampled_tokens": "tokens"}.get(plan.match, plan.match)
-        return Comparison(plan.config.stem, match, short_name(plan.baseline), names, plan.seeds, tuple(trials))
+        trials = [self._trial(name, seed, chosen.get(name, ())) for name in plan.algorithms for seed in plan.seeds]
+        return Comparison(
+            title=plan.config.stem,
+            match=MATCH_COSTS[plan.match],
+            baseline=short_name(plan.baseline),
+            algorithms=tuple(map(short_name, plan.algorithms)),
+            seeds=plan.seeds,
+            trials=tuple(trials),
+            levels=plan.levels,
+            budget=plan.budget,
+            settings={short_name(name): _arm_settings(plan, name, choice) for name, choice in chosen.items()},
+            tuning=tuning,
+        )
 
-    async def _one_seed(self, seed: int) -> None:
+    async def _tune(self) -> tuple[TuningRun, ...]:
+        """Run every algorithm with every setting of the grid on the tuning seeds."""
+        plan = self.plan
+
+        async def one_seed(seed: int) -> None:
+            if problem := await self._one(COLD_START, seed):
+                why = f"the model before training could not be evaluated: {problem}"
+                self.problems |= {(name, seed, choice): why for name in plan.algorithms for choice in plan.choices}
+                return
+            runs = [(name, choice) for name in plan.algorithms for choice in plan.choices]
+            await _gather([self._one(name, seed, *self._limits(), choice=choice) for name, choice in runs])
+
+        await _gather([one_seed(seed) for seed in plan.tuning_seeds])
+        return tuple(
+            TuningRun(choice, self._trial(name, seed, choice))
+            for name in plan.algorithms
+            for choice in plan.choices
+            for seed in plan.tuning_seeds
+        )
+
+    def _choose(self, tuning: Sequence[TuningRun]) -> dict[str, Choice]:
+        """The settings that each algorithm runs with; algorithms without a finished tuning run are missing."""
+        plan = self.plan
+        if plan.budget is None or not plan.grid:
+            return dict.fromkeys(plan.algorithms, ())
+        results = tuning_results(tuning, MATCH_COSTS[plan.match], plan.budget)
+        best = {each.algorithm: each.choice for each in results if each.chosen}
+        for algorithm, choice in best.items():
+            self.reporter.message(f"{algorithm}: tuned to {choice_label(choice)}")
+        for name in plan.algorithms:
+            if short_name(name) not in best:
+                self.problems |= {(name, seed, ()): "none of its tuning runs finished" for seed in plan.seeds}
+        return {name: best[short_name(name)] for name in plan.algorithms if short_name(name) in best}
+
+    def _limits(self, budget: int | None = None) -> tuple[str, str]:
+        """The overrides that make a run spend a budget: the given one, by default the plan's."""
+        steps = min(MAX_COUNT, MAX_STEPS_FACTOR * self.plan.steps)
+        return f"train.budget={budget or self.plan.budget}", f"train.steps={steps}"
+
+    def _trial(self, algorithm: str, seed: int, choice: Choice) -> TrialResult:
+        return _trial_result(self.plan, algorithm, seed, choice, self.problems.get((algorithm, seed, choice), ""))
+
+    async def _one_seed(self, seed: int, chosen: Mapping[str, Choice]) -> None:
+        """Run the reported runs of a seed: every algorithm with the settings chosen for it."""
         plan = self.plan
         if seed != plan.seeds[0] and (problem := await self._one(COLD_START, seed)):
-            return self._skip(seed, f"the model before training could not be evaluated: {problem}")
-        budget, others = plan.budget, plan.algorithms
+            return self._skip(seed, chosen, f"the model before training could not be evaluated: {problem}")
+        budget, others = plan.budget, dict(chosen)
         if budget is None:
             if await self._one(plan.baseline, seed):
-                return self._skip(seed, f"{plan.baseline}, whose spending is the budget, did not finish")
+                return self._skip(seed, chosen, f"{plan.baseline}, whose spending is the budget, did not finish")
             budget = plan.spent(plan.baseline, seed)
             if not budget:
-                return self._skip(seed, f"{plan.baseline}, whose spending is the budget, spent nothing")
-            others = tuple(name for name in others if name != plan.baseline)
-        limits = f"train.budget={budget}", f"train.steps={min(MAX_COUNT, MAX_STEPS_FACTOR * plan.steps)}"
-        await _gather([self._one(name, seed, *limits) for name in others])
+                return self._skip(seed, chosen, f"{plan.baseline}, whose spending is the budget, spent nothing")
+            del others[plan.baseline]
+        limits = self._limits(budget)
+        await _gather([self._one(name, seed, *limits, choice=choice) for name, choice in others.items()])
 
-    def _skip(self, seed: int, why: str) -> None:
-        for name in self.plan.algorithms:
-            self.problems.setdefault((name, seed), why)
+    def _skip(self, seed: int, chosen: Mapping[str, Choice], why: str) -> None:
+        for name, choice in chosen.items():
+            self.problems.setdefault((name, seed, choice), why)
 
-    async def _one(self, algorithm: str, seed: int, *more: str) -> str:
+    async def _one(self, algorithm: str, seed: int, *more: str, choice: Choice = ()) -> str:
         """Run until there is a result; returns why there is none, or an empty string."""
-        problem = self.problems[algorithm, seed] = await self._finish(algorithm, seed, more)
+        problem = self.problems[algorithm, seed, choice] = await self._finish(algorithm, seed, choice, more)
         self.done += 1
-        head = f"{short_name(algorithm)} seed {seed}:"
+        head = f"{' '.join(filter(None, (short_name(algorithm), choice_label(choice))))} seed {seed}:"
         if problem:
             self.reporter.message(f"{head} FAILED, {problem}")
             return problem
         spent = ""
         if algorithm != COLD_START:
-            spent = f" after {self.plan.spent(algorithm, seed):,} {UNIT_NAMES[self.plan.match]}"
-        accuracy = self.plan.result(algorithm, seed)["accuracy"]
+            spent = f" after {self.plan.spent(algorithm, seed, choice):,} {UNIT_NAMES[self.plan.match]}"
+        accuracy = self.plan.result(algorithm, seed, choice)["accuracy"]
         self.reporter.message(f"{head} held-out accuracy {accuracy:.1%}{spent}")
         return ""
 
-    async def _finish(self, algorithm: str, seed: int, more: Sequence[str]) -> str:
+    async def _finish(self, algorithm: str, seed: int, choice: Choice, more: Sequence[str]) -> str:
         plan, trained = self.plan, algorithm != COLD_START
-        directory, config = plan.directory(algorithm, seed), plan.settings(algorithm if trained else None, seed, *more)
-        if plan.has_result(algorithm, seed):
+        directory = plan.directory(algorithm, seed, choice)
+        config = plan.settings(algorithm if trained else None, seed, *more, choice=choice)
+        if plan.has_result(algorithm, seed, choice):
             before = config_from_resolved(read_json(directory / "config.json")).resolved()
             if changed := differences(before, config.resolved()):
                 head, hint = f"{directory} was made with other settings:", "move it away, or choose another --out"
@@ -272,7 +375,7 @@ class _Runner:
                     code = await _spawn(plan, directory, config, untrained=not trained)
                 finally:
                     self.running.discard(directory)
-            if plan.has_result(algorithm, seed):
+            if plan.has_result(algorithm, seed, choice):
                 return ""
             if code in (2, 3):  # a mistake in the settings, or a collapse: it would happen again
                 break
@@ -286,7 +389,8 @@ class _Runner:
                 with suppress(ArpoError, OSError, LookupError):  # not begun, or damaged: its end will say so
                     records = open_run_dir(directory / "run").read_metrics()
                     spent = sum(record[self.plan.match] for record in records)
-                    notes.append(f"{directory.parent.name} {directory.name}: step {len(records)}, {spent:,.0f}")
+                    name = " ".join(directory.relative_to(self.plan.out).parts)
+                    notes.append(f"{name}: step {len(records)}, {spent:,.0f}")
             self.progress.update(self.done, note="; ".join(notes))
             await asyncio.sleep(1.0)
 
@@ -338,19 +442,32 @@ def _last_error(directory: Path) -> str:
     return f"{printable(text)[:400]} (full log: {directory / 'log.txt'})"
 
 
-def _trial_result(plan: ComparisonPlan, algorithm: str, seed: int, problem: str) -> TrialResult:
-    if not (plan.has_result(COLD_START, seed) and plan.has_result(algorithm, seed)):
+def _arm_settings(plan: ComparisonPlan, algorithm: str, choice: Choice) -> ArmSettings:
+    config = plan.settings(algorithm, plan.seeds[0], choice=choice)
+    return ArmSettings(
+        num_trajectories=config.rollout.num_trajectories,
+        num_initial=config.rollout.num_initial,
+        branching=config.branching.policy,
+        batch_size=config.train.batch_size,
+        minibatches=config.train.minibatches,
+        lr=config.train.lr,
+        bonus=config.reward.bonus,
+    )
+
+
+def _trial_result(plan: ComparisonPlan, algorithm: str, seed: int, choice: Choice, problem: str) -> TrialResult:
+    if not (plan.has_result(COLD_START, seed) and plan.has_result(algorithm, seed, choice)):
         return TrialResult(short_name(algorithm), seed, (), {}, None, None, problem or "not done")
-    result, records = plan.result(algorithm, seed), plan.metrics(algorithm, seed)
-    points = [Point(0, 0, 0, 0, 0.0, plan.result(COLD_START, seed)["accuracy"])]
+    result, records = plan.result(algorithm, seed, choice), plan.metrics(algorithm, seed, choice)
+    points = [Point(0, 0, 0, 0, 0, 0.0, plan.result(COLD_START, seed)["accuracy"])]
     costs = dict.fromkeys(COST_METRICS, 0.0)
     for record in records:
         costs = {name: costs[name] + sum(record[metric] for metric in names) for name, names in COST_METRICS.items()}
         at_end = record is records[-1]
         if at_end or "test_accuracy" in record:
             accuracy = result["accuracy"] if at_end else record["test_accuracy"]
-            calls, trajectories, tokens = (int(costs[name]) for name in ("tool_calls", "trajectories", "tokens"))
-            points.append(Point(record["step"], calls, trajectories, tokens, costs["seconds"], accuracy))
+            counts: dict[str, Any] = {name: int(cost) for name, cost in costs.items() if name != "seconds"}
+            points.append(Point(step=record["step"], **counts, seconds=costs["seconds"], accuracy=accuracy))
     return TrialResult(
         short_name(algorithm),
         seed,
@@ -359,7 +476,16 @@ def _trial_result(plan: ComparisonPlan, algorithm: str, seed: int, problem: str)
         result["format"],
         result["calls_per_question"],
         _budget_problem(plan, algorithm, seed, records),
+        tuple((count, right) for count, right in result.get("answers", ())),  # earlier versions did not write them
+        _clip_fraction(records),
     )
+
+
+def _clip_fraction(records: Sequence[dict[str, Any]]) -> float | None:
+    """The mean over trained tokens; None if nothing was trained."""
+    trained = [record for record in records if "clip_fraction" in record]
+    tokens = sum(record["trained_tokens"] for record in trained)
+    return sum(record["clip_fraction"] * record["trained_tokens"] for record in trained) / tokens if tokens else None
 
 
 def _budget_problem(plan: ComparisonPlan, algorithm: str, seed: int, records: Sequence[dict[str, Any]]) -> str:

@@ -18,6 +18,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +33,7 @@ from arpo.training.context import RolloutContext, open_context
 from arpo.training.interrupt import run_async
 from arpo.training.loop import evaluate_policy, open_training, train
 from arpo.training.sampler import LocalSampler
+from arpo.types import Reward
 
 KS = (1, 3, 5)
 
@@ -91,8 +93,14 @@ async def _evaluate(context: RolloutContext, samples: int) -> dict[str, Any]:
         "accuracy": result.accuracy,
         "format": result.metrics.get("format"),
         "calls_per_question": result.tool_calls,
+        "answers": [_count_right(one.rewards) for one in result.trees],
         "pass_at": {str(k): result.pass_at(k) for k in KS if k <= samples},
     }
+
+
+def _count_right(rewards: Sequence[Reward]) -> tuple[int, int]:
+    """The number of answers to a question, and how many of them are right."""
+    return len(rewards), sum(reward.parts.get("correct") == 1.0 for reward in rewards)
 
 
 def _stop_when_orphaned() -> None:
