@@ -45,7 +45,7 @@ from trees import prompt, tool, tree
 
 from arpo.algorithm.advantage import compute_credits
 from arpo.algorithm.batch import build_batch
-from arpo.config.schema import Advantage, Loss
+from arpo.config.algorithm import Advantage, Loss
 from arpo.trainer.forward_backward import forward_backward
 from arpo.types import Node, Reward, RolloutTree
 

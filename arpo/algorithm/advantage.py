@@ -32,7 +32,7 @@ from dataclasses import replace
 from itertools import compress
 from math import fsum, sqrt
 
-from arpo.config.schema import Advantage
+from arpo.config.algorithm import Advantage
 from arpo.types import Credit, Kind, RolloutTree, ScoredTree
 
 MIN_STD = 1e-8

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 
 from arpo.algorithm.advantage import MIN_STD
-from arpo.config.schema import Loss
+from arpo.config.algorithm import Loss
 from arpo.types import Credit, Kind, Node, RolloutTree, ScoredTree, TreeBatch
 
 Ints = npt.NDArray[np.int64]

@@ -21,7 +21,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from arpo.config.schema import Branching
+from arpo.config.algorithm import Branching
 from arpo.types import Decision
 
 POSTHOC_POLICIES = ("posthoc_random", "posthoc_entropy", "posthoc_top_entropy", "posthoc_outcome", "posthoc_tail")

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from arpo.config.schema import Loss
+from arpo.config.algorithm import Loss
 from arpo.types import TreeBatch
 
 _MAX_LOG_RATIO = 20.0

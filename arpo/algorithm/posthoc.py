@@ -22,7 +22,7 @@ import random
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
-from arpo.config.schema import Branching
+from arpo.config.algorithm import Branching
 from arpo.types import Kind, RolloutTree
 
 PRIOR_WEIGHT = 2.0  # of the whole tree's share of successes, in trajectories

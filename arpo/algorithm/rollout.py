@@ -49,7 +49,8 @@ from arpo.algorithm.posthoc import (
     shuffled_donors,
     tail_budget,
 )
-from arpo.config.schema import Branching, Rollout
+from arpo.config.algorithm import Branching
+from arpo.config.schema import Rollout
 from arpo.environments.states import State, open_state, pool_of
 from arpo.errors import ArpoError
 from arpo.tools.base import ToolUnavailable

@@ -1,4 +1,4 @@
-"""Settings: what there is (`schema`), how it is loaded (`loading`), and Python objects that settings name (`plugins`).
+"""Settings: what there is (`schema`, `algorithm`), how it is loaded (`loading`), and objects they name (`plugins`).
 
 May import: types, errors.
 """

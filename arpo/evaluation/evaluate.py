@@ -10,7 +10,8 @@ from statistics import fmean
 
 from arpo.agent.agent import Agent
 from arpo.algorithm.rollout import sample_trees
-from arpo.config.schema import Branching, Eval, Rollout
+from arpo.config.algorithm import Branching
+from arpo.config.schema import Eval, Rollout
 from arpo.errors import ArpoError
 from arpo.rewards import RewardFn, Scorer, fault_metrics, reward_metrics
 from arpo.rewards.scorer import PART_METRICS

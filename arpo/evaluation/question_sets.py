@@ -28,10 +28,11 @@ from typing import Any
 
 from arpo.agent.agent import build_agent, fit_prompts
 from arpo.algorithm.rollout import ScoreFn, sample_tree
+from arpo.config.algorithm import Branching
 from arpo.config.files import expand_user
 from arpo.config.masking import masked
 from arpo.config.plugins import names_object
-from arpo.config.schema import Branching, Config, Eval, Rewards
+from arpo.config.schema import Config, Eval, Rewards
 from arpo.data.benchmarks import BENCHMARKS, load_benchmark
 from arpo.data.task_set import MODEL_PLUGINS, TaskSet
 from arpo.errors import ArpoError

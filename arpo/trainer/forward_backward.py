@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from arpo.algorithm.batch import MicroBatch, split_microbatches
 from arpo.algorithm.loss import ADDITIVE, policy_loss
-from arpo.config.schema import Loss
+from arpo.config.algorithm import Loss
 from arpo.models.network import Network, check_supported, install_attention
 from arpo.trainer.attention import KV, TreePlan
 from arpo.trainer.logprobs import token_logprobs

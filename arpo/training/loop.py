@@ -487,7 +487,8 @@ def _check_unbiased(config: Config) -> None:
     if not by_state or branching.balance is not None:
         raise ArpoError(
             'advantage.attribution: "unbiased" needs a tree that grows by decisions on the state alone; use '
-            'branching.policy="random", "always" or "never", or branching.probe="first_token", and branching.balance=none'
+            'branching.policy="random", "always" or "never", or branching.probe="first_token"; and '
+            "branching.balance=none"
         )
     if branching.policy != "never" and branching.fill != "none":
         raise ArpoError(

@@ -23,7 +23,8 @@ from itertools import accumulate, groupby
 from arpo.agent.agent import build_prompts, call_format
 from arpo.agent.formats import CallFormat
 from arpo.agent.traces import TraceReading, read_traces
-from arpo.config.schema import Config, Loss
+from arpo.config.algorithm import Loss
+from arpo.config.schema import Config
 from arpo.data.rows import list_problems, refuse_bad_rows
 from arpo.environments.build import build_toolset
 from arpo.models.resolve import load_policy

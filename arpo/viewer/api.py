@@ -16,8 +16,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from arpo.config.algorithm import Branching
 from arpo.config.loading import changes
-from arpo.config.schema import Branching
 from arpo.errors import ArpoError
 from arpo.runs.locks import is_live
 from arpo.runs.run_dir import CONFIG_FILE, RunDir

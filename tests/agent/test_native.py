@@ -27,7 +27,8 @@ from arpo.agent.formats import (
 from arpo.agent.native import NotNative, find_layout
 from arpo.agent.traces import check_segments
 from arpo.algorithm.rollout import rollout
-from arpo.config.schema import Branching, Rollout
+from arpo.config.algorithm import Branching
+from arpo.config.schema import Rollout
 from arpo.engine.scripted import ScriptedEngine
 from arpo.errors import ArpoError
 from arpo.tools.base import ToolError, tool

@@ -15,7 +15,8 @@ from traces import formats, sum_row, write_rows
 from arpo.agent.agent import Agent
 from arpo.agent.traces import read_traces
 from arpo.algorithm.rollout import rollout
-from arpo.config.schema import Branching, Rollout
+from arpo.config.algorithm import Branching
+from arpo.config.schema import Rollout
 from arpo.data.rows import refuse_bad_rows
 from arpo.engine.scripted import ScriptedEngine
 from arpo.errors import ArpoError

@@ -19,8 +19,9 @@ from arpo.agent.examples import encode_examples, read_examples
 from arpo.agent.formats import CallFormat, build_format, encode_follow_up, encode_prompt
 from arpo.algorithm.rollout import rollout
 from arpo.builtin.model import build_model
+from arpo.config.algorithm import Branching
 from arpo.config.loading import load_config
-from arpo.config.schema import Branching, Rollout
+from arpo.config.schema import Rollout
 from arpo.data.task_set import load_task_set
 from arpo.data.tasks import Trace
 from arpo.engine.scripted import ScriptedEngine

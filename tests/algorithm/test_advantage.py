@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from trees import model, nested_branches, prompt, tool, tree, two_branches
 
 from arpo.algorithm.advantage import attribute, compute_credits, normalize
-from arpo.config.schema import Advantage
+from arpo.config.algorithm import Advantage
 from arpo.types import Credit, Kind, Reward, RolloutTree, ScoredTree
 
 SCORES = st.lists(st.sampled_from([-1.0, 0.0, 0.3, 1.0, 1.1]), min_size=5, max_size=5)

@@ -14,7 +14,7 @@ from trees import model, nested_branches, prompt, tree, two_branches, with_credi
 
 from arpo.algorithm.advantage import attribute
 from arpo.algorithm.batch import MicroBatch, build_batch, split_microbatches
-from arpo.config.schema import Loss
+from arpo.config.algorithm import Loss
 from arpo.types import Credit, ScoredTree, TreeBatch
 
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arpo.algorithm.branching import Donor, balanced_num_initial, decide
+from arpo.config.algorithm import Branching
 from arpo.config.loading import load_config
-from arpo.config.schema import Branching
 from arpo.errors import ArpoError
 from arpo.types import Decision
 

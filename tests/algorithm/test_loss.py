@@ -13,7 +13,7 @@ from trees import model, prompt, tool, tree, two_branches, with_credits
 
 from arpo.algorithm.batch import build_batch
 from arpo.algorithm.loss import policy_loss
-from arpo.config.schema import Loss
+from arpo.config.algorithm import Loss
 from arpo.types import RolloutTree, TreeBatch
 
 OLD = -1.0  # the old log-prob of every token here

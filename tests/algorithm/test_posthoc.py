@@ -22,7 +22,7 @@ from arpo.algorithm.posthoc import (
     shuffled_donors,
     tail_budget,
 )
-from arpo.config.schema import Branching
+from arpo.config.algorithm import Branching
 from arpo.types import Decision, Kind, Node, RolloutTree
 
 

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from arpo.agent.agent import Agent
 from arpo.agent.formats import build_format
 from arpo.algorithm.rollout import rollout, sample_tree, sample_trees
-from arpo.config.schema import Branching, Rollout
+from arpo.config.algorithm import Branching
+from arpo.config.schema import Rollout
 from arpo.engine.scripted import Script, ScriptedEngine
 from arpo.errors import ArpoError
 from arpo.rewards import hierarchical_reward

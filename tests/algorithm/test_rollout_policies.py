@@ -20,7 +20,8 @@ from arpo.agent.agent import Agent
 from arpo.agent.formats import build_format
 from arpo.algorithm.metrics import rollout_metrics
 from arpo.algorithm.rollout import rollout, sample_tree
-from arpo.config.schema import Branching, Rollout
+from arpo.config.algorithm import Branching
+from arpo.config.schema import Rollout
 from arpo.engine.scripted import Script, ScriptedEngine
 from arpo.environments import Environment
 from arpo.environments.states import EnvironmentTools, StatePool

@@ -20,8 +20,9 @@ from trees import model, nested_branches, prompt, tool, tree, two_branches
 from arpo.algorithm.advantage import compute_credits
 from arpo.algorithm.batch import build_batch
 from arpo.algorithm.loss import policy_loss
+from arpo.config.algorithm import Advantage, Loss
 from arpo.config.loading import load_config
-from arpo.config.schema import Advantage, Config, Loss
+from arpo.config.schema import Config
 from arpo.errors import ArpoError
 from arpo.training.loop import check_settings
 from arpo.types import Credit, Node, Reward, ScoredTree

@@ -28,7 +28,8 @@ from arpo.agent.agent import Agent
 from arpo.agent.formats import build_format
 from arpo.algorithm.rollout import rollout
 from arpo.builtin.model import build_tokenizer
-from arpo.config.schema import Branching, Rollout
+from arpo.config.algorithm import Branching
+from arpo.config.schema import Rollout
 from arpo.engine.scripted import ScriptedEngine
 from arpo.tools.base import ToolError, tool
 from arpo.tools.cache import ToolCache

@@ -33,8 +33,9 @@ from arpo.cluster.ray_backend import RayBackend, connect, failure_reason
 from arpo.cluster.sampler import IDLE_SECONDS, MAX_FAILED_STARTS, RaySampler, WorkerDied, _Worker, merge_stats
 from arpo.cluster.scheduler import Machine, Placement
 from arpo.cluster.worker import BUG, DONE, MISTAKE, Worker, decode_request, encode_request, load_weights, weights_of
+from arpo.config.algorithm import Advantage, Loss
 from arpo.config.loading import config_from_resolved, load_config
-from arpo.config.schema import Advantage, Config, Loss
+from arpo.config.schema import Config
 from arpo.errors import ArpoError, Diverged
 from arpo.models.lora import add_adapter
 from arpo.models.save import save_pretrained

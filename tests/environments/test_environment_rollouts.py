@@ -16,7 +16,8 @@ from arpo.agent.agent import Agent
 from arpo.agent.conversation import Conversation
 from arpo.agent.formats import build_format
 from arpo.algorithm.rollout import rollout, sample_tree, sample_trees
-from arpo.config.schema import Branching, Rollout
+from arpo.config.algorithm import Branching
+from arpo.config.schema import Rollout
 from arpo.engine.scripted import Script, ScriptedEngine
 from arpo.environments import Environment
 from arpo.environments.states import EnvironmentTools, StatePool

@@ -15,7 +15,8 @@ from trees import model, prompt, tree
 from arpo.agent.agent import Agent
 from arpo.agent.formats import build_format
 from arpo.algorithm.rollout import sample_tree
-from arpo.config.schema import Branching, Rollout
+from arpo.config.algorithm import Branching
+from arpo.config.schema import Rollout
 from arpo.engine.scripted import ScriptedEngine
 from arpo.environments.labyrinth import Labyrinth, decisive_forks
 from arpo.environments.states import EnvironmentTools, StatePool

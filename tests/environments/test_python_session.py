@@ -12,7 +12,8 @@ import pytest
 from arpo.agent.agent import Agent
 from arpo.agent.formats import build_format
 from arpo.algorithm.rollout import sample_tree
-from arpo.config.schema import Branching, Config, Rollout
+from arpo.config.algorithm import Branching
+from arpo.config.schema import Config, Rollout
 from arpo.engine.scripted import ScriptedEngine
 from arpo.environments.build import build_pool
 from arpo.environments.python_session import PythonSession

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trees import prompt, tool, tree
 
-from arpo.config.schema import Branching
+from arpo.config.algorithm import Branching
 from arpo.studies.entropy import study as module
 from arpo.studies.entropy.report import (
     COLORS,

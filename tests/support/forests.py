@@ -24,7 +24,7 @@ from trees import model as model_node
 from trees import prompt, tool, tree, with_rewards
 
 from arpo.algorithm.batch import build_batch
-from arpo.config.schema import Advantage, Loss
+from arpo.config.algorithm import Advantage, Loss
 from arpo.trainer.forward_backward import compute_logprobs, forward_backward
 from arpo.types import Node, RolloutTree, ScoredTree
 

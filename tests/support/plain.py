@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from arpo.config.schema import Loss
+from arpo.config.algorithm import Loss
 from arpo.types import Kind, ScoredTree
 
 LOGITS_CHUNK = 2048  # tokens whose logits exist at the same time

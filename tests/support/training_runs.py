@@ -13,8 +13,9 @@ import torch
 from safetensors.torch import load_file
 
 from arpo.algorithm.advantage import compute_credits
+from arpo.config.algorithm import Advantage
 from arpo.config.loading import load_config
-from arpo.config.schema import Advantage, Config
+from arpo.config.schema import Config
 from arpo.rewards import RewardFn
 from arpo.runs.run_dir import RunDir
 from arpo.runs.run_dir import open_run_dir as read_run

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from arpo.agent.answers import AnswerParser, tagged_answer
 from arpo.algorithm.advantage import attribute, compute_credits
-from arpo.config.schema import Advantage
+from arpo.config.algorithm import Advantage
 from arpo.types import (
     Decision,
     Fault,

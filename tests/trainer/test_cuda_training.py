@@ -12,7 +12,7 @@ from forests import SHARP, assert_same, expected_of, learnt, rich_forest, sample
 from models import FAMILIES, make_model
 from torch import Tensor
 
-from arpo.config.schema import Loss
+from arpo.config.algorithm import Loss
 from arpo.trainer.attention import TreePlan, _has_flash
 from arpo.trainer.optimizer import Optimizer
 

@@ -35,8 +35,8 @@ from transformers import AutoModelForCausalLM
 from arpo.algorithm.batch import MicroBatch, build_batch, split_microbatches
 from arpo.builtin.model import build_model
 from arpo.cli import main as cli
+from arpo.config.algorithm import Loss
 from arpo.config.loading import load_config
-from arpo.config.schema import Loss
 from arpo.errors import ArpoError
 from arpo.models.save import save_pretrained
 from arpo.runs.run_dir import open_run_dir as read_run

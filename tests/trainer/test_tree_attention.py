@@ -15,7 +15,7 @@ from models import make_model
 from torch import Tensor
 
 from arpo.algorithm.batch import build_batch, split_microbatches
-from arpo.config.schema import Loss
+from arpo.config.algorithm import Loss
 from arpo.trainer import attention
 from arpo.trainer.attention import TreePlan
 from arpo.trainer.forward_backward import forward_backward

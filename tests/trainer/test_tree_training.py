@@ -47,7 +47,7 @@ from trees import model as model_node
 from trees import prompt, tool, tree, two_branches, with_credits, with_rewards
 
 from arpo.algorithm.batch import MicroBatch, build_batch, split_microbatches
-from arpo.config.schema import Advantage, Loss
+from arpo.config.algorithm import Advantage, Loss
 from arpo.trainer.attention import _attn_backward, _attn_forward
 from arpo.trainer.forward_backward import compute_logprobs, forward_backward
 from arpo.types import RolloutTree

@@ -32,8 +32,9 @@ from arpo.agent.agent import Agent
 from arpo.agent.formats import build_format
 from arpo.algorithm.rollout import rollout
 from arpo.builtin.model import build_model
+from arpo.config.algorithm import Branching
 from arpo.config.loading import load_config
-from arpo.config.schema import Branching, Config, Rollout
+from arpo.config.schema import Config, Rollout
 from arpo.data.order import Source, batch_tasks
 from arpo.data.task_set import load_task_set
 from arpo.engine.local.engine import LocalEngine

@@ -35,7 +35,8 @@ from typing import Any
 
 from arpo.config.files import expand_user
 from arpo.config.loading import config_from_resolved, differences, load_config
-from arpo.config.schema import MAX_COUNT, Config
+from arpo.config.schema import Config
+from arpo.config.section import MAX_COUNT
 from arpo.errors import ArpoError
 from arpo.figures.text import printable
 from arpo.models.threads import usable_cores

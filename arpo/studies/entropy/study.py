@@ -23,7 +23,7 @@ from statistics import fmean
 import numpy as np
 import numpy.typing as npt
 
-from arpo.config.schema import Branching
+from arpo.config.algorithm import Branching
 from arpo.rewards import unjudged
 from arpo.types import Decision, Kind, Node, RolloutTree, ScoredTree
 
