@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 NONE = "-"
-MAX_NAME = 16  # characters of an algorithm's name in the terminal
+MAX_NAME = 14  # characters of an algorithm's name in the terminal
 Table = tuple[list[str], list[list[str]]]  # head and rows
 READING = (
     "SNR: squared norm of an algorithm's mean gradient over the trace of its covariance, for what 1,000 tool calls or "
@@ -113,14 +113,14 @@ def setup_line(study: SignalStudy) -> str:
 
 def signal_table(study: SignalStudy, escape: Callable[[str], str] | None = None) -> Table:
     """Head and rows of the main table, at most 100 characters wide."""
-    head = ["algorithm", "cosine", "SNR per\n1,000 calls", "SNR per\n100k tokens", "informative\ngroups"]
-    head += ["per task:\ntrajectories", "calls", "tokens"]
+    head = ["algorithm", "cosine", "SNR per\n1,000 calls", "per 100k\ntokens", "informative\ngroups"]
+    head += ["trajec-\ntories", "calls\na task", "tokens\na task"]
     rows = [
         [
             _name(each.name, escape),
             _shown(each.cosine),
             _shown(each.snr_per_1000_calls),
-            _shown(each.snr_per_100k_tokens),
+            NONE if each.snr_per_100k_tokens is None else _digits(each.snr_per_100k_tokens.value),
             f"{each.mean('informative_groups'):.0%}",
             f"{each.per_task('trajectories', study.tasks):.1f}",
             f"{each.per_task('tool_calls', study.tasks):.1f}",
@@ -146,7 +146,8 @@ def predictor_table(study: SignalStudy, escape: Callable[[str], str] | None = No
         ]
         for name, stats in shown
     ]
-    return ["branch points of", "compared", "informative", *(f"AUC of\n{name}" for name in PREDICTORS), "chance"], rows
+    columns = ["AUC of\n" + name.replace(" ", "\n") for name in PREDICTORS]
+    return ["branch points of", "compared", "informative", *columns, "chance"], rows
 
 
 def correlation_table(by_depth: Mapping[int, RewardCorrelation]) -> Table:
@@ -240,7 +241,7 @@ def _norms(gram: Floats) -> list[float]:
 
 
 def _markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return markdown_table([cell.replace("\n", " ") for cell in head], rows)
+    return markdown_table([cell.replace("-\n", "").replace("\n", " ") for cell in head], rows)
 
 
 def _name(name: str, escape: Callable[[str], str] | None = None) -> str:
@@ -260,8 +261,9 @@ def _shown(estimate: Estimate | None) -> str:
 
 
 def _digits(value: float) -> str:
-    """Two decimals, or none for large numbers."""
-    return f"{value:z.2f}" if abs(value) < 100 else f"{value:,.0f}"
+    """Two decimals, or fewer for large numbers."""
+    decimals = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
+    return f"{value:z,.{decimals}f}"
 
 
 def _low(estimate: Estimate) -> float:
