@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
-from math import sqrt
+from math import exp, log, sqrt
 from statistics import fmean
 
 import numpy as np
@@ -33,12 +33,12 @@ def test_two_gradients_by_hand() -> None:
     assert squared_mean_norm(gram) == 5
     assert noise(gram) == 2.5
     assert signal_to_noise(gram, 2) == 2
-    assert estimate_signal(gram, 2) == Estimate(2, None)
-    assert estimate_signal(9 * gram, 2) == Estimate(2, None)
+    assert estimate_signal(gram, 2) == Estimate(2, None, None)
+    assert estimate_signal(9 * gram, 2) == Estimate(2, None, None)
     # to the reference (1, 0), (3, 0): its squared norm is 3, the mean of g . r is (3 + 9 + 1 + 3) / 4 = 4
     with_reference = gram_of([3, 1], [1, 2], [1, 0], [3, 0])
     assert cosine(with_reference, 2) == pytest.approx(4 / sqrt(5 * 3))
-    assert estimate_signal(with_reference, 2) == Estimate(2, None)
+    assert estimate_signal(with_reference, 2) == Estimate(2, None, None)
 
 
 def test_norm_and_noise_are_unbiased_over_all_draws() -> None:
@@ -91,8 +91,9 @@ def test_intervals_hold_the_true_value_in_most_simulations() -> None:
             ("cosine", estimate_cosine(gram, 8), 0.8),
         ):
             assert estimate is not None
-            assert estimate.half_width is not None
-            hits[name] += abs(estimate.value - true) <= estimate.half_width
+            assert estimate.low is not None
+            assert estimate.high is not None
+            hits[name] += estimate.low <= true <= estimate.high
     assert 175 <= hits["snr"] <= 200
     assert 175 <= hits["cosine"] <= 200
 
@@ -115,8 +116,29 @@ def test_the_jackknife_by_a_loop() -> None:
         variance += (n - 1) / n * sum((value - fmean(values)) ** 2 for value in values)
     assert found is not None
     assert found.value == pytest.approx(corrected(gradients, blocks))
-    assert found.half_width == pytest.approx(student_t(2) * sqrt(variance))
-    assert found.scaled(2) == Estimate(2 * found.value, 2 * (found.half_width or 0))
+    assert (found.low, found.high) == pytest.approx(
+        (found.value - student_t(2) * sqrt(variance), found.value + student_t(2) * sqrt(variance))
+    )
+    assert found.scaled(2) == Estimate(2 * found.value, 2 * (found.low or 0), 2 * (found.high or 0))
+
+
+def test_the_interval_of_a_signal_is_a_factor() -> None:
+    gradients = draw(np.random.default_rng(3), 5, np.ones(6), 0.5)
+    found = estimate_signal(gradients @ gradients.T, 5)
+
+    def snr(rows: Floats) -> float:
+        mean = rows.mean(axis=0)
+        spread = ((rows - mean) ** 2).sum() / (len(rows) - 1)
+        return float(mean @ mean - spread / len(rows)) / float(spread)  # |mean|^2 without its bias
+
+    logs = [log(snr(np.delete(gradients, i, axis=0))) for i in range(5)]
+    factor = exp(student_t(4) * sqrt(4 / 5 * sum((value - fmean(logs)) ** 2 for value in logs)))
+    assert found is not None
+    assert (found.value, found.low, found.high) == pytest.approx(
+        (snr(gradients), snr(gradients) / factor, snr(gradients) * factor)
+    )
+    # products 3, -1.5 and -0.5, so |E g|^2 is 1/3, but -0.5 without the first; tr Cov is 10.25 / 3 - 1/3
+    assert estimate_signal(gram_of([3], [1], [-0.5]), 3) == Estimate(pytest.approx(1 / 9.25), None, None)
 
 
 def test_what_cannot_be_estimated() -> None:

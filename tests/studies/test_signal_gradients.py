@@ -84,6 +84,7 @@ def test_blocks_of_the_reference() -> None:
 def test_equal_rewards_have_no_gradient() -> None:
     config = load_config(None, [], "grpo")
     trainer = GradientTrainer(make_model("llama"), None, config)
+    assert trainer.gradient([with_rewards(two_branches(), [1, 1, 0])], config)
     found = trainer.gradient([with_rewards(two_branches(), [1, 1, 1])], config)
     assert found == {}
     assert not to_vector(found, trainer.sizes, None).any()

@@ -61,8 +61,8 @@ def test_the_whole_command(arpo: Arpo) -> None:
         np.testing.assert_allclose(np.array(each["norms"]) ** 2, gram.diagonal()[:2])
         assert [cost["trajectories"] for cost in each["costs"]] == [8, 8]
         snr, cosine = estimate_signal(gram, 2), estimate_cosine(gram, 2)
-        assert each["snr"] == (snr and {"value": snr.value, "half_width": None})
-        assert each["cosine"] == (cosine and {"value": cosine.value, "half_width": None})
+        assert each["snr"] == (snr and {"value": snr.value, "low": None, "high": None})
+        assert each["cosine"] == (cosine and {"value": cosine.value, "low": None, "high": None})
         if snr is not None:
             tokens = (each["costs"][0]["sampled_tokens"] + each["costs"][1]["sampled_tokens"]) / 2
             assert each["snr_per_100k_tokens"]["value"] == pytest.approx(snr.value * 100_000 / tokens)
@@ -198,8 +198,9 @@ def test_shortened_trees_keep_what_is_studied() -> None:
     assert short.rewards == whole.rewards
 
 
-def signal_of(name: str, value: float, half: float | None, cosine: Estimate | None = None) -> AlgorithmSignal:
-    estimate, stats = Estimate(value, half), PredictorStats(120, 60, dict.fromkeys(PREDICTORS, 0.512), 0.05)
+def signal_of(name: str, value: float, factor: float | None, cosine: Estimate | None = None) -> AlgorithmSignal:
+    estimate = Estimate(value, None, None) if factor is None else Estimate(value, value / factor, value * factor)
+    stats = PredictorStats(120, 60, dict.fromkeys(PREDICTORS, 0.512), 0.05)
     cost = Cost(tool_calls=48.0, sampled_tokens=4800.0, trajectories=32.0, informative_groups=0.5, reward=0.1)
     snr = estimate.scaled(0.048)
     return AlgorithmSignal(name, snr, estimate, estimate, cosine, (cost, cost), np.eye(4), stats)
@@ -208,16 +209,16 @@ def signal_of(name: str, value: float, half: float | None, cosine: Estimate | No
 def study_of(*algorithms: AlgorithmSignal) -> SignalStudy:
     stats = algorithms[0].predictors
     gram = np.array([[2.0, 1.0], [1.0, 2.0]])
-    return SignalStudy("toy", 0, 4, 2, 8, 100, None, gram, Estimate(1.0, None), (), algorithms, stats, {})
+    return SignalStudy("toy", 0, 4, 3, 8, 100, None, gram, Estimate(1.0, None, None), (), algorithms, stats, {})
 
 
 def test_findings_say_what_is_clear_and_what_is_not() -> None:
-    clear = study_of(signal_of("a", 2.0, 0.5), signal_of("b", 5.0, 1.0), signal_of("c", 1.0, 0.2))
+    clear = study_of(signal_of("a", 2.0, 1.5), signal_of("b", 5.0, 1.2), signal_of("c", 1.0, 1.1))
     assert findings(clear) == ["Most signal per 1,000 tool calls: b, clearly above all others."]
-    close = study_of(signal_of("a", 4.0, 0.5), signal_of("b", 5.0, 1.0), signal_of("c", 1.0, 1.2))
+    close = study_of(signal_of("a", 4.0, 1.1), signal_of("b", 5.0, 1.2), signal_of("c", 1.0, None))
     assert findings(close) == [
-        "Most signal per 1,000 tool calls: b; the intervals of a overlap with its own.",
-        "Signal not clearly above 0: c; raise --tasks or --repeats.",
+        "Most signal per 1,000 tool calls: b; not clearly below it: a, c.",
+        "More noise than can be measured through: c; raise --tasks or --repeats.",
     ]
 
 
@@ -225,7 +226,7 @@ def test_the_tables_fit_100_columns(capsys: pytest.CaptureFixture[str]) -> None:
     from arpo.cli.display import print_table
 
     study = study_of(
-        signal_of("a-very-long-name-of-an-algorithm", 2345.6, 1234.5, Estimate(-0.123, 0.456)),
+        signal_of("a-very-long-name-of-an-algorithm", 2345.6, 12.34, Estimate(-0.123, -0.579, 0.333)),
         signal_of("b", -0.001, None, None),
     )
     for head, rows in terminal_tables(study):
@@ -233,18 +234,18 @@ def test_the_tables_fit_100_columns(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert max(len(line.rstrip()) for line in lines) <= 100
     assert signal_table(study)[1] == [
-        ["a-very-long-n…", "-0.12 ± 0.46", "2,346 ± 1,234", "2,346", "50%", "8.0", "12.0", "1,200"],
+        ["a-very-long-n…", "-0.12 ± 0.46", "2,346 x/÷ 12", "2,346", "50%", "8.0", "12.0", "1,200"],
         ["b", "-", "0.00", "0.00", "50%", "8.0", "12.0", "1,200"],
     ]
 
 
 @pytest.mark.slow
 def test_the_files_of_a_study_are_whole_and_names_are_escaped(tmp_path: Path) -> None:
-    study = study_of(signal_of("a|b", 2.0, 0.5, Estimate(0.9, 0.1)), signal_of("c", 1.0, None))
+    study = study_of(signal_of("a|b", 2.0, 1.5, Estimate(0.9, 0.8, 1.0)), signal_of("c", 1.0, None))
     write_signal(tmp_path, study)
     assert json.loads((tmp_path / "results.json").read_bytes()) == signal_json(study)
     text = (tmp_path / "results.md").read_text()
     assert "a\\|b" in text
-    assert "| a\\|b | 0.90 ± 0.10 | 2.00 ± 0.50 | 2.00 | 50% | 8.0 | 12.0 | 1,200 |" in text.splitlines()
+    assert "| a\\|b | 0.90 ± 0.10 | 2.00 x/÷ 1.5 | 2.00 | 50% | 8.0 | 12.0 | 1,200 |" in text.splitlines()
     assert (tmp_path / "signal.png").read_bytes().startswith(b"\x89PNG")
     assert b"</svg>" in (tmp_path / "signal.svg").read_bytes()

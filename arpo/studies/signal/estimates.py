@@ -15,7 +15,8 @@ algorithm has a cosine of 1, up to the noise of the estimate, which may exceed 1
 0 or less, there is too much noise to say anything, and the cosine is None.
 
 Intervals are at 95 %, by a jackknife: the statistic is computed without each of the n gradients in turn (and, for a
-cosine, without each of the m), and Student's t has one degree of freedom less than there are gradients.
+cosine, without each of the m), and Student's t has one degree of freedom less than there are gradients. That of an SNR
+is computed for its logarithm, so it is a factor up and down: one gradient with a rare outlier can halve an SNR.
 Not covered: other tasks. All gradients are of the same tasks, so intervals are about these.
 """
 
@@ -23,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import sqrt
+from math import exp, log, sqrt
 from statistics import fmean
 
 import numpy as np
@@ -39,14 +40,16 @@ Statistic = Callable[[Floats, int], float | None]
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A value with half the width of its 95 % interval, which is None where there are too few gradients for one."""
+    """A value with its 95 % interval, which is None where there are too few gradients, or too much noise, for one."""
 
     value: float
-    half_width: float | None
+    low: float | None
+    high: float | None
 
     def scaled(self, factor: float) -> Estimate:
         """The estimate in another unit."""
-        return Estimate(self.value * factor, None if self.half_width is None else self.half_width * factor)
+        low, high = (None if bound is None else bound * factor for bound in (self.low, self.high))
+        return Estimate(self.value * factor, low, high)
 
 
 def squared_mean_norm(gram: Floats) -> float:
@@ -78,18 +81,25 @@ def cosine(gram: Floats, repeats: int) -> float | None:
 
 
 def estimate_signal(gram: Floats, repeats: int) -> Estimate | None:
-    """The signal-to-noise ratio with its interval."""
-    return _estimate(signal_to_noise, gram[:repeats, :repeats], repeats)
+    """The signal-to-noise ratio; it has an interval only if it is above 0 without each of the gradients, too."""
+    own = gram[:repeats, :repeats]
+    value, half_width = signal_to_noise(own, repeats), _half_width(_log_signal, own, repeats)
+    if value is None or value <= 0 or half_width is None:
+        return None if value is None else Estimate(value, None, None)
+    return Estimate(value, value * exp(-half_width), value * exp(half_width))
 
 
 def estimate_cosine(gram: Floats, repeats: int) -> Estimate | None:
     """The cosine with its interval, which includes the noise of the reference."""
-    return _estimate(cosine, gram, repeats)
+    value, half_width = cosine(gram, repeats), _half_width(cosine, gram, repeats)
+    if value is None or half_width is None:
+        return None if value is None else Estimate(value, None, None)
+    return Estimate(value, value - half_width, value + half_width)
 
 
-def _estimate(statistic: Statistic, gram: Floats, repeats: int) -> Estimate | None:
-    value = statistic(gram, repeats)
-    return None if value is None else Estimate(value, _half_width(statistic, gram, repeats))
+def _log_signal(gram: Floats, repeats: int) -> float | None:
+    snr = signal_to_noise(gram, repeats)
+    return log(snr) if snr is not None and snr > 0 else None
 
 
 def _half_width(statistic: Statistic, gram: Floats, repeats: int) -> float | None:

@@ -21,7 +21,7 @@ from arpo.figures.text import markdown_cell, markdown_table, one_line
 from arpo.runs.run_dir import write_atomically
 from arpo.studies.entropy.study import RewardCorrelation
 from arpo.studies.signal.branch_points import PREDICTORS, PredictorStats
-from arpo.studies.signal.estimates import Estimate, Floats
+from arpo.studies.signal.estimates import MIN_JACKKNIFE, Estimate, Floats
 from arpo.studies.signal.runner import AlgorithmSignal, SignalStudy
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ Table = tuple[list[str], list[list[str]]]  # head and rows
 READING = (
     "SNR: squared norm of an algorithm's mean gradient over the trace of its covariance, for what 1,000 tool calls or "
     "100,000 sampled tokens buy. Cosine: of the mean gradient to the gradient of the expected reward, corrected for "
-    "noise; 1 for an unbiased algorithm. Neither depends on the scale of a loss. ± is half of a 95 % interval "
-    "(jackknife over repeats) for these tasks."
+    "noise; 1 for an unbiased algorithm. Neither depends on the scale of a loss. 95 % intervals (jackknife over "
+    "repeats) for these tasks: ± for a difference, x/÷ for a factor."
 )
 
 
@@ -103,7 +103,7 @@ def markdown(study: SignalStudy) -> str:
 def setup_line(study: SignalStudy) -> str:
     """What was sampled, in a sentence."""
     kept = "whole" if study.sketch is None else f"sketched to {study.sketch:,} numbers"
-    snr = "not measurable" if study.reference_snr is None else _shown(study.reference_snr)
+    snr = "not measurable" if study.reference_snr is None else _with_factor(study.reference_snr)
     return (
         f"{study.tasks} tasks, {study.repeats} repeats, seed {study.seed}; gradients of {study.parameters:,} weights, "
         f"kept {kept}. Reference: {study.reference} trajectories of each task; SNR of one of its "
@@ -118,8 +118,8 @@ def signal_table(study: SignalStudy, escape: Callable[[str], str] | None = None)
     rows = [
         [
             _name(each.name, escape),
-            _shown(each.cosine),
-            _shown(each.snr_per_1000_calls),
+            _with_difference(each.cosine),
+            _with_factor(each.snr_per_1000_calls),
             NONE if each.snr_per_100k_tokens is None else _digits(each.snr_per_100k_tokens.value),
             f"{each.mean('informative_groups'):.0%}",
             f"{each.per_task('trajectories', study.tasks):.1f}",
@@ -168,17 +168,17 @@ def findings(study: SignalStudy) -> list[str]:
     )
     if len(ranked) > 1:
         best, name = ranked[0]
-        near = [other for estimate, other in ranked[1:] if _high(estimate) >= _low(best)]
-        clearly = f"; the intervals of {', '.join(near)} overlap with its own" if near else ", clearly above all others"
+        near = [other for estimate, other in ranked[1:] if not _clearly_below(estimate, best)]
+        clearly = f"; not clearly below it: {', '.join(near)}" if near else ", clearly above all others"
         lines.append(f"Most signal per 1,000 tool calls: {name}{clearly}.")
     if not study.reference_is_measurable:
         lines.append("The reference is all noise, so there are no cosines: raise --reference or --tasks.")
     silent = [each.name for each in study.algorithms if each.snr is None]
     if silent:
         lines.append(f"No gradient, as every group earned equal rewards: {', '.join(silent)}.")
-    weak = [each.name for each in study.algorithms if each.snr is not None and _low(each.snr) <= 0]
-    if weak:
-        lines.append(f"Signal not clearly above 0: {', '.join(weak)}; raise --tasks or --repeats.")
+    weak = [each.name for each in study.algorithms if each.snr is not None and each.snr.low is None]
+    if weak and study.repeats >= MIN_JACKKNIFE:
+        lines.append(f"More noise than can be measured through: {', '.join(weak)}; raise --tasks or --repeats.")
     return lines
 
 
@@ -197,7 +197,8 @@ def draw_signal(study: SignalStudy) -> dict[str, bytes]:
         left.set_yticks(range(len(study.algorithms)), [_name(each.name) for each in study.algorithms])
         left.invert_yaxis()
         _draw_estimates(left, [each.snr_per_1000_calls for each in study.algorithms], BLUE)
-        left.axvline(0, color="#666666", linewidth=0.8)
+        if all(each.snr is not None and each.snr.value > 0 for each in study.algorithms):
+            left.set_xscale("log")
         left.set_xlabel("signal-to-noise ratio per 1,000 tool calls")
         _draw_estimates(right, [each.cosine for each in study.algorithms], RED)
         right.axvline(1, color="#666666", linewidth=0.8, linestyle="--")
@@ -210,7 +211,9 @@ def _draw_estimates(axes: Axes, estimates: Sequence[Estimate | None], color: str
         if estimate is None:
             axes.annotate(NONE, (0, place), color=color, va="center")
             continue
-        axes.errorbar(estimate.value, place, xerr=estimate.half_width, fmt="o", color=color, capsize=3)
+        axes.plot(estimate.value, place, "o", color=color)
+        if estimate.low is not None and estimate.high is not None:
+            axes.plot([estimate.low, estimate.high], [place, place], "|-", color=color, markersize=9)
         axes.annotate(f"{estimate.value:.3g}", (estimate.value, place), (0, 5), textcoords="offset points", ha="center")
 
 
@@ -252,12 +255,16 @@ def _name(name: str, escape: Callable[[str], str] | None = None) -> str:
     return line if len(line) <= MAX_NAME else line[: MAX_NAME - 1] + "…"
 
 
-def _shown(estimate: Estimate | None) -> str:
-    if estimate is None:
-        return NONE
-    if estimate.half_width is None:
-        return _digits(estimate.value)
-    return f"{_digits(estimate.value)} ± {_digits(estimate.half_width)}"
+def _with_difference(estimate: Estimate | None) -> str:
+    if estimate is None or estimate.high is None:
+        return NONE if estimate is None else _digits(estimate.value)
+    return f"{_digits(estimate.value)} ± {_digits(estimate.high - estimate.value)}"
+
+
+def _with_factor(estimate: Estimate | None) -> str:
+    if estimate is None or estimate.high is None:
+        return NONE if estimate is None else _digits(estimate.value)
+    return f"{_digits(estimate.value)} x/÷ {estimate.high / estimate.value:.2g}"
 
 
 def _digits(value: float) -> str:
@@ -266,9 +273,5 @@ def _digits(value: float) -> str:
     return f"{value:z,.{decimals}f}"
 
 
-def _low(estimate: Estimate) -> float:
-    return estimate.value - (estimate.half_width or 0.0)
-
-
-def _high(estimate: Estimate) -> float:
-    return estimate.value + (estimate.half_width or 0.0)
+def _clearly_below(estimate: Estimate, best: Estimate) -> bool:
+    return estimate.high is not None and best.low is not None and estimate.high < best.low
