@@ -15,6 +15,7 @@ from arpo.studies.signal.estimates import (
     Floats,
     cosine,
     estimate_cosine,
+    estimate_ratio,
     estimate_signal,
     noise,
     signal_to_noise,
@@ -151,3 +152,38 @@ def test_what_cannot_be_estimated() -> None:
     assert signal_to_noise(gram_of([0.1, 0.3], [0.1, 0.3], [0.1, 0.3]), 3) is None  # equal, but for rounding
     with pytest.raises(ValueError, match="two gradients or more"):
         squared_mean_norm(gram_of([1, 0]))
+
+
+def test_a_paired_ratio_by_a_loop() -> None:
+    """Noise that both share cancels: the ratio is far more certain than either SNR."""
+    rng = np.random.default_rng(4)
+    shared = draw(rng, 6, np.ones(40), 1.0)
+    own, other = shared + draw(rng, 6, np.zeros(40), 0.05), 3 * (shared + draw(rng, 6, np.zeros(40), 0.05))
+    calls, other_calls = [10.0, 12, 11, 9, 10, 14], [20.0, 24, 22, 18, 20, 28]
+    found = estimate_ratio(own @ own.T, calls, other @ other.T, other_calls)
+
+    def by_cost(rows: Floats, costs: list[float], left_out: int | None) -> float:
+        kept = [i for i in range(6) if i != left_out]
+        snr = signal_to_noise(rows[kept] @ rows[kept].T, len(kept))
+        assert snr is not None
+        return snr / fmean(costs[i] for i in kept)
+
+    def ratio(left_out: int | None = None) -> float:
+        return by_cost(own, calls, left_out) / by_cost(other, other_calls, left_out)
+
+    logs = [log(ratio(i)) for i in range(6)]
+    factor = exp(student_t(5) * sqrt(5 / 6 * sum((value - fmean(logs)) ** 2 for value in logs)))
+    assert found is not None
+    assert (found.value, found.low, found.high) == pytest.approx((ratio(), ratio() / factor, ratio() * factor))
+    assert found.value == pytest.approx(2, rel=0.1)  # half of the calls
+    alone = estimate_signal(own @ own.T, 6)
+    assert alone is not None
+    assert alone.high is not None
+    assert factor - 1 < (alone.high / alone.value - 1) / 5
+
+
+def test_ratios_that_cannot_be_estimated() -> None:
+    good, bad = gram_of([1, 0], [1, 0.1]), gram_of([1, 0], [-1, 0.1])
+    assert estimate_ratio(good, [1, 1], good, [2, 2]) == Estimate(pytest.approx(2), None, None)  # two repeats
+    assert estimate_ratio(good, [1, 1], bad, [1, 1]) is None
+    assert estimate_ratio(good, [0, 0], good, [1, 1]) is None

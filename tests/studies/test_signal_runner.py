@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -203,7 +204,7 @@ def signal_of(name: str, value: float, factor: float | None, cosine: Estimate | 
     stats = PredictorStats(120, 60, dict.fromkeys(PREDICTORS, 0.512), 0.05)
     cost = Cost(tool_calls=48.0, sampled_tokens=4800.0, trajectories=32.0, informative_groups=0.5, reward=0.1)
     snr = estimate.scaled(0.048)
-    return AlgorithmSignal(name, snr, estimate, estimate, cosine, (cost, cost), np.eye(4), stats)
+    return AlgorithmSignal(name, snr, estimate, estimate, cosine, None, (cost, cost), np.eye(4), stats)
 
 
 def study_of(*algorithms: AlgorithmSignal) -> SignalStudy:
@@ -215,6 +216,10 @@ def study_of(*algorithms: AlgorithmSignal) -> SignalStudy:
 def test_findings_say_what_is_clear_and_what_is_not() -> None:
     clear = study_of(signal_of("a", 2.0, 1.5), signal_of("b", 5.0, 1.2), signal_of("c", 1.0, 1.1))
     assert findings(clear) == ["Most signal per 1,000 tool calls: b, clearly above all others."]
+    ratio = replace(clear.algorithms[1], ratio=Estimate(2.5, 2.0, 3.125))
+    assert findings(study_of(clear.algorithms[0], ratio))[1:] == [
+        "SNR per call over that of a, paired by seed: b 2.50 x/÷ 1.2."
+    ]
     close = study_of(signal_of("a", 4.0, 1.1), signal_of("b", 5.0, 1.2), signal_of("c", 1.0, None))
     assert findings(close) == [
         "Most signal per 1,000 tool calls: b; not clearly below it: a, c.",

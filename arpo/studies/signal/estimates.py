@@ -17,12 +17,13 @@ algorithm has a cosine of 1, up to the noise of the estimate, which may exceed 1
 Intervals are at 95 %, by a jackknife: the statistic is computed without each of the n gradients in turn (and, for a
 cosine, without each of the m), and Student's t has one degree of freedom less than there are gradients. That of an SNR
 is computed for its logarithm, so it is a factor up and down: one gradient with a rare outlier can halve an SNR.
+The ratio of two algorithms' SNR by cost is paired: repeat i, which has the same seeds, is left out of both at a time.
 Not covered: other tasks. All gradients are of the same tasks, so intervals are about these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import exp, log, sqrt
 from statistics import fmean
@@ -97,6 +98,36 @@ def estimate_cosine(gram: Floats, repeats: int) -> Estimate | None:
     return Estimate(value, value - half_width, value + half_width)
 
 
+def estimate_ratio(
+    own: Floats, own_costs: Sequence[float], other: Floats, other_costs: Sequence[float]
+) -> Estimate | None:
+    """SNR by cost of one algorithm over that of another, both from the same number of repeats with the same seeds.
+
+    The matrices hold the inner products of the repeats alone. None if an SNR is not above 0, or nothing was spent.
+    """
+    repeats = len(own_costs)
+
+    def log_ratio(left_out: Sequence[int]) -> float | None:
+        logs = []
+        for gram, costs in ((own, own_costs), (other, other_costs)):
+            value = _log_signal(_without(gram, left_out), repeats - len(left_out))
+            spent = fmean(np.delete(costs, left_out))
+            if value is None or spent <= 0:
+                return None
+            logs.append(value - log(spent))
+        return logs[0] - logs[1]
+
+    value = log_ratio(())
+    if value is None:
+        return None
+    without = [log_ratio((repeat,)) for repeat in range(repeats)] if repeats >= MIN_JACKKNIFE else []
+    values = [each for each in without if each is not None]
+    if len(values) < repeats:
+        return Estimate(exp(value), None, None)
+    half_width = student_t(repeats - 1) * sqrt(_jackknife_variance(values))
+    return Estimate(exp(value), exp(value - half_width), exp(value + half_width))
+
+
 def _log_signal(gram: Floats, repeats: int) -> float | None:
     snr = signal_to_noise(gram, repeats)
     return log(snr) if snr is not None and snr > 0 else None
@@ -108,14 +139,19 @@ def _half_width(statistic: Statistic, gram: Floats, repeats: int) -> float | Non
         return None
     variance = 0.0
     for rows in groups:
-        without = [statistic(_without(gram, row), repeats - (row < repeats)) for row in rows]
+        without = [statistic(_without(gram, [row]), repeats - (row < repeats)) for row in rows]
         values = [value for value in without if value is not None]
         if len(values) < len(without):
             return None
-        mean = fmean(values)
-        variance += (len(rows) - 1) / len(rows) * sum((value - mean) ** 2 for value in values)
+        variance += _jackknife_variance(values)
     return student_t(min(map(len, groups)) - 1) * sqrt(variance)
 
 
-def _without(gram: Floats, row: int) -> Floats:
-    return np.delete(np.delete(gram, row, axis=0), row, axis=1)
+def _jackknife_variance(values: Sequence[float]) -> float:
+    """The variance of a statistic from its values without each of the gradients in turn."""
+    mean = fmean(values)
+    return (len(values) - 1) / len(values) * sum((value - mean) ** 2 for value in values)
+
+
+def _without(gram: Floats, rows: Sequence[int]) -> Floats:
+    return np.delete(np.delete(gram, rows, axis=0), rows, axis=1)

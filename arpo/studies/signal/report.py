@@ -171,6 +171,9 @@ def findings(study: SignalStudy) -> list[str]:
         near = [other for estimate, other in ranked[1:] if not _clearly_below(estimate, best)]
         clearly = f"; not clearly below it: {', '.join(near)}" if near else ", clearly above all others"
         lines.append(f"Most signal per 1,000 tool calls: {name}{clearly}.")
+    ratios = [f"{each.name} {_with_factor(each.ratio)}" for each in study.algorithms[1:] if each.ratio is not None]
+    if ratios:
+        lines.append(f"SNR per call over that of {study.algorithms[0].name}, paired by seed: {', '.join(ratios)}.")
     if not study.reference_is_measurable:
         lines.append("The reference is all noise, so there are no cosines: raise --reference or --tasks.")
     silent = [each.name for each in study.algorithms if each.snr is None]
@@ -224,6 +227,7 @@ def _algorithm_json(each: AlgorithmSignal, repeats: int) -> dict[str, Any]:
         "snr_per_1000_calls": _estimate_json(each.snr_per_1000_calls),
         "snr_per_100k_tokens": _estimate_json(each.snr_per_100k_tokens),
         "cosine": _estimate_json(each.cosine),
+        "snr_per_call_over_first": _estimate_json(each.ratio),
         "norms": _norms(each.gram[:repeats, :repeats]),
         "gram": each.gram.tolist(),
         "costs": [asdict(cost) for cost in each.costs],

@@ -40,6 +40,7 @@ from arpo.studies.signal.estimates import (
     Estimate,
     Floats,
     estimate_cosine,
+    estimate_ratio,
     estimate_signal,
     squared_mean_norm,
 )
@@ -87,6 +88,7 @@ class Cost:
 class AlgorithmSignal:
     """The gradient of one algorithm: estimates are None where noise or missing gradients leave nothing to say.
 
+    `ratio` is its SNR by tool calls over that of the first algorithm, paired by repeat; None for the first itself.
     `gram` holds the inner products of the repeats' gradients and of the reference's blocks, which come last.
     """
 
@@ -95,6 +97,7 @@ class AlgorithmSignal:
     snr_per_1000_calls: Estimate | None
     snr_per_100k_tokens: Estimate | None
     cosine: Estimate | None
+    ratio: Estimate | None
     costs: tuple[Cost, ...]
     gram: Floats
     predictors: PredictorStats
@@ -204,10 +207,10 @@ async def measure_signal(plan: SignalPlan, context: RolloutContext, reporter: Re
             vector, cost, _ = await bench.sample(reference_settings(plan.base, size), f"reference {number}")
             blocks.append(vector)
             block_costs.append(cost)
-        found, every = [], list[ScoredTree]()
+        found, every = list[AlgorithmSignal](), list[ScoredTree]()
         for name, config in plan.algorithms.items():
             signal, trees = await _measure_algorithm(bench, name, config, plan.repeats, blocks)
-            found.append(signal)
+            found.append(replace(signal, ratio=_ratio(signal, found[0], plan.repeats)) if found else signal)
             every += trees
     gram = gram_matrix(blocks)
     depths = study(every, plan.base.branching, tokens=1).by_depth
@@ -247,11 +250,18 @@ async def _measure_algorithm(
         snr.scaled(1000 / calls) if snr and calls else None,
         snr.scaled(100_000 / tokens) if snr and tokens else None,
         estimate_cosine(gram, repeats),
+        None,
         tuple(costs),
         gram,
         predictor_stats(trees),
     )
     return signal, trees
+
+
+def _ratio(own: AlgorithmSignal, first: AlgorithmSignal, repeats: int) -> Estimate | None:
+    grams = [each.gram[:repeats, :repeats] for each in (own, first)]
+    calls = [[cost.tool_calls for cost in each.costs] for each in (own, first)]
+    return estimate_ratio(grams[0], calls[0], grams[1], calls[1])
 
 
 @dataclass(slots=True)
