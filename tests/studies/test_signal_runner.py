@@ -253,4 +253,7 @@ def test_the_files_of_a_study_are_whole_and_names_are_escaped(tmp_path: Path) ->
     assert "a\\|b" in text
     assert "| a\\|b | 0.90 ± 0.10 | 2.00 x/÷ 1.5 | 2.00 | 50% | 8.0 | 12.0 | 1,200 |" in text.splitlines()
     assert (tmp_path / "signal.png").read_bytes().startswith(b"\x89PNG")
-    assert b"</svg>" in (tmp_path / "signal.svg").read_bytes()
+    svg = (tmp_path / "signal.svg").read_bytes()  # texts are drawn, and stand there as comments
+    assert b"<!-- signal-to-noise ratio per 1,000 tool calls -->" in svg
+    assert b"<!-- 2 -->" in svg  # a tick of the logarithmic scale
+    assert b"mathdefault" not in svg

@@ -196,16 +196,16 @@ def draw_signal(study: SignalStudy) -> dict[str, bytes]:
     with figure_style({"font.size": 10, "axes.grid": True, "axes.axisbelow": True, "grid.color": "#e4e4e4"}):
         figure = new_figure(10.0, 1.8 + 0.45 * len(study.algorithms))
         left, right = figure.subplots(1, 2, sharey=True)
-        figure.suptitle(_name(study.title), fontsize=11, fontweight="bold")
+        figure.suptitle(one_line(study.title)[:100], fontsize=11, fontweight="bold")
         left.set_yticks(range(len(study.algorithms)), [_name(each.name) for each in study.algorithms])
         left.invert_yaxis()
         _draw_estimates(left, [each.snr_per_1000_calls for each in study.algorithms], BLUE)
         if all(each.snr is not None and each.snr.value > 0 for each in study.algorithms):
-            left.set_xscale("log")
+            _use_log_scale(left)
         left.set_xlabel("signal-to-noise ratio per 1,000 tool calls")
         _draw_estimates(right, [each.cosine for each in study.algorithms], RED)
         right.axvline(1, color="#666666", linewidth=0.8, linestyle="--")
-        right.set_xlabel("cosine to the gradient of the expected reward (1: unbiased)")
+        right.set_xlabel("cosine to the gradient of the expected reward")
         return render(figure)
 
 
@@ -218,6 +218,15 @@ def _draw_estimates(axes: Axes, estimates: Sequence[Estimate | None], color: str
         if estimate.low is not None and estimate.high is not None:
             axes.plot([estimate.low, estimate.high], [place, place], "|-", color=color, markersize=9)
         axes.annotate(f"{estimate.value:.3g}", (estimate.value, place), (0, 5), textcoords="offset points", ha="center")
+
+
+def _use_log_scale(axes: Axes) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter("{x:g}")  # the default would be a formula
+    axes.xaxis.set_minor_formatter(NullFormatter())
 
 
 def _algorithm_json(each: AlgorithmSignal, repeats: int) -> dict[str, Any]:
