@@ -159,7 +159,7 @@ def test_a_paired_ratio_by_a_loop() -> None:
     rng = np.random.default_rng(4)
     shared = draw(rng, 6, np.ones(40), 1.0)
     own, other = shared + draw(rng, 6, np.zeros(40), 0.05), 3 * (shared + draw(rng, 6, np.zeros(40), 0.05))
-    calls, other_calls = [10.0, 12, 11, 9, 10, 14], [20.0, 24, 22, 18, 20, 28]
+    calls, other_calls = [10.0, 12, 11, 9, 10, 14], [22.0, 23, 22, 20, 20, 25]
     found = estimate_ratio(own @ own.T, calls, other @ other.T, other_calls)
 
     def by_cost(rows: Floats, costs: list[float], left_out: int | None) -> float:
@@ -179,7 +179,7 @@ def test_a_paired_ratio_by_a_loop() -> None:
     alone = estimate_signal(own @ own.T, 6)
     assert alone is not None
     assert alone.high is not None
-    assert factor - 1 < (alone.high / alone.value - 1) / 5
+    assert factor - 1 < (alone.high / alone.value - 1) / 3
 
 
 def test_ratios_that_cannot_be_estimated() -> None:
