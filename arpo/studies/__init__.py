@@ -1,4 +1,5 @@
-"""Studies: `compare` (algorithms on equal budgets) and `entropy` (where a model is uncertain, what branching gains).
+"""Studies: `compare` (algorithms on equal budgets), `entropy` (where a model is uncertain, what branching gains) and
+`signal` (how much of each algorithm's gradient is signal, before training).
 
 Functions return values and take a callback for progress; nothing here prints. May import: every room up to training.
 """

@@ -66,6 +66,12 @@ class Optimizer:
         self.steps += 1
         return norm
 
+    def take_gradients(self) -> dict[str, Tensor]:
+        """The accumulated gradients in float32, by parameter, which are cleared; no step is made."""
+        taken = {name: master.grad for name, master in self._masters.items() if master.grad is not None}
+        self._adamw.zero_grad(set_to_none=True)
+        return taken
+
     def tensors(self) -> dict[str, Tensor]:
         """The state for a checkpoint, on the CPU: `exp_avg/NAME`, `master/NAME` etc. Valid until the next step."""
         return {key: value.cpu().contiguous() for key, value in self.state().items()}

@@ -301,3 +301,19 @@ def test_gradient_checkpointing_changes_no_gradient(family: str) -> None:
     assert len(calls) == 3  # not outside
     assert not any(module.training for module in model.modules())
     assert not model.is_gradient_checkpointing
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_gradients_are_taken_without_a_step(dtype: torch.dtype) -> None:
+    model = Weights(2, dtype)
+    optimizer = Optimizer(model, 1e-3, 0.0)
+    for _ in range(300):
+        (model.w * torch.tensor([1.0, 2.0], dtype=dtype)).sum().backward()
+    taken = optimizer.take_gradients()
+    assert taken.keys() == {"w"}
+    assert taken["w"].dtype == torch.float32
+    assert taken["w"].tolist() == [300, 600]
+    assert optimizer.take_gradients() == {}
+    assert (model.w.tolist(), optimizer.steps) == ([1, 1], 0)
+    model.w.sum().backward()
+    assert optimizer.take_gradients()["w"].tolist() == [1, 1]
