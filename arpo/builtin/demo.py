@@ -39,9 +39,7 @@ async def _learn(training: Training) -> tuple[dict[str, Any], dict[str, Any]]:
     training.reporter.message(f"For example: {tested[0].question} (Answer: {tested[0].answers[0]})")
     before = await _test(training, tested, 0)
     accuracy = before["accuracy"]
-    training.reporter.message(
-        f"Before: {accuracy['value']:.0%} of {accuracy['questions']} held-out questions right.\n"
-    )
+    training.reporter.message(f"Before: {accuracy['value']:.0%} of {accuracy['questions']} held-out questions right.\n")
     return before, await _test(training, tested, await train(training))
 
 
@@ -99,9 +97,7 @@ def _interval(found: Mapping[str, float]) -> str:
 
 def loss_line(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
     """Says which kinds of question are answered worse than before."""
-    changes = {
-        kind: (found["value"], after["by_kind"][kind]["value"]) for kind, found in before["by_kind"].items()
-    }
+    changes = {kind: (found["value"], after["by_kind"][kind]["value"]) for kind, found in before["by_kind"].items()}
     worse = [f"{kind} ({one:.1%} before, {other:.1%} after)" for kind, (one, other) in changes.items() if other < one]
     return f"Worse than before: {', '.join(worse)}." if worse else "No kind of question is answered worse than before."
 

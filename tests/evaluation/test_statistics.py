@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from view_runs import BRANCHED, branched, straight
 
 from arpo.errors import ArpoError

@@ -20,7 +20,7 @@ export function heldOutTable(run) {
   const shown = evaluations.length > 1 ? [first, last] : [first];
   const row = (label, pick) => [label, number(pick(first)?.questions), ...shown.map((one) => withInterval(pick(one))), ...change(shown.map(pick))];
   const kinds = Object.keys(first.by_kind).map((kind) => row(printable(shorten(kind, 60)), (one) => one.by_kind[kind]));
-  const heads = ["kind of question", "questions", ...shown.map(whenOf), ...(shown.length > 1 ? ["change"] : [])];
+  const heads = ["kind of question", "questions", ...shown.map(whenOf), ...(shown.length > 1 ? ["change, points"] : [])];
   const rows = [...kinds, row("all", (one) => one.accuracy)];
   return [el("h2", {}, `${name}: held-out questions`), table(heads, rows, { class: "heldout" }), el("p", { class: "note" }, INTERVALS), ...note];
 }
@@ -33,6 +33,8 @@ function withInterval(found) {
   return found ? `${percent(found.value, 1)} (${percent(found.low, 1)} to ${percent(found.high, 1)})` : "–";
 }
 
-function change([one, other]) {
-  return one && other ? [signed(Math.round(1000 * (other.value - one.value)) / 10)] : [];
+function change(found) {
+  if (found.length < 2) return [];
+  const [one, other] = found;
+  return [one && other ? signed(Math.round(1000 * (other.value - one.value)) / 10) : "–"];
 }

@@ -68,8 +68,8 @@ def test_held_out_questions_by_kind(pages: Open, known: str, tmp_path: Path) -> 
     page.locator("h2", has_text="branched: held-out questions").wait_for()
     rows = page.locator("table.heldout tr").all()
     assert [row.locator("th, td").all_text_contents() for row in rows] == [
-        ["kind of question", "questions", "before training", "after step 5", "change"],
-        ["hop1", "50", "75.0 % (65.0 % to 85.0 %)", "70.0 % (60.0 % to 80.0 %)", "−5"],
+        ["kind of question", "questions", "before training", "after step 5", "change, points"],
+        ["hop1", "50", "75.0 % (65.0 % to 85.0 %)", "70.0 % (60.0 % to 80.0 %)", "\u22125"],
         ["sum", "50", "0.0 % (0.0 % to 10.0 %)", "100.0 % (90.0 % to 100.0 %)", "+100"],
         ["all", "100", "37.5 % (27.5 % to 47.5 %)", "85.0 % (75.0 % to 95.0 %)", "+47.5"],
     ]
