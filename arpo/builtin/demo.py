@@ -38,8 +38,8 @@ async def _learn(training: Training) -> tuple[dict[str, Any], dict[str, Any]]:
     tested = choose_held_out(training.tasks.test, training.config.eval.questions)
     training.reporter.message(f"For example: {tested[0].question} (Answer: {tested[0].answers[0]})")
     before = await _test(training, tested, 0)
-    accuracy = before["accuracy"]
-    training.reporter.message(f"Before: {accuracy['value']:.0%} of {accuracy['questions']} held-out questions right.\n")
+    right = before["accuracy"]
+    training.reporter.message(f"Before: {right['value']:.0%} right on {right['questions']} held-out questions.\n")
     return before, await _test(training, tested, await train(training))
 
 
@@ -79,14 +79,15 @@ def comparison_table(before: Mapping[str, Any], after: Mapping[str, Any]) -> lis
     pairs = {f"  {kind}": (found, after["by_kind"][kind]) for kind, found in before["by_kind"].items()}
     pairs["all"] = (before["accuracy"], after["accuracy"])
     return [
-        f"{'held-out questions':<22}{'n':>5}{'before, %':>21}{'after, %':>21}",
+        f"{'held-out questions':<22}{'n':>5}{'before, %':>23}{'after, %':>23}",
         *(
-            f"{name:<22}{one['questions']:>5}{_interval(one):>21}{_interval(other):>21}"
+            f"{name:<22}{one['questions']:>5}{_interval(one):>23}{_interval(other):>23}"
             for name, (one, other) in pairs.items()
         ),
-        f"{'right format, %':<27}{100 * before['format']:>21.1f}{100 * after['format']:>21.1f}",
-        f"{'tool calls a question':<27}{before['tool_calls']:>21.2f}{after['tool_calls']:>21.2f}",
-        "In brackets: 95 % Wilson intervals over questions.",
+        f"{'right format, %':<27}{100 * before['format']:>23.1f}{100 * after['format']:>23.1f}",
+        f"{'tool calls per answer':<27}{before['tool_calls']:>23.2f}{after['tool_calls']:>23.2f}",
+        f"{before['accuracy']['questions']:,} questions with {before['answers']:,} answers; in brackets 95 % Wilson "
+        "intervals over questions.",
     ]
 
 

@@ -116,7 +116,7 @@ def evaluation_record(result: Evaluation) -> dict[str, Any]:
     """An evaluation as a run directory keeps it: accuracies with intervals, on all questions and on each kind.
 
     {"accuracy": {"value": 0.6, "low": 0.54, "high": 0.65, "questions": 300}, "by_kind": {"hop1": {...}, ...},
-     "format": 0.95, "tool_calls": 1.9}
+     "answers": 600, "format": 0.95, "tool_calls": 1.9}
 
     Kinds are in the order of the questions. ArpoError if the rewards do not say what is right, or in which format.
     """
@@ -128,6 +128,7 @@ def evaluation_record(result: Evaluation) -> dict[str, Any]:
     return {
         "accuracy": asdict(_estimate([right for some in kinds.values() for right in some])),
         "by_kind": {kind: asdict(_estimate(some)) for kind, some in kinds.items()},
+        "answers": sum(len(one.rewards) for one in result.trees),
         "format": result.format_rate,
         "tool_calls": result.tool_calls,
     }

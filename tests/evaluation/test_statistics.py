@@ -132,7 +132,7 @@ def test_pass_at_k_is_unbiased_and_its_interval_holds_the_truth() -> None:
 def test_a_recorded_evaluation_by_hand() -> None:
     trees = (straight(), straight(right=False), branched(), straight(BRANCHED, right=False))
     found = evaluation_record(Evaluation(trees))
-    assert list(found) == ["accuracy", "by_kind", "format", "tool_calls"]
+    assert list(found) == ["accuracy", "by_kind", "answers", "format", "tool_calls"]
     assert list(found["by_kind"]) == ["sum", "hop1"]  # as the questions come
     # one of two questions: Wilson's interval is 0.5 +- sqrt(z^2/8 + z^4/16) / (1 + z^2/2) = 0.5 +- 0.4055
     of_sum = {"value": 0.5, "low": pytest.approx(0.0945, abs=1e-4), "high": pytest.approx(0.9055, abs=1e-4)}
@@ -142,7 +142,7 @@ def test_a_recorded_evaluation_by_hand() -> None:
     assert found["by_kind"]["hop1"] == {"value": 0.125, "low": low, "high": high, "questions": 2}
     low, high = wilson_interval([1.0, 0.0, 0.25, 0.0])
     assert found["accuracy"] == {"value": 0.3125, "low": low, "high": high, "questions": 4}
-    assert found["format"] == 8 / 10 and found["tool_calls"] == 3 / 10
+    assert found["answers"] == 10 and found["format"] == 8 / 10 and found["tool_calls"] == 3 / 10
 
 
 def test_what_is_not_known_is_not_recorded() -> None:

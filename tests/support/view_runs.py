@@ -253,7 +253,7 @@ def evaluation(**kinds: float) -> dict[str, Any]:
     """An evaluation with these accuracies by kind."""
     every = {**estimated(sum(kinds.values()) / len(kinds)), "questions": 50 * len(kinds)}
     by_kind = {kind: estimated(value) for kind, value in kinds.items()}
-    return {"accuracy": every, "by_kind": by_kind, "format": 0.9, "tool_calls": 2.0}
+    return {"accuracy": every, "by_kind": by_kind, "answers": 50 * len(kinds), "format": 0.9, "tool_calls": 2.0}
 
 
 def settings(directory: Path, *overrides: str) -> dict[str, Any]:
