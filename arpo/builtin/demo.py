@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from importlib import resources
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+from arpo.builtin.world import KINDS
 from arpo.config.loading import load_config
-from arpo.evaluation.evaluate import Evaluation
+from arpo.evaluation.statistics import evaluation_record
 from arpo.runs.reporter import Reporter
 from arpo.training.loop import Training, evaluate_policy, open_training, train
+from arpo.types import Task
 
 INTRODUCTION = """\
 A small language model must answer questions about a made-up world. It knows none of the facts: it has a search tool for
@@ -21,7 +24,7 @@ and makes what led to right answers likelier."""
 
 
 def run_demo(seed: int, run_async: Callable[[Coroutine[Any, Any, Any]], Any], reporter: Reporter) -> None:
-    """Cold start, ARPO, and accuracy on held-out questions before and after."""
+    """Cold start, ARPO, and accuracy on held-out questions of each kind before and after; the run keeps both."""
     with resources.as_file(resources.files("arpo.builtin").joinpath("demo.toml")) as path:
         config = load_config(path, [f"seed={seed}", f"run.dir={_free_directory()}"])
     reporter.message(INTRODUCTION + "\n")
@@ -30,32 +33,74 @@ def run_demo(seed: int, run_async: Callable[[Coroutine[Any, Any, Any]], Any], re
         reporter.message(_conclusion(training, before, after))
 
 
-async def _learn(training: Training) -> tuple[Evaluation, Evaluation]:
-    tasks, reporter = training.tasks, training.reporter
-    reporter.message(f"For example: {tasks.test[0].question} (Answer: {tasks.test[0].answers[0]})")
-    before = await evaluate_policy(training.sampler, tasks, training.config, reporter)
-    reporter.message(f"Before: {before.accuracy:.0%} of {len(before.trees)} held-out questions right.\n")
-    await train(training)
-    return before, await evaluate_policy(training.sampler, tasks, training.config, reporter)
+async def _learn(training: Training) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Test, train, test again; returns the two evaluations as they are recorded."""
+    tested = choose_held_out(training.tasks.test, training.config.eval.questions)
+    training.reporter.message(f"For example: {tested[0].question} (Answer: {tested[0].answers[0]})")
+    before = await _test(training, tested, 0)
+    right = before["accuracy"]
+    training.reporter.message(f"Before: {right['value']:.0%} right on {right['questions']} held-out questions.\n")
+    return before, await _test(training, tested, await train(training))
 
 
-def _conclusion(training: Training, before: Evaluation, after: Evaluation) -> str:
+async def _test(training: Training, tasks: Sequence[Task], step: int) -> dict[str, Any]:
+    """Test the weights after `step` on these tasks; returns the evaluation as it is recorded."""
+    held_out = replace(training.tasks, test=tuple(tasks))
+    record = evaluation_record(await evaluate_policy(training.sampler, held_out, training.config, training.reporter))
+    training.checkpoints.run.write_evaluation(step, record)
+    return record
+
+
+def choose_held_out(tasks: Sequence[Task], questions: int) -> list[Task]:
+    """The first tasks of each kind, equally many and `questions` in all, so that rare kinds are tested, too."""
+    each = max(1, questions // len(KINDS))
+    return [task for kind in KINDS for task in [task for task in tasks if task.kind == kind][:each]]
+
+
+def _conclusion(training: Training, before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
     run = training.checkpoints.run
-    calls, gain = sum(record["tool_calls"] for record in run.read_metrics()), after.accuracy - before.accuracy
-    by_kind = after.by_kind()
+    calls = sum(record["tool_calls"] for record in run.read_metrics())
+    gain = after["accuracy"]["value"] - before["accuracy"]["value"]
     return "\n".join(
         [
-            f"\n{'held-out questions':<20} {'before':>7} {'after':>7}",
-            *(f"  {kind:<18} {accuracy:>7.0%} {by_kind[kind]:>7.0%}" for kind, accuracy in before.by_kind().items()),
-            f"{'all':<20} {before.accuracy:>7.1%} {after.accuracy:>7.1%}",
-            f"{'right format':<20} {before.format_rate:>7.0%} {after.format_rate:>7.0%}",
-            f"{'tool calls a question':<20} {before.tool_calls:>6.2f} {after.tool_calls:>7.2f}",
+            "",
+            *comparison_table(before, after),
             f"\nARPO changed held-out accuracy by {100 * gain:+.0f} points with {calls:,.0f} tool calls.",
+            loss_line(before, after),
             f"The run, with every tree it sampled, is in {run.directory}; look at it, or ask it something:",
             f"  arpo view {run.directory}",
             f"  arpo rollout {run.directory} --number 3",
         ]
     )
+
+
+def comparison_table(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """The lines of a table of two evaluations (`evaluation_record`) of the same questions."""
+    pairs = {f"  {kind}": (found, after["by_kind"][kind]) for kind, found in before["by_kind"].items()}
+    pairs["all"] = (before["accuracy"], after["accuracy"])
+    return [
+        f"{'held-out questions':<22}{'n':>5}{'before, %':>23}{'after, %':>23}",
+        *(
+            f"{name:<22}{one['questions']:>5}{_interval(one):>23}{_interval(other):>23}"
+            for name, (one, other) in pairs.items()
+        ),
+        f"{'right format, %':<27}{100 * before['format']:>23.1f}{100 * after['format']:>23.1f}",
+        f"{'tool calls per answer':<27}{before['tool_calls']:>23.2f}{after['tool_calls']:>23.2f}",
+        f"{before['accuracy']['questions']:,} questions with {before['answers']:,} answers; in brackets 95 % Wilson "
+        "intervals over questions.",
+    ]
+
+
+def _interval(found: Mapping[str, float]) -> str:
+    value, low, high = (100 * found[name] for name in ("value", "low", "high"))
+    return f"{value:.1f} ({low:.1f} to {high:.1f})"
+
+
+def loss_line(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """Says which kinds of question are answered worse than before."""
+    changes = {kind: (found["value"], after["by_kind"][kind]["value"]) for kind, found in before["by_kind"].items()}
+    worse = [f"{kind} ({one:.1%} before, {other:.1%} after)" for kind, (one, other) in changes.items() if other < one]
+    return f"Worse than before: {', '.join(worse)}." if worse else "No kind of question is answered worse than before."
 
 
 def _free_directory() -> Path:

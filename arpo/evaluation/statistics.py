@@ -16,11 +16,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from math import sqrt
 from statistics import NormalDist, fmean, pvariance, stdev
+from typing import Any
 
-from arpo.evaluation.evaluate import pass_at_k
+from arpo.evaluation.evaluate import Evaluation, pass_at_k
 from arpo.evaluation.samples import Sample
 from arpo.evaluation.student import LEVEL, student_t
 
@@ -112,6 +113,28 @@ def _summary(samples: Sequence[Sample], ks: Sequence[int], levels: Mapping[str, 
     )
 
 
+def evaluation_record(result: Evaluation) -> dict[str, Any]:
+    """An evaluation as a run directory keeps it: accuracies with intervals, on all questions and on each kind.
+
+    {"accuracy": {"value": 0.6, "low": 0.54, "high": 0.65, "questions": 300}, "by_kind": {"hop1": {...}, ...},
+     "answers": 600, "format": 0.95, "tool_calls": 1.9}
+
+    Kinds are in the order of the questions. ArpoError if the rewards do not say what is right, or in which format.
+    """
+    result.by_kind()  # raises if accuracy is not known
+    kinds: dict[str, list[float]] = {}
+    for one in result.trees:
+        right = fmean(min(1.0, max(0.0, reward.parts.get("correct", 0.0))) for reward in one.rewards)
+        kinds.setdefault(one.tree.task.kind or "all", []).append(right)
+    return {
+        "accuracy": asdict(_estimate([right for some in kinds.values() for right in some])),
+        "by_kind": {kind: asdict(_estimate(some)) for kind, some in kinds.items()},
+        "answers": sum(len(one.rewards) for one in result.trees),
+        "format": result.format_rate,
+        "tool_calls": result.tool_calls,
+    }
+
+
 def _share(groups: Sequence[Sequence[Sample]], value: Callable[[Sample], float | None]) -> Estimate | None:
     """The estimate of a value from 0 to 1, which counts as 0 where it is missing; None if it is missing everywhere."""
     if all(value(sample) is None for group in groups for sample in group):
@@ -121,7 +144,11 @@ def _share(groups: Sequence[Sequence[Sample]], value: Callable[[Sample], float |
 
 def estimate(values: Sequence[float]) -> Estimate | None:
     """The mean of these values, one per question, with its interval; None without values."""
-    return Estimate(fmean(values), *wilson_interval(values), len(values)) if values else None
+    return _estimate(values) if values else None
+
+
+def _estimate(values: Sequence[float]) -> Estimate:
+    return Estimate(fmean(values), *wilson_interval(values), len(values))
 
 
 def estimate_reward(values: Sequence[float]) -> RewardEstimate | None:

@@ -5,13 +5,14 @@
     metrics.jsonl                    one line per record, appended
     trees/step_000001.jsonl.zst      one zstd frame with one JSON line per rollout tree (`zstd -dc` shows them)
     trees/step_000001.index.json     offsets and summaries of the frames; written last
+    evaluations/step_000000.json     accuracy on held-out questions after this step, in all and by kind of question
     checkpoints/step_000001/         complete as soon as it has this name
         model/, optimizer.safetensors or optimizer/, state.json      of the trainer
         run/config.json, run/metrics.jsonl                           the run's files at this step
         run/trees.json                                               the SHA-256 of its tree files
         manifest.json                                                the sizes and SHA-256 of all these; written last
     checkpoints/step_000001.damaged  set aside when the run was resumed
-    collapsed-1/                     a readable run: all records, and the trees, of steps that were rolled back
+    collapsed-1/                     a readable run: all records, and the trees and evaluations of steps rolled back
     tracker_wandb.json               a tracker's id for the run, and the last step sent to it
     run.lock                         held by the process that writes
 
@@ -222,6 +223,33 @@ class RunDir:
         stem = self.directory / "trees" / _step_name(step)
         return stem.with_suffix(".jsonl.zst"), stem.with_suffix(".index.json")
 
+    # --- evaluations
+
+    def write_evaluation(self, step: int, values: Mapping[str, Any]) -> None:
+        """Write the evaluation of the weights after `step`, 0 before training; replaces an older one."""
+        self._require_lock()
+        path = self.evaluation_file(step)
+        path.parent.mkdir(exist_ok=True)
+        write_atomically(path, _dump({"step": step, **values}))
+
+    def evaluation_steps(self) -> list[int]:
+        """The steps with an evaluation, in order."""
+        return _steps(self.directory / "evaluations", r"step_(\d{6,})\.json")
+
+    def read_evaluation(self, step: int) -> dict[str, Any]:
+        """The evaluation after `step`, with its accuracy on all questions and, under `by_kind`, on each kind."""
+        path = self.evaluation_file(step)
+        if not path.exists():
+            raise ArpoError(f"{self.directory}: holds no evaluation of step {step}")
+        return read_json(path)
+
+    def evaluation_file(self, step: int) -> Path:
+        """The path of the evaluation after `step`, whether it exists or not."""
+        return self.directory / "evaluations" / f"{_step_name(step)}.json"
+
+    def _evaluation_files_after(self, step: int) -> list[Path]:
+        return [self.evaluation_file(later) for later in self.evaluation_steps() if later > step]
+
     # --- checkpoints
 
     def checkpoint_path(self, step: int) -> Path:
@@ -305,7 +333,7 @@ class RunDir:
     # --- resuming
 
     def roll_back(self, step: int) -> None:
-        """Delete records, trees and checkpoints of later steps, as if the run had been stopped at `step`."""
+        """Delete records, trees, evaluations and checkpoints of later steps, as if the run was stopped at `step`."""
         self._require_lock()
         lines = ((line, _parse_record(line)) for line in self._metrics.splitlines(keepends=True))
         self._write_metrics(b"".join(line for line, record in lines if record and record["step"] <= step))
@@ -315,6 +343,8 @@ class RunDir:
             if of_step > step:
                 path.unlink()
                 self._trees.pop(path.name, None)
+        for path in self._evaluation_files_after(step):
+            path.unlink()
 
     def restore_records(self, step: int, with_config: bool) -> list[str]:
         """Compare the run's records and trees with what the checkpoint of `step` knows of them.
@@ -342,18 +372,24 @@ class RunDir:
         return notes
 
     def archive_after(self, step: int) -> Path:
-        """Copy all records and the trees of later steps to a run `collapsed-N` inside this one; returns its path."""
+        """Copy all records, and the trees and evaluations of later steps, to a run `collapsed-N` inside this one.
+
+        Returns its path.
+        """
         self._require_lock()
         names = (self.directory / f"collapsed-{number}" for number in count(1))
         final = next(path for path in names if not path.exists())
         temporary = self.directory / "collapsed.tmp"
         shutil.rmtree(temporary, ignore_errors=True)
         (temporary / "trees").mkdir(parents=True)
+        (temporary / "evaluations").mkdir()
         write_atomically(temporary / CONFIG_FILE, _dump(self.config()))
         write_atomically(temporary / METRICS_FILE, self._metrics)
         for of_step, path in self._tree_paths():
             if of_step > step:
                 _link(path, temporary / "trees" / path.name)
+        for path in self._evaluation_files_after(step):
+            _link(path, temporary / "evaluations" / path.name)
         temporary.rename(final)
         _sync(self.directory)
         return final

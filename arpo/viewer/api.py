@@ -58,6 +58,13 @@ def metrics(folder: Folder, run: str, after: int) -> dict[str, Any]:
     }
 
 
+def evaluations(folder: Folder, run: str) -> dict[str, Any]:
+    """The recorded evaluations on held-out questions, by step; damaged ones are left out and counted."""
+    run_dir = folder.open(run)
+    found = [_read_evaluation(folder, run_dir, step) for step in run_dir.evaluation_steps()]
+    return {"evaluations": [one for one in found if one is not None], "damaged": found.count(None)}
+
+
 def config(folder: Folder, run: str) -> dict[str, Any]:
     """The resolved configuration; secrets are masked."""
     return {"config": folder.open(run).config()}
@@ -245,6 +252,23 @@ def _parse_record(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) and isinstance(value.get("step"), int) else None
+
+
+def _read_evaluation(folder: Folder, run_dir: RunDir, step: int) -> dict[str, Any] | None:
+    """An evaluation as the page expects it; None if it is damaged."""
+    folder.require_inside(run_dir.evaluation_file(step))
+    try:
+        record = run_dir.read_evaluation(step)
+        kinds = {kind: _estimate(found) for kind, found in record["by_kind"].items()}
+        return {"step": step, "accuracy": _estimate(record["accuracy"]), "by_kind": kinds}
+    except (ArpoError, OSError, LookupError, TypeError, ValueError, AttributeError, OverflowError):
+        return None
+
+
+def _estimate(found: Any) -> dict[str, float]:
+    """The numbers of an accuracy; raises if one is missing or no number."""
+    shares = {name: float(found[name]) for name in ("value", "low", "high")}
+    return {**shares, "questions": int(found["questions"])}
 
 
 def _open_trees(folder: Folder, run: str, step: int) -> RunDir:

@@ -58,7 +58,7 @@ def collect(folder: Folder, max_bytes: int) -> dict[str, Any]:
     for run in listed["runs"]:
         run["live"] = False
     for name in names:
-        for request in ("steps", "metrics", "config", "entropy"):
+        for request in ("steps", "metrics", "config", "evaluations", "entropy"):
             data |= _reply(folder, request, run=name)
     for comparison in listed["comparisons"]:
         data |= _reply(folder, "comparison", id=comparison["id"])

@@ -93,6 +93,7 @@ ROUTES: Mapping[str, Callable[[Folder, Query], dict[str, Any]]] = {
     "prompts": lambda folder, query: api.prompts(folder, query.text("run"), query.number("step")),
     "tree": lambda folder, query: api.tree(folder, query.text("run"), query.number("step"), query.number("n")),
     "search": lambda folder, query: api.search(folder, query.text("run"), query.number("step"), query.text("q")),
+    "evaluations": lambda folder, query: api.evaluations(folder, query.text("run")),
     "entropy": lambda folder, query: api.entropy(folder, query.text("run"), query.optional("steps")),
     "comparison": lambda folder, query: api.comparison(folder, query.text("id")),
 }

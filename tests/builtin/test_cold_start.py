@@ -25,7 +25,7 @@ from arpo.builtin.cold_start import (
 from arpo.builtin.labyrinth import KEYS, WAYS, WORDS
 from arpo.builtin.model import add_words
 from arpo.builtin.pretrain import pretrain
-from arpo.builtin.world import build_world, world_vocabulary
+from arpo.builtin.world import KINDS, build_world, world_vocabulary
 from arpo.cli.display import ConsoleReporter
 from arpo.config.loading import load_config
 from arpo.config.schema import Config, Model
@@ -33,6 +33,7 @@ from arpo.errors import ArpoError
 from arpo.evaluation.evaluate import evaluate, select_tasks
 from arpo.models.load import load_model
 from arpo.rewards import hierarchical_reward
+from arpo.runs.run_dir import open_run_dir
 from arpo.tools.build import build_tools
 from arpo.types import Kind
 
@@ -212,6 +213,12 @@ def test_the_demo_from_end_to_end(
         assert "Before:" in said
         assert f"is in {expected};" in said
         assert (tmp_path / expected / "metrics.jsonl").read_text().count("\n") == 2
+        run = open_run_dir(tmp_path / expected)
+        assert run.evaluation_steps() == [0, 2]
+        before, after = map(run.read_evaluation, (0, 2))
+        assert list(before["by_kind"]) == list(after["by_kind"]) == list(KINDS)
+        assert before["accuracy"]["questions"] == after["accuracy"]["questions"] == 6
+        assert "\n".join(arpo.builtin.demo.comparison_table(before, after)) in said
 
 
 def test_traces_can_be_written_inside_a_running_event_loop() -> None:

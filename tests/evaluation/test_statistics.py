@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from statistics import fmean
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from view_runs import BRANCHED, branched, straight
 
+from arpo.errors import ArpoError
+from arpo.evaluation.evaluate import Evaluation
 from arpo.evaluation.samples import Sample
-from arpo.evaluation.statistics import estimate, summarize, wilson_interval
+from arpo.evaluation.statistics import estimate, evaluation_record, summarize, wilson_interval
+from arpo.types import Reward
 
 
 def sample(task: str, number: int, score: float = 0.0, **more: object) -> Sample:
@@ -122,3 +127,25 @@ def test_pass_at_k_is_unbiased_and_its_interval_holds_the_truth() -> None:
         hits.append(found.low <= 0.75 <= found.high)
     assert fmean(values) == pytest.approx(0.75, abs=0.015)
     assert fmean(hits) >= 0.88
+
+
+def test_a_recorded_evaluation_by_hand() -> None:
+    trees = (straight(), straight(right=False), branched(), straight(BRANCHED, right=False))
+    found = evaluation_record(Evaluation(trees))
+    assert list(found) == ["accuracy", "by_kind", "answers", "format", "tool_calls"]
+    assert list(found["by_kind"]) == ["sum", "hop1"]  # as the questions come
+    # one of two questions: Wilson's interval is 0.5 +- sqrt(z^2/8 + z^4/16) / (1 + z^2/2) = 0.5 +- 0.4055
+    of_sum = {"value": 0.5, "low": pytest.approx(0.0945, abs=1e-4), "high": pytest.approx(0.9055, abs=1e-4)}
+    assert found["by_kind"]["sum"] == {**of_sum, "questions": 2}
+    # a question counts once: one of four answers right, and none of two
+    low, high = wilson_interval([0.25, 0.0])
+    assert found["by_kind"]["hop1"] == {"value": 0.125, "low": low, "high": high, "questions": 2}
+    low, high = wilson_interval([1.0, 0.0, 0.25, 0.0])
+    assert found["accuracy"] == {"value": 0.3125, "low": low, "high": high, "questions": 4}
+    assert found["answers"] == 10 and found["format"] == 8 / 10 and found["tool_calls"] == 3 / 10
+
+
+def test_what_is_not_known_is_not_recorded() -> None:
+    bare = replace(straight(), rewards=(Reward(1.0, {}), Reward(0.0, {})))
+    with pytest.raises(ArpoError, match="accuracy is not known"):
+        evaluation_record(Evaluation((bare,)))

@@ -286,6 +286,7 @@ def test_a_reader_cannot_write(tmp_path: Path) -> None:
         lambda: run_dir.append_metrics(1, {}),
         lambda: run_dir.roll_back(0),
         lambda: _save(run_dir, 1, "a"),
+        lambda: run_dir.write_evaluation(1, {}),
         lambda: run_dir.commit_checkpoint(1, _checkpoint("x"), 1),
     ]
     for attempt in attempts:
@@ -337,6 +338,7 @@ def test_roll_back_leaves_the_files_of_a_run_stopped_there(tmp_path: Path) -> No
         for step in range(1, steps + 1):
             run_dir.append_metrics(step, {"loss": 1 / step, "bad": math.nan})
             _save(run_dir, step, f"q{step}")
+            run_dir.write_evaluation(step, {"format": 1 / step})
             run_dir.commit_checkpoint(step, _checkpoint(str(step)), keep=9)
     logs[0].roll_back(3)
 
@@ -346,6 +348,27 @@ def test_roll_back_leaves_the_files_of_a_run_stopped_there(tmp_path: Path) -> No
 
     assert contents(logs[0]) == contents(logs[1])
     assert logs[0].latest_checkpoint() == (3, tmp_path / "whole/checkpoints/step_000003")
+
+
+# --- evaluations
+
+
+def test_evaluations_are_read_as_they_were_written(tmp_path: Path) -> None:
+    of_hop1 = {"value": 0.1 + 0.2, "low": 0.0, "high": 1.0, "questions": 3}
+    with create_run_dir(tmp_path / "run", {}) as run_dir:
+        assert run_dir.evaluation_steps() == []
+        run_dir.write_evaluation(30, {"by_kind": {}})
+        run_dir.write_evaluation(0, {"by_kind": {"old": {}}})
+        run_dir.write_evaluation(0, {"by_kind": {"hop1": of_hop1, "\u202e": of_hop1}})
+    found = open_run_dir(tmp_path / "run")
+    assert found.evaluation_steps() == [0, 30]
+    assert found.read_evaluation(0) == {"step": 0, "by_kind": {"hop1": of_hop1, "\u202e": of_hop1}}
+    assert found.read_evaluation(30) == {"step": 30, "by_kind": {}}
+    with pytest.raises(ArpoError, match="holds no evaluation of step 7"):
+        found.read_evaluation(7)
+    (tmp_path / "run/evaluations/step_000030.json").write_text("[")
+    with pytest.raises(ArpoError, match=r"step_000030\.json: line 1 is damaged"):
+        found.read_evaluation(30)
 
 
 # --- checkpoints

@@ -244,14 +244,27 @@ def write_step(run_dir: RunDir, step: int, trees: Sequence[ScoredTree] = (), **m
     run_dir.append_metrics(step, record(step, **more))
 
 
+def estimated(value: float) -> dict[str, float]:
+    """An accuracy on 50 questions, with an interval of 0.1 to both sides."""
+    return {"value": value, "low": max(0.0, value - 0.1), "high": min(1.0, value + 0.1), "questions": 50}
+
+
+def evaluation(**kinds: float) -> dict[str, Any]:
+    """An evaluation with these accuracies by kind."""
+    every = {**estimated(sum(kinds.values()) / len(kinds)), "questions": 50 * len(kinds)}
+    by_kind = {kind: estimated(value) for kind, value in kinds.items()}
+    return {"accuracy": every, "by_kind": by_kind, "answers": 50 * len(kinds), "format": 0.9, "tool_calls": 2.0}
+
+
 def settings(directory: Path, *overrides: str) -> dict[str, Any]:
     """A resolved configuration."""
     return load_config(None, [f"run.dir={directory}", *overrides]).resolved()
 
 
 def make_branched(directory: Path, *, close: bool = True) -> RunDir:
-    """Five steps, tested after 2 and 4. Step 2: branched, straight (all right), straight (all wrong), broken tools.
-    Step 4: the branched tree without character offsets. Step 5: straight. Unless closed, it is live."""
+    """Five steps, tested after 2 and 4; evaluations by kind before training and after steps 2 and 5.
+    Step 2: branched, straight (all right), straight (all wrong), broken tools. Step 4: the branched tree without
+    character offsets. Step 5: straight. Unless closed, it is live."""
     run_dir = create_run_dir(directory, settings(directory))
     wrong = Task("q-wrong", "Who knows?", ("nobody",), kind="hop2")
     steps: dict[int, list[ScoredTree]] = {
@@ -263,6 +276,8 @@ def make_branched(directory: Path, *, close: bool = True) -> RunDir:
         tested = {"test_accuracy": 0.5 + step / 100, "test_format": 0.9} if step in (2, 4) else {}
         reasons = {"format.no_box": 1, "format.no_answer_tag": 2} if step == 5 else {}
         write_step(run_dir, step, steps.get(step, ()), **tested, **reasons)
+    for step in (0, 2, 5):
+        run_dir.write_evaluation(step, evaluation(hop1=0.75 - step / 100, sum=step / 5))
     if close:
         run_dir.close()
     return run_dir
@@ -277,6 +292,7 @@ def make_hostile(directory: Path, long: int = 1_000_000) -> None:
             [hostile(long)],
             **{"tool.<b>x</b>.calls": 3, "collapse_warnings": "<script>window.hacked=4</script>"},
         )
+        run_dir.write_evaluation(1, evaluation(**{"<img src=x onerror=window.hacked=5>\u202e": 0.5}))
 
 
 def make_sft(directory: Path) -> None:

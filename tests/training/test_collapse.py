@@ -386,6 +386,7 @@ def test_what_is_set_aside_is_a_run_to_read_and_replaces_none(tmp_path: Path, mo
         for step in (1, 2, 3):
             log.append_metrics(step, {"reward": 0.5})
             log.write_trees(step, [ScoredTree(tree, (Reward(1.0, {}),) * 3, (Credit(1.0, {}),) * 3)])
+            log.write_evaluation(step, {"format": 1 / step})
         first = log.archive_after(1)
 
         def refuse(*_: Any) -> None:
@@ -398,7 +399,10 @@ def test_what_is_set_aside_is_a_run_to_read_and_replaces_none(tmp_path: Path, mo
     assert steps_of(first) == steps_of(second) == [1, 2, 3] and is_run_dir(first)
     assert read_run(first).tree_steps() == [2, 3] and read_run(second).tree_steps() == [3]
     assert read_run(second).read_tree(3, 0) == read_run(first).read_tree(3, 0)
+    assert read_run(first).evaluation_steps() == [2, 3] and read_run(second).evaluation_steps() == [3]
+    assert read_run(first).read_evaluation(2) == {"step": 2, "format": 0.5}
     assert steps_of(tmp_path / "run") == [] == read_run(tmp_path / "run").tree_steps()
+    assert read_run(tmp_path / "run").evaluation_steps() == []
 
 
 @pytest.mark.slow

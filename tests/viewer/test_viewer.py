@@ -136,6 +136,22 @@ def test_all_runs_are_listed_with_their_last_numbers(site: Site) -> None:
     assert found["comparisons"] == [{"id": "comparison", "title": "two <b>algorithms</b>"}]
 
 
+def test_evaluations_on_held_out_questions_by_kind(site: Site) -> None:
+    found = site.get("evaluations", run="branched")
+    assert found["damaged"] == 0 and [one["step"] for one in found["evaluations"]] == [0, 2, 5]
+    assert found["evaluations"][0] == {
+        "step": 0,
+        "accuracy": {"value": 0.375, "low": 0.275, "high": 0.475, "questions": 100},
+        "by_kind": {
+            "hop1": {"value": 0.75, "low": 0.65, "high": 0.85, "questions": 50},
+            "sum": {"value": 0.0, "low": 0.0, "high": 0.1, "questions": 50},
+        },
+    }
+    assert site.get("evaluations", run="sft") == {"evaluations": [], "damaged": 0}
+    (hostile,) = site.get("evaluations", run="hostile")["evaluations"]
+    assert list(hostile["by_kind"]) == ["<img src=x onerror=window.hacked=5>\u202e"]  # the page inserts it as text
+
+
 def test_a_run_and_a_comparison_can_be_served_by_themselves(known: Path) -> None:
     alone = api.runs(Folder(known / "branched"))
     assert [(run["id"], run["name"]) for run in alone["runs"]] == [(".", "branched")]
@@ -477,7 +493,8 @@ def test_hosts_of_a_server_that_listens_everywhere() -> None:
 
 def test_links_that_lead_out_are_not_followed(tmp_path: Path) -> None:
     view_runs.make_branched(tmp_path / "secret")
-    for part in ("folder", "config.json", "metrics.jsonl", "trees", "trees/step_000002.jsonl.zst", "results.json"):
+    linked = ("trees", "trees/step_000002.jsonl.zst", "evaluations", "evaluations/step_000002.json", "results.json")
+    for part in ("folder", "config.json", "metrics.jsonl", *linked):
         root = tmp_path / part.replace("/", "-")
         root.mkdir()
         if part == "folder":
@@ -499,6 +516,9 @@ def test_links_that_lead_out_are_not_followed(tmp_path: Path) -> None:
                 api.search(folder, "mine", 2, "kelso")
             with pytest.raises(ArpoError, match="leads out"):
                 api.entropy(folder, "mine", None)
+        elif part == "evaluations/step_000002.json":
+            with pytest.raises(ArpoError, match="leads out"):
+                api.evaluations(folder, "mine")
         elif part == "results.json":
             assert api.runs(folder)["comparisons"] == []
         else:
@@ -528,6 +548,26 @@ def test_pipes_are_not_opened(tmp_path: Path) -> None:
 
 
 # --- damage
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        b"",
+        b"[]",
+        b"{}",
+        b"[" * 10**5,
+        b'{"accuracy": 5, "by_kind": {}}',
+        b'{"accuracy": {"value": 1, "low": 1, "high": 1, "questions": 1}, "by_kind": []}',
+        b'{"accuracy": {"value": 1, "low": 1, "high": 1, "questions": 1}, "by_kind": {"a": {"value": "<b>"}}}',
+        b'{"accuracy": {"value": 1, "low": 1, "high": 1, "questions": Infinity}, "by_kind": {}}',
+    ],
+)
+def test_damaged_evaluations_are_skipped_and_counted(own: tuple[Path, Site], bad: bytes) -> None:
+    root, site = own
+    (root / "mine/evaluations/step_000002.json").write_bytes(bad)
+    found = site.get("evaluations", run="mine")
+    assert [one["step"] for one in found["evaluations"]] == [0, 5] and found["damaged"] == 1
 
 
 def test_damaged_records_are_skipped_and_counted(own: tuple[Path, Site]) -> None:
@@ -708,6 +748,8 @@ def test_an_export_holds_what_the_server_answers(known: Path, site: Site, tmp_pa
         "/api/runs",
         "/api/comparison?id=comparison",
         "/api/entropy?run=branched",
+        "/api/evaluations?run=branched",
+        "/api/evaluations?run=sft",
         "/api/tree?run=hostile&step=1&n=0",
     }
     wanted |= {f"/api/tree?run=branched&step=2&n={n}" for n in range(4)}

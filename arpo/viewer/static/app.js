@@ -4,6 +4,7 @@ import { compareTab } from "./compare.js";
 import { configTab } from "./config.js";
 import { clear, el, plural, printable, problem } from "./dom.js";
 import { entropyTab } from "./entropy.js";
+import { loadEvaluations } from "./heldout.js";
 import { loadMetrics } from "./metrics.js";
 import { overviewTab } from "./overview.js";
 import { runList } from "./runs.js";
@@ -77,7 +78,7 @@ async function loadSelected(state, liveOnly) {
   const wanted = page.runs.filter((run) => state.run.includes(run.id) && (run.live || run.grew || !fetchedOnce.has(run.id)));
   const results = await Promise.allSettled(
     wanted.filter((run) => !liveOnly || run.live || run.grew).map(async (run) => {
-      await loadMetrics(run.id);
+      await Promise.all([loadMetrics(run.id), loadEvaluations(run.id)]);
       fetchedOnce.add(run.id);
       run.grew = false;
     }),

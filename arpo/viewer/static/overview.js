@@ -2,6 +2,7 @@
 
 import { makeChart } from "./charts.js";
 import { choice, el, number, percent, plural, printable, put, seconds, shorten, table, toggle } from "./dom.js";
+import { heldOutTable } from "./heldout.js";
 import { AXES, axisUnit, damagedOf, pointsOf, recordsOf, smoothed } from "./metrics.js";
 import { go } from "./state.js";
 
@@ -99,7 +100,7 @@ function summary(chosen) {
   const notes = damaged.map((run) =>
     el("p", { class: "note" }, `${printable(shorten(run.name, 60))}: ${plural(damagedOf(run.id), "damaged record")} left out`),
   );
-  return el("div", {}, table(heads, rows, { class: "summary" }), ...notes, ...chosen.flatMap(formatNote), ...collapseWarnings(chosen));
+  return el("div", {}, table(heads, rows, { class: "summary" }), ...notes, ...chosen.flatMap(formatNote), ...collapseWarnings(chosen), ...chosen.flatMap(heldOutTable));
 }
 
 // Why formats were wrong in a run's last step, the commonest reason first: the metrics `format.REASON` are counts.

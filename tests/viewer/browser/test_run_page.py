@@ -63,6 +63,33 @@ def test_curves(pages: Open, known: str) -> None:
     assert plot(page, "test_format").locator("path.line").get_attribute("d").count("L") == 1
 
 
+def test_held_out_questions_by_kind(pages: Open, known: str, tmp_path: Path) -> None:
+    page = pages(known + "#run=branched")
+    page.locator("h2", has_text="branched: held-out questions").wait_for()
+    rows = page.locator("table.heldout tr").all()
+    assert [row.locator("th, td").all_text_contents() for row in rows] == [
+        ["kind of question", "questions", "before training", "after step 5", "change, points"],
+        ["hop1", "50", "75.0 % (65.0 % to 85.0 %)", "70.0 % (60.0 % to 80.0 %)", "\u22125"],
+        ["sum", "50", "0.0 % (0.0 % to 10.0 %)", "100.0 % (90.0 % to 100.0 %)", "+100"],
+        ["all", "100", "37.5 % (27.5 % to 47.5 %)", "85.0 % (75.0 % to 95.0 %)", "+47.5"],
+    ]
+    page.goto(known + "#run=hostile")  # one evaluation only, of a kind with a hostile name
+    page.locator("h2", has_text="hostile: held-out questions").wait_for()
+    heads = page.locator("table.heldout thead th").all_text_contents()
+    assert heads == ["kind of question", "questions", "after step 1"]
+    name = page.locator("table.heldout tbody th").first.text_content()
+    assert name == "<img src=x onerror=window.hacked=5>\\u202e"
+    assert page.locator("main img").count() == 0 and page.evaluate("window.hacked") is None
+    page.goto(known + "#run=sft")
+    page.locator("h2", has_text="held-out").wait_for(state="detached")
+    with serving(tmp_path / "runs") as url:
+        make_branched(tmp_path / "runs" / "torn")
+        (tmp_path / "runs/torn/evaluations/step_000005.json").write_bytes(b"[")
+        page = pages(url)
+        page.locator("p.note", has_text="torn: 1 damaged evaluation left out").wait_for()
+        assert "after step 2" in page.locator("table.heldout thead th").all_text_contents()
+
+
 def test_runs_are_overlaid(pages: Open, known: str) -> None:
     page = pages(known + "#run=branched")
     said(page, "Reward")
