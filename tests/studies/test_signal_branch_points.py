@@ -9,7 +9,7 @@ import pytest
 from entropy_trees import K, about, earned, looked, wrote
 from trees import prompt, tool, tree
 
-from arpo.config.schema import Branching
+from arpo.config.algorithm import Branching
 from arpo.studies.entropy.study import TurnStart, study
 from arpo.studies.signal.branch_points import BranchPoint, branch_points, predictor_stats
 from arpo.types import Fault, Reward, ScoredTree

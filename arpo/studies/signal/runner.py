@@ -26,9 +26,10 @@ from statistics import fmean
 
 from arpo.algorithm.advantage import compute_credits
 from arpo.algorithm.metrics import rollout_metrics
+from arpo.config.algorithm import Advantage, Branching, Loss
 from arpo.config.files import expand_user
 from arpo.config.loading import changes, load_config
-from arpo.config.schema import Advantage, Branching, Config, Loss
+from arpo.config.schema import Config
 from arpo.data.order import batch_tasks
 from arpo.environments.states import pool_of
 from arpo.errors import ArpoError
