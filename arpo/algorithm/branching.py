@@ -36,6 +36,11 @@ class Donor:
     delta: float  # its dH
 
 
+def fill_unscored(settings: Branching) -> Branching:
+    """The settings for trees without rewards: those that would be filled only if rewards differ are filled."""
+    return settings.model_copy(update={"fill": "all"}) if settings.fill == "informative" else settings
+
+
 def decide(
     settings: Branching,
     initial_entropies: Sequence[float],

@@ -168,13 +168,21 @@ async def _open_builder(
         _require_oracle(agent)
     async with open_state(agent.tools, task) as root:
         failed = root is not None and not await root.try_prepare()
-        if branching.policy == "oracle" and root is not None and not failed and await root.decisive() is None:
+        if branching.policy == "oracle" and root is not None and not failed and not await _knows_decisive(root):
             raise ArpoError(
                 f'branching.policy = "oracle": the environment does not know the decisive choices of task {task.id}; '
                 "take other tasks or another policy"
             )
         task = task if root is None else root.with_opening(task)
         yield _TreeBuilder(agent, task, settings, branching, seed, slots, root, failed, score)
+
+
+async def _knows_decisive(root: State) -> bool:
+    """Whether an environment knows the decisive choices of its task; one that fails may know them later."""
+    try:
+        return await root.decisive() is not None
+    except ToolUnavailable:
+        return True
 
 
 def _require_oracle(agent: Agent) -> None:

@@ -19,7 +19,7 @@ from typing import Any, Self
 
 from arpo.agent.conversation import Conversation, Listener
 from arpo.algorithm.advantage import compute_credits
-from arpo.algorithm.branching import REWARD_POLICIES
+from arpo.algorithm.branching import REWARD_POLICIES, fill_unscored
 from arpo.api.progress import CallbackReporter, as_callbacks, show
 from arpo.api.settings import (
     EnvironmentArgument,
@@ -156,7 +156,7 @@ class Agent:
                 f'branching.policy = "{self.config.branching.policy}" chooses by rewards, and this question cannot be '
                 "scored: give a row with an answer, or another policy"
             )
-        changes = {} if scoreable else {"branching": self.config.branching.model_copy(update={"fill": "all"})}
+        changes = {} if scoreable else {"branching": fill_unscored(self.config.branching)}
         sampler = self._sampler(context, changes, None if scoreable else _no_reward)
         seeds = [derive_seed(self.config.seed if seed is None else seed, "show", 0)]
         (scored,) = self._thread.run(sampler.sample([task], seeds))

@@ -38,8 +38,13 @@ class _Call:
             self._started = True
             try:
                 self._function()
+            except KeyboardInterrupt:
+                raise  # `run` comes back to this call
             except Exception as error:
                 self.done.set_exception(error)
+            except BaseException:  # such as SystemExit: the caller's thread ends
+                self.done.set_result(None)
+                raise
         if not self.done.done():
             self.done.set_result(None)
 
@@ -81,10 +86,19 @@ class LoopThread:
                 raise KeyboardInterrupt
             except KeyboardInterrupt:
                 if interrupted:
-                    if self._wake is wake:
-                        self._wake = None
+                    self._leave(wake)
                     raise
                 interrupted = True
+            except BaseException:  # an error of the work, or SystemExit of a callback while the work goes on
+                if not ended.done() and self._running.get("work") is ended:
+                    self._leave(wake)
+                    self.cancel()
+                raise
+
+    def _leave(self, wake: queue.SimpleQueue[None]) -> None:
+        """Nobody waits for the work any more: what it gives to `in_caller` is dropped."""
+        if self._wake is wake:
+            self._wake = None
 
     def _start(
         self, work: Coroutine[Any, Any, T], ended: Future[asyncio.Task[T]], wake: queue.SimpleQueue[None]

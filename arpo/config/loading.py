@@ -153,6 +153,11 @@ def _algorithm_defaults() -> dict[str, Any]:
     }
 
 
+def is_derived(config: Config, section: str, name: str) -> bool:
+    """Whether a setting has the default that follows from other settings."""
+    return name not in _without_derived(config.resolved(reveal=True))[section]
+
+
 def _without_derived(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """A complete configuration without the defaults that follow from other settings, so that overrides change both."""
     for section, name in DERIVED:

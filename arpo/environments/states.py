@@ -431,7 +431,11 @@ class State:
     async def decisive(self) -> bool | None:
         """Whether the environment says that the next choice is decisive; None: not known. Raises ToolUnavailable."""
         async with self.final() as environment:
-            return environment.decisive
+            try:
+                return environment.decisive
+            except Exception as error:
+                said = f"{describe_error(error)} ({place_of(error)})"
+                raise ToolUnavailable(f"the environment's decisive failed: {said}") from error
 
     def hold(self, running: Future[Any]) -> None:
         """Close the environment that `final` gave only when `running`, which uses it in a thread, is done."""

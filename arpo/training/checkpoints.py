@@ -217,7 +217,8 @@ def _last_good_checkpoint(run: RunDir, config: Config, resumable: tuple[str, ...
 
 def _other_settings(run: RunDir, changed: Sequence[str]) -> ArpoError:
     head = f"{run.directory} was begun with other settings, so it can't be resumed:"
-    return ArpoError("\n".join([head, *changed, "give these as they were, or choose another run.dir"]))
+    advice = "give these as they were (a default may have changed with the version), or choose another run.dir"
+    return ArpoError("\n".join([head, *changed, advice]))
 
 
 def _require_early(run: RunDir) -> None:

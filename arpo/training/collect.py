@@ -20,6 +20,7 @@ from typing import IO
 
 from arpo.agent.agent import Agent
 from arpo.agent.traces import check_segments
+from arpo.algorithm.branching import fill_unscored
 from arpo.algorithm.rollout import sample_trees
 from arpo.data.gsm8k import Program, build_program
 from arpo.data.rows import read_rows, source_name
@@ -94,7 +95,7 @@ async def sample_traces(
     Duplicates are dropped, and each task gives at most `per_question` traces.
     """
     config, tasks = context.config, context.tasks.train[:questions]
-    branching = config.branching.model_copy(update={"fill": "all"})
+    branching = fill_unscored(config.branching)
     left_out: Counter[str] = Counter()
     sampled = solved = 0
     with _new_file(out) as write, reporter.progress("sampling", len(tasks)) as bar:

@@ -470,6 +470,11 @@ def check_settings(config: Config, on_cluster: bool) -> None:
             'train.dynamic_sampling_rounds: use 0 with advantage.baseline="batch", where trajectories of a task that '
             "all earned the same have advantages, too"
         )
+    if rounds and config.advantage.attribution == "same_state":
+        raise ArpoError(
+            'train.dynamic_sampling_rounds: use 0 with advantage.attribution="same_state", where trajectories of a '
+            "task that all earned the same have advantages, too"
+        )
     if config.advantage.attribution == "unbiased":
         _check_unbiased(config)
 
@@ -482,16 +487,23 @@ def _check_unbiased(config: Config) -> None:
             'advantage.attribution: "unbiased" needs loss.aggregation="constant": the others divide by the lengths of '
             "the trajectories that were sampled"
         )
-    by_state = branching.policy in ("never", "random", "always", "oracle")
-    by_state |= branching.policy == "entropy" and branching.probe != "trajectory"
-    if not by_state or branching.balance is not None:
+    by_state = branching.policy in ("random", "always", "oracle", "entropy") and branching.probe != "trajectory"
+    if not (by_state or branching.policy == "never") or branching.balance is not None:
         raise ArpoError(
             'advantage.attribution: "unbiased" needs a tree that grows by decisions on the state alone; use '
-            'branching.policy="random", "always" or "never", or branching.probe="first_token"; and '
-            "branching.balance=none"
+            'branching.policy="never", or "random", "always", "oracle" or "entropy" with '
+            'branching.probe="first_token"; and branching.balance=none'
         )
     if branching.policy != "never" and branching.fill != "none":
         raise ArpoError(
             'advantage.attribution: "unbiased" needs a fixed number of trajectories from the prompt; use '
             'branching.fill="none"'
         )
+    others = {
+        'loss.kind="ppo" or "cispo"': config.loss.kind in ("ppo", "cispo"),
+        "advantage.entropy_weight=0": config.advantage.entropy_weight == 0,
+        "train.dynamic_sampling_rounds=0": config.train.dynamic_sampling_rounds == 0,
+        "rollout.top_p=1": config.rollout.top_p == 1,
+    }
+    if missing := [needed for needed, given in others.items() if not given]:
+        raise ArpoError(f'advantage.attribution: "unbiased" needs {" and ".join(missing)}')

@@ -35,7 +35,14 @@ from arpo.training.checkpoints import CheckpointManager, find_start
 from arpo.training.sft_examples import SFTExample, encode_trace
 from arpo.types import derive_seed
 
-RESUMABLE_KEYS = ("sft.epochs:", "sft.lr:", "train.steps:")  # when a run is resumed
+RESUMABLE_KEYS = (  # when a run is resumed; an algorithm is not used
+    "sft.epochs:",
+    "sft.lr:",
+    "train.steps:",
+    "branching.",
+    "advantage.",
+    "loss.",
+)
 RUN_KIND_METRIC = "epoch"  # every record of such a run has it
 UPDATE_METRICS = ("loss", "grad_norm", "trained_tokens", "computed_tokens", "train_entropy")  # that are logged
 

@@ -227,7 +227,11 @@ def test_a_leaf_above_another_is_a_child_of_its_node() -> None:
         (["advantage.baseline=group"], 'advantage.attribution: .*baseline = "leave_one_out"'),
         (["advantage.scale=std"], 'advantage.attribution: .*scale = "none"'),
         (["loss.aggregation=token-mean"], 'loss.aggregation="constant"'),
-        (["branching.policy=entropy"], "decisions on the state alone"),
+        (["branching.policy=entropy", "branching.probe=trajectory"], "decisions on the state alone"),
+        (["branching.policy=always", "branching.probe=trajectory"], "decisions on the state alone"),
+        (["loss.kind=gspo"], 'loss.kind="ppo" or "cispo"'),
+        (["advantage.entropy_weight=0.2", "rollout.top_p=0.9"], "entropy_weight=0 and rollout.top_p=1"),
+        (["train.dynamic_sampling_rounds=2"], "dynamic_sampling_rounds=0"),
         (["branching.policy=posthoc_random"], "decisions on the state alone"),
         (["branching.balance=1.0"], "branching.balance=none"),
         (["branching.fill=all"], "fixed number of trajectories from the prompt"),
@@ -236,6 +240,7 @@ def test_a_leaf_above_another_is_a_child_of_its_node() -> None:
 def test_settings_that_would_make_it_biased_are_refused(more: list[str], problem: str) -> None:
     exact = ["advantage.attribution=unbiased", "advantage.baseline=leave_one_out", "advantage.scale=none"]
     rest = ["loss.aggregation=constant", "branching.policy=random", "branching.fill=none"]
+    rest.append("branching.probe=first_token")
 
     def checked(settings: list[str]) -> Config:
         config = load_config(None, settings)
@@ -243,6 +248,6 @@ def test_settings_that_would_make_it_biased_are_refused(more: list[str], problem
         return config
 
     assert checked([*exact, *rest]).advantage == UNBIASED
-    assert checked([*exact, *rest, "branching.policy=entropy", "branching.probe=first_token"]).advantage == UNBIASED
+    assert checked([*exact, *rest, "branching.policy=entropy"]).advantage == UNBIASED
     with pytest.raises(ArpoError, match=problem):
         checked([*exact, *rest, *more])

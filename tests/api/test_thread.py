@@ -156,6 +156,23 @@ def test_a_second_ctrl_c_waits_for_nothing(thread: LoopThread) -> None:
     assert ended.wait(60)
 
 
+def test_a_callback_may_end_the_program(thread: LoopThread) -> None:
+    ended = threading.Event()
+
+    async def work() -> None:
+        try:
+            thread.in_caller(lambda: sys.exit(3))
+            await asyncio.sleep(60)
+        finally:
+            thread.in_caller(lambda: pytest.fail("nobody waits any more"))
+            ended.set()
+
+    with pytest.raises(SystemExit) as caught:
+        thread.run(work())
+    assert caught.value.code == 3
+    assert ended.wait(60)
+
+
 def test_one_thing_at_a_time(thread: LoopThread) -> None:
     refused: list[str] = []
 

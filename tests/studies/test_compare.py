@@ -16,6 +16,7 @@ import warm_process
 from training_runs import SMALL, config_for
 
 import arpo.studies.compare.runner
+from arpo.config.loading import load_config
 from arpo.config.schema import Config
 from arpo.errors import ArpoError
 from arpo.runs import run_dir as runlog
@@ -379,12 +380,15 @@ def test_grids() -> None:
 
 
 @pytest.mark.parametrize(
-    ("m", "initial", "trajectories", "expected"), [(4, 8, 16, 2), (5, 3, 8, 1), (1, 4, 8, 1), (6, 8, 8, 6)]
+    ("m", "initial", "trajectories", "expected"),
+    [(4, 8, 16, 2), (5, 3, 8, 1), (1, 4, 8, 1), (6, 8, 8, 6), (8, 1, 3, 4), (8, 2, 3, 5)],
 )
 def test_n_keeps_its_share_of_m(m: int, initial: int, trajectories: int, expected: int) -> None:
     settings = Config.model_validate({"rollout": {"num_trajectories": trajectories, "num_initial": initial}})
     overrides = choice_overrides((("M", m),), settings)
-    assert overrides == [f"rollout.num_trajectories={m}", f"rollout.num_initial={expected}"]
+    is_default = initial == trajectories // 2
+    assert overrides == [f"rollout.num_trajectories={m}", *([] if is_default else [f"rollout.num_initial={expected}"])]
+    assert load_config(settings, overrides).rollout.num_initial == expected
     assert choice_overrides((("lr", 1e-4), ("batch", 4)), settings) == ["train.lr=0.0001", "train.batch_size=4"]
 
 

@@ -198,6 +198,10 @@ def test_files_that_are_something_else_are_refused(tmp_path: Path) -> None:
         {**good, "algorithms": [3]},
         {**good, "trials": [{**good["trials"][0], "curve": [{**curve[0], "accuracy": True}]}]},
         {**good, "trials": [{**good["trials"][0], "curve": [{**curve[0], "tokens": 0.5}]}]},
+        {**good, "trials": [{**good["trials"][0], "curve": [{**curve[0], "tokens": -1}]}]},
+        {**good, "trials": [{**good["trials"][0], "curve": [{**curve[0], "tokens": 10**400}]}]},
+        {**good, "trials": [{**good["trials"][0], "curve": [{**curve[0], "seconds": 1e308}]}]},
+        {**good, "budget": 0},
         {**good, "settings": {"arpo": {"lr": 3}}},
     ]
     for content in bad:

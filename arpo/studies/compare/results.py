@@ -162,6 +162,9 @@ def raw_json(comparison: Comparison) -> dict[str, Any]:
     }
 
 
+MAX_NUMBER = 10**18  # of costs; more is damage
+
+
 def load_comparison(path: Path) -> Comparison:
     """The comparison in a results.json; ArpoError if the file is something else."""
     found = read_json(path)
@@ -172,7 +175,7 @@ def load_comparison(path: Path) -> Comparison:
         )
     try:
         return comparison_from_json(found)
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise ArpoError(f"{path}: is not a results.json of arpo compare, or is damaged: {error!r}") from error
 
 
@@ -186,7 +189,7 @@ def comparison_from_json(found: Mapping[str, Any]) -> Comparison:
         seeds=tuple(map(_count, found["seeds"])),
         trials=tuple(map(_trial, found["trials"])),
         levels=tuple(map(_number, found["levels"])),
-        budget=None if found["budget"] is None else _count(found["budget"]),
+        budget=None if found["budget"] is None else _positive(found["budget"]),
         settings={name: _arm(values) for name, values in found["settings"].items()},
         tuning=tuple(
             TuningRun(tuple((name, _number(value)) for name, value in each["choice"].items()), _trial(each))
@@ -233,14 +236,20 @@ def _text(value: Any) -> str:
 
 def _number(value: Any) -> Any:
     """A finite number, as it is: whole numbers stay whole."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value) or abs(value) > MAX_NUMBER:
         raise TypeError(f"got {value!r}, expected a number")
     return value
 
 
+def _positive(value: Any) -> int:
+    if not _count(value):
+        raise ValueError("got 0, expected a whole number above it")
+    return _count(value)
+
+
 def _count(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"got {value!r}, expected a whole number")
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_NUMBER:
+        raise TypeError(f"got {value!r:.100}, expected a whole number that is not negative")
     return value
 
 

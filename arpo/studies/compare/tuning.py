@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from itertools import product
 from math import prod
 
+from arpo.config.loading import is_derived
 from arpo.config.schema import Config
 from arpo.errors import ArpoError
 from arpo.studies.compare.results import Choice
@@ -57,8 +58,9 @@ def choice_overrides(choice: Choice, config: Config) -> list[str]:
     overrides = [f"{NAMES[name]}={value}" for name, value in choice]
     if (trajectories := dict(choice).get("M")) is not None:
         rollout = config.rollout
-        initial = max(1, int(trajectories) * rollout.num_initial // rollout.num_trajectories)
-        overrides.append(f"rollout.num_initial={initial}")
+        if not is_derived(config, "rollout", "num_initial"):
+            initial = max(1, int(trajectories) * rollout.num_initial // rollout.num_trajectories)
+            overrides.append(f"rollout.num_initial={initial}")
     return overrides
 
 

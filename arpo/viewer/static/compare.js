@@ -54,7 +54,7 @@ function drawComparison(node, found, chosen, comparisons, state) {
     const lines = (found.missing ?? []).map((lack) => el("li", {}, printable(shorten(`${lack.algorithm}, seed ${lack.seed}: ${lack.why}`, 300))));
     node.append(el("div", { class: "problem" }, "Partial: these runs are missing.", el("ul", {}, ...lines)));
   }
-  node.append(resultTable(found), el("div", { class: "charts single" }, chart.node), el("p", { class: "note" }, printable(found.intervals ?? "")));
+  node.append(resultTable(found), el("div", { class: "charts single" }, chart.node), ...(found.reading ?? []).map((line) => el("p", { class: "note" }, printable(line))));
   chart.update(curvesOf(found, cost[0]), { xLabel: cost[1], xFormat: (x) => number(x, 3) });
 }
 
@@ -70,14 +70,31 @@ function points(mean) {
   return show(mean.mean) + (typeof mean.low === "number" ? ` (${show(mean.low)} to ${show(mean.high)})` : "");
 }
 
+// Tool calls to a level of accuracy over those of the baseline; * holds after Holm's correction.
 function ratio(entry) {
   if (!entry) return "–";
-  if (entry.ratio === null) return "not reached";
-  const high = entry.high === null ? "none" : number(entry.high);
-  return number(entry.ratio) + (typeof entry.low === "number" ? ` (${number(entry.low)} to ${high})` : "");
+  const both = entry.by_seed?.length ?? 0;
+  if (!entry.ratio) return `reached in ${number(entry.reached)} of ${number(entry.seeds?.length ?? 0)}`;
+  const { mean, low, high } = entry.ratio;
+  const ends = typeof low === "number" ? ` (${number(low)} to ${number(high)})` : "";
+  const some = both < (entry.seeds?.length ?? 0) ? `, ${both} of ${entry.seeds.length} seeds` : "";
+  const holds = typeof entry.holm_p === "number" && entry.holm_p <= 0.05 ? " *" : "";
+  return number(mean) + ends + some + holds;
+}
+
+// The levels that the comparison has ratios for: shares of the baseline's gain, or given accuracies.
+function levelsOf(found) {
+  const levels = new Map();
+  for (const one of found.cost_ratios ?? []) {
+    if (one.cost === "tool_calls") levels.set(one.level.accuracy, one.level);
+  }
+  return [...levels.values()];
 }
 
 function resultTable(found) {
+  const levels = levelsOf(found);
+  const ratioOf = (row, level) =>
+    ratio((found.cost_ratios ?? []).find((one) => one.cost === "tool_calls" && one.algorithm === row.algorithm && one.level.accuracy === level.accuracy));
   const rows = found.results.map((row) => {
     const place = found.algorithms.indexOf(row.algorithm);
     const base = row.algorithm === found.baseline ? " (baseline)" : "";
@@ -87,14 +104,16 @@ function resultTable(found) {
       span(row.accuracy),
       points(row.difference?.mean),
       row.difference ? `${row.difference.better}, ${row.difference.worse}` : "–",
-      ratio(row.cost_ratio?.["0.5"]),
-      ratio(row.cost_ratio?.["0.75"]),
+      ...levels.map((level) => ratioOf(row, level)),
       number(row.tool_calls),
       typeof row.seconds === "number" ? number(row.seconds / 60) : "–",
     ];
   });
-  const gain = (share) => `calls to ${share} % of the gain, ratio`;
-  const heads = ["algorithm", "seeds", "accuracy (95 %)", "difference, points", "better, worse", gain(50), gain(75), "tool calls", "minutes"];
+  const heads = [
+    "algorithm", "seeds", "accuracy (95 %)", "difference, points", "better, worse",
+    ...levels.map((level) => `calls to ${percent(level.accuracy, 1)}, ratio`),
+    "tool calls", "minutes",
+  ];
   return table(heads, rows);
 }
 

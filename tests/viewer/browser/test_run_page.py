@@ -149,6 +149,11 @@ def test_comparison(pages: Open, known: str) -> None:
     names = page.locator("main tbody th").all_text_contents()
     assert [name.strip() for name in names] == ["grpo (baseline)", "arpo"]
     assert "grpo from 40 %" in said(page, "Held-out accuracy")
+    heads = page.locator("main thead th").all_text_contents()
+    columns = [place for place, head in enumerate(heads) if head.startswith("calls to ")]
+    cells = page.locator("main tbody tr", has_text="arpo").last.locator("th, td").all_text_contents()
+    assert len(columns) == 3 and all(re.match(r"[\d.]+ \(|reached in ", cells[place]) for place in columns), cells
+    assert page.locator("main p.note", has_text="Holm's p").count() == 1
     page.locator("label", has_text="x:").locator("select").select_option("seconds")
     page.locator("svg text", has_text="minutes").wait_for()
     plot(page, "Held-out accuracy").focus()
