@@ -328,12 +328,16 @@ class CollapseMonitor:
             return {**metrics}
         return {**metrics, **self._add({"step": step, **metrics})}
 
-    def check(self) -> None:
-        """Report new warnings; protect the last healthy checkpoint, or with "stop" return to it and raise Collapsed."""
+    def report(self) -> None:
+        """Report new warnings."""
         for warning in self._warnings:
             if warning.name not in self._reported:
                 self._reporter.warning(warning.text)
         self._reported = {warning.name for warning in self._warnings}
+
+    def check(self) -> None:
+        """Report new warnings; protect the last healthy checkpoint, or with "stop" return to it and raise Collapsed."""
+        self.report()
         if self._on_collapse == "stop" and self._warnings:
             raise self._roll_back(self._warnings)
         if self._on_collapse != "ignore":

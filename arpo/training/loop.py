@@ -237,8 +237,9 @@ async def train(training: Training) -> int:
                         checkpoints.record(step, monitor.annotate(step, {**metrics, **curriculum}))
                 with checkpoints.save_on_error(step):  # whoever read the output may be gone
                     reporter.training_step("train", step, metrics)
+                    monitor.report()
+                    faults.report(step, trees)
                 monitor.check()
-                faults.report(step, trees)
                 optimizer_steps += metrics["optimizer_steps"]
                 spent += metrics[unit]
                 checkpoints.save_if_due(step, last_step if spent < budget else step)

@@ -155,6 +155,23 @@ class Warnings(Reporter):
         self.heard.append(text)
 
 
+@pytest.mark.parametrize("event", ["training_step", "warning"])
+def test_a_step_is_saved_although_nothing_can_be_printed(
+    event: str, model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A random model has no right format, of which the first step warns."""
+
+    def gone(*_: object) -> None:
+        raise BrokenPipeError
+
+    reporter = Warnings()
+    monkeypatch.setattr(reporter, event, gone)
+    config = config_for(model_path, tmp_path / "run", "run.checkpoint_every=100")
+    with pytest.raises(BrokenPipeError), open_training(config, reporter=reporter) as training:
+        asyncio.run(train(training))
+    assert_saved(tmp_path / "run")
+
+
 @pytest.fixture(scope="session")
 def four_steps(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with checkpoints of steps 2 and 4; tests must not change it."""

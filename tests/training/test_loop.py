@@ -229,7 +229,7 @@ def test_it_learns_a_toy_task(tokenizer: Any) -> None:
     shares = []
 
     async def learn() -> None:
-        for step in range(25):
+        for step in range(35):
             tasks = [Task(str(i), f"Question {i}", ("x",)) for i in range(4)]
             trees = await asyncio.gather(
                 *(rollout(agent, t, config.rollout, config.branching, 100 * step + i) for i, t in enumerate(tasks))
