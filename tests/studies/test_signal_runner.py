@@ -81,9 +81,8 @@ def test_the_whole_command(arpo: Arpo) -> None:
 def write_rewards() -> None:
     """The same reward with both signs, and an algorithm that is trained with the wrong one."""
     Path("mine.py").write_text(REWARD + "\n\ndef opposite(trajectory):\n    return -share(trajectory)\n")
-    Path("wrong.toml").write_text(
-        '[branching]\npolicy = "never"\n[reward]\nfunction = "mine.py:opposite"\n[loss]\naggregation = "sequence-mean"\n'
-    )
+    algorithm = '[branching]\npolicy = "never"\n[loss]\naggregation = "sequence-mean"\n'
+    Path("wrong.toml").write_text(algorithm + '[reward]\nfunction = "mine.py:opposite"\n')
 
 
 @pytest.mark.slow
