@@ -198,19 +198,19 @@ async def measure_signal(plan: SignalPlan, context: RolloutContext, reporter: Re
     total = len(tasks) * (len(sizes) + plan.repeats * len(plan.algorithms))
     with reporter.progress("sampling trees", total) as progress:
         progress.update(0)
-        bench = _Bench(
+        sampler = _GradientSampler(
             context, tasks, GradientTrainer(context.model, context.agent.tokenizer, plan.base), progress.advance
         )
-        bench.dimension = sketch_dimension(bench.parameters, len(sizes) + plan.repeats)
+        sampler.dimension = sketch_dimension(sampler.parameters, len(sizes) + plan.repeats)
         await context.agent.engine.sync_weights(0)
         blocks, block_costs = [], []
         for number, size in enumerate(sizes):
-            vector, cost, _ = await bench.sample(reference_settings(plan.base, size), f"reference {number}")
+            vector, cost, _ = await sampler.sample(reference_settings(plan.base, size), f"reference {number}")
             blocks.append(vector)
             block_costs.append(cost)
         found, every = list[AlgorithmSignal](), list[ScoredTree]()
         for name, config in plan.algorithms.items():
-            signal, trees = await _measure_algorithm(bench, name, config, plan.repeats, blocks)
+            signal, trees = await _measure_algorithm(sampler, name, config, plan.repeats, blocks)
             found.append(replace(signal, ratio=_ratio(signal, found[0], plan.repeats)) if found else signal)
             every += trees
     gram = gram_matrix(blocks)
@@ -221,8 +221,8 @@ async def measure_signal(plan: SignalPlan, context: RolloutContext, reporter: Re
         len(tasks),
         plan.repeats,
         plan.reference,
-        bench.parameters,
-        bench.dimension,
+        sampler.parameters,
+        sampler.dimension,
         gram,
         estimate_signal(gram, len(blocks)),
         tuple(block_costs),
@@ -233,12 +233,12 @@ async def measure_signal(plan: SignalPlan, context: RolloutContext, reporter: Re
 
 
 async def _measure_algorithm(
-    bench: _Bench, name: str, config: Config, repeats: int, blocks: Sequence[Vector]
+    sampler: _GradientSampler, name: str, config: Config, repeats: int, blocks: Sequence[Vector]
 ) -> tuple[AlgorithmSignal, list[ScoredTree]]:
     """The signal of one algorithm, and its trees, shortened."""
     vectors, costs, trees = list[Vector](), list[Cost](), list[ScoredTree]()
     for repeat in range(repeats):
-        vector, cost, sampled = await bench.sample(config, f"repeat {repeat}")
+        vector, cost, sampled = await sampler.sample(config, f"repeat {repeat}")
         vectors.append(vector)
         costs.append(cost)
         trees += sampled
@@ -266,7 +266,7 @@ def _ratio(own: AlgorithmSignal, first: AlgorithmSignal, repeats: int) -> Estima
 
 
 @dataclass(slots=True)
-class _Bench:
+class _GradientSampler:
     """The model, the tasks and the trainer that all sets of trees share."""
 
     context: RolloutContext
@@ -291,9 +291,9 @@ class _Bench:
             credited = [one for one in credited if one.has_learning_signal]
         gradient = self.trainer.gradient(credited, config)
         vector = to_vector(gradient, self.trainer.sizes, self.dimension, base.seed)
-        metrics = rollout_metrics(scored, config.branching.probe_tokens)
+        metrics = rollout_metrics(scored, config.branching.probe_length)
         cost = Cost(**{name: float(metrics[name]) for name in Cost.__dataclass_fields__})
-        return vector, cost, [_shortened(one, config.branching.probe_tokens) for one in scored]
+        return vector, cost, [_shortened(one, config.branching.probe_length) for one in scored]
 
 
 def _shortened(scored: ScoredTree, tokens: int) -> ScoredTree:
