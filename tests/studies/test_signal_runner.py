@@ -128,8 +128,8 @@ def test_an_interruption_leaves_no_file(arpo: Arpo, monkeypatch: pytest.MonkeyPa
             raise asyncio.CancelledError
         return await whole(bench, config, purpose)
 
-    whole = runner._Bench.sample
-    monkeypatch.setattr(runner._Bench, "sample", stopped)
+    whole = runner._GradientSampler.sample
+    monkeypatch.setattr(runner._GradientSampler, "sample", stopped)
     outcome = arpo("signal", "small.toml", "--tasks", 1, "--repeats", 2, "--reference", 4, "--out", "here")
     assert (outcome.code, outcome.err) == (130, "stopped\n")
     assert sampled == ["reference 0", "reference 1", "repeat 0"]
