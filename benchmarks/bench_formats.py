@@ -5,8 +5,9 @@
 
 MODEL is whatever `arpo chat` takes; GSM8K.jsonl is GSM8K's training file: its last rows are asked, its first rows are
 trained on. The tool is Python. Two-shot prompts have the examples in `examples/gsm8k_shots.jsonl`. With `--steps`, each
-combination is then trained with each of the seeds (`--set preset=...` names the algorithm), and asked again. A
-combination that the model's template refuses is reported with the reason.
+combination is then trained with each of the seeds (`--set preset=...` names the algorithm), and asked again; one without
+any informative group is not trained, since all advantages would be 0. A combination that the model's template refuses is
+reported with the reason.
 """
 
 from __future__ import annotations
@@ -91,7 +92,10 @@ def measure(
                 return
             with trainer:
                 if seed == int(options.seeds.split(",")[0]):
-                    yield shown(what | {"steps": 0} | ask(trainer, test, options.samples))
+                    before = ask(trainer, test, options.samples)
+                    yield shown(what | {"steps": 0} | before)
+                    if not before["informative_groups"]:
+                        return
                 if options.steps:
                     history = trainer.train(steps=options.steps)
                     calls = sum(step["tool_calls"] for step in history)
