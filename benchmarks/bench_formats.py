@@ -4,10 +4,10 @@
         [--samples 8] [--steps 0] [--seeds 0] [--set KEY=VALUE ...]
 
 MODEL is whatever `arpo chat` takes; GSM8K.jsonl is GSM8K's training file: its last rows are asked, its first rows are
-trained on. The tool is Python. Two-shot prompts have the examples in `examples/gsm8k_shots.jsonl`. With `--steps`, each
-combination is then trained with each of the seeds (`--set preset=...` names the algorithm), and asked again; one without
-any informative group is not trained, since all advantages would be 0. A combination that the model's template refuses is
-reported with the reason.
+trained on. The tool is Python. Two-shot prompts have the examples in `examples/gsm8k_shots.jsonl`. With `--steps`,
+each combination is then trained with each of the seeds (`--set preset=...` names the algorithm), and asked again; one
+without any informative group is not trained, since all advantages would be 0. A combination that the model's template
+refuses is reported with the reason.
 """
 
 from __future__ import annotations

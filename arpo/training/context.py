@@ -7,6 +7,7 @@ from typing import Any
 
 from arpo.agent.agent import Agent, PromptEncoder, build_agent, call_format, fit_prompts, system_text
 from arpo.agent.examples import read_examples
+from arpo.agent.formats import CallFormat
 from arpo.agent.native import knows_tools
 from arpo.config.plugins import NO_OBJECTS, Objects
 from arpo.config.schema import Config
@@ -17,10 +18,11 @@ from arpo.environments.states import StatePool, pool_of
 from arpo.errors import ArpoError
 from arpo.evaluation.question_sets import HELD_OUT, QuestionSet
 from arpo.models.resolve import load_policy
+from arpo.models.untrained import untrained_tokens
 from arpo.rewards import RewardFn, build_reward, custom_reward, wants_environment, with_overlong_penalty
 from arpo.runs.reporter import SILENT, Reporter
 from arpo.tools.executor import Toolset
-from arpo.types import Reward, Trajectory
+from arpo.types import Reward, ToolCall, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +77,19 @@ def build_context(
     agent = build_agent(config, tools, model, tokenizer, objects=objects)
     if config.rollout.format == "auto" and knows_tools(tokenizer, config.prompt.template_arguments):
         reporter.message(agent.format.note)
+    _warn_of_untrained_markers(agent.format, model, tokenizer, reporter)
     fitted = fit_tasks(tasks, agent.prompts, config, reporter)
     return RolloutContext(config, fitted, tools, model, agent, reward)
+
+
+def _warn_of_untrained_markers(fmt: CallFormat, model: Any, tokenizer: Any, reporter: Reporter) -> None:
+    if fmt.specs and fmt.name in ("native", "json"):  # the tags of tools are ordinary text
+        call = fmt.write_turn("", ToolCall(fmt.specs[0].name, {}))
+        if tokens := untrained_tokens(model, tokenizer, call):
+            reporter.warning(
+                f"This model can hardly write calls in the format {fmt.name}: {' and '.join(tokens)} have the same "
+                "embedding, so it was not trained on them. Consider rollout.format=tags with rollout.examples."
+            )
 
 
 def build_reward_fn(config: Config, objects: Objects = NO_OBJECTS, pool: StatePool | None = None) -> RewardFn:
