@@ -36,12 +36,16 @@ def serve(
     temperature is 0.7 unless rollout.temperature=... is given here or a client asks for another one.
     """
     from arpo.cli.chat import open_agent
-    from arpo.serve.app import AgentServer
+    from arpo.serve.app import AgentServer, require_keys
     from arpo.serve.keys import read_keys
+    from arpo.serve.mcp import require_sdk
     from arpo.serve.service import Service
 
-    config = load_model_config(model, [*SERVE_SETTINGS, *(overrides or [])])
     known = read_keys(keys)
+    require_keys(host, known)
+    if mcp:
+        require_sdk()
+    config = load_model_config(model, [*SERVE_SETTINGS, *(overrides or [])])
     with open_agent(config) as agent:
         name = Path(model).expanduser().resolve().name if Path(model).expanduser().exists() else model
         service = Service(agent, config.rollout, config.branching.probe_tokens, name, conversations)

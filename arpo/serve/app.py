@@ -81,11 +81,7 @@ class AgentServer:
     """Serves one agent over HTTP and, if `with_mcp`, as a tool of an MCP server at /mcp."""
 
     def __init__(self, service: Service, keys: Keys, host: str = "127.0.0.1", with_mcp: bool = False) -> None:
-        if not keys and not is_local(host):
-            raise ArpoError(
-                f"--host {host}: other machines could use the agent and its tools without a key; {HOW_TO}, or listen "
-                "on 127.0.0.1"
-            )
+        require_keys(host, keys)
         self.service, self._keys, self.host = service, keys, host
         self._requests = Counter("arpo_http_requests_total", "replies, by status", ("status",))
         connections = 2 * service.max_conversations + SPARE_CONNECTIONS
@@ -221,6 +217,15 @@ class AgentServer:
             parts += [usage_chunk(head, reply)] if request.include_usage else []
             await exchange.write(b"".join(map(server_sent, parts)) + b"data: [DONE]\n\n")
         await exchange.end_stream()
+
+
+def require_keys(host: str, keys: Keys) -> None:
+    """Raise ArpoError if other machines could use the agent without a key."""
+    if not keys and not is_local(host):
+        raise ArpoError(
+            f"--host {host}: other machines could use the agent and its tools without a key; {HOW_TO}, or listen on "
+            "127.0.0.1"
+        )
 
 
 def is_local(host: str) -> bool:

@@ -242,7 +242,7 @@ class HttpServer:
     port: int = 0  # once it listens
     closing: bool = False
     _server: asyncio.Server | None = None
-    _connections: dict[asyncio.Task[None], bool] = field(default_factory=dict)  # whether a request is in progress
+    _connections: dict[asyncio.Task[None], Exchange | None] = field(default_factory=dict)  # with a request in progress
 
     async def listen(self, host: str, port: int) -> None:
         """Begin to listen; port 0 takes any free port."""
@@ -261,9 +261,11 @@ class HttpServer:
         self.closing = True
         if self._server is not None:
             self._server.close()
-        for task, busy in self._connections.items():
-            if not busy:
+        for task, exchange in self._connections.items():
+            if exchange is None:
                 task.cancel()
+            else:
+                exchange.closing = True
 
     async def close(self, seconds: float) -> None:
         """Stop listening, wait for the requests in progress, and after `seconds` cancel those that are left."""
@@ -278,7 +280,7 @@ class HttpServer:
         if (connected := writer.get_extra_info("socket")) is not None:
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         full = len(self._connections) >= self.max_connections
-        self._connections[task] = False
+        self._connections[task] = None
         try:
             if full:
                 exchange = Exchange(_NO_HEAD, reader, writer)
@@ -306,8 +308,7 @@ class HttpServer:
             return False
         if head is None:
             return False
-        self._connections[task] = True
-        exchange = Exchange(head, reader, writer, closing=self.closing)
+        exchange = self._connections[task] = Exchange(head, reader, writer, closing=self.closing)
         try:
             await self.handle(exchange)
         except Refused as refused:
@@ -317,7 +318,7 @@ class HttpServer:
         except Exception:
             _logger.exception("a request failed")
             await self._refuse(exchange, Refused(500, "the server failed; its log says why"))
-        self._connections[task] = False
+        self._connections[task] = None
         return not (exchange.closing or self.closing)
 
     async def _refuse(self, exchange: Exchange, refused: Refused) -> None:

@@ -18,16 +18,23 @@ from arpo.serve.service import Event, Service
 TOOL = "ask"
 
 
+def require_sdk() -> None:
+    """Raise ArpoError if the MCP SDK is not there."""
+    try:
+        import mcp.server.mcpserver  # noqa: F401
+    except ImportError:
+        raise ArpoError("--mcp: the MCP SDK is missing; pip install 'arpo[mcp]'") from None
+
+
 class AgentTool:
     """The MCP server of a service."""
 
     def __init__(self, service: Service) -> None:
+        require_sdk()
+        from mcp.server.mcpserver import MCPServer
+        from mcp.server.transport_security import TransportSecuritySettings
+
         self._service = service
-        try:
-            from mcp.server.mcpserver import MCPServer
-            from mcp.server.transport_security import TransportSecuritySettings
-        except ImportError:
-            raise ArpoError("--mcp: the MCP SDK is missing; pip install 'arpo[mcp]'") from None
         self._server: Any = MCPServer("arpo", log_level="ERROR")
         self._server.add_tool(self._build_tool(), name=TOOL, description=self._description(), structured_output=False)
         security = TransportSecuritySettings(enable_dns_rebinding_protection=False)  # AgentServer checks hosts and keys

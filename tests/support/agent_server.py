@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -19,9 +19,38 @@ from arpo.serve.app import AgentServer
 from arpo.serve.keys import Keys
 from arpo.serve.service import Service
 from arpo.tools.base import Tool
+from arpo.types import Completion
 
 NAME = "test/agent"
 END = "<|im_end|>"
+NO_KEYS = Keys()
+BOUND = 120.0  # seconds: only something that hangs takes so long
+
+
+class GatedEngine(ScriptedEngine):
+    """A script that waits before each turn until the gate is open; counts those who wait, and those who gave up."""
+
+    def __init__(self, script: Script) -> None:
+        super().__init__(CHAT, script)
+        self.gate, self.waiting, self.cancelled = asyncio.Event(), 0, 0
+
+    async def generate(self, prefix: Any, params: Any, *, on_token: Any = None) -> Completion:
+        self.waiting += 1
+        try:
+            await self.gate.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            self.waiting -= 1
+        return await super().generate(prefix, params, on_token=on_token)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait until something is so."""
+    async with asyncio.timeout(BOUND):
+        while not condition():
+            await asyncio.sleep(0.005)
 
 
 def answer(text: str) -> str:
@@ -46,7 +75,7 @@ def build_service(
 
 
 @asynccontextmanager
-async def serving(service: Service, keys: Keys = Keys(), **options: Any) -> AsyncIterator[AgentServer]:  # noqa: B008
+async def serving(service: Service, keys: Keys = NO_KEYS, **options: Any) -> AsyncIterator[AgentServer]:
     """A server at a free port, as long as the block lasts."""
     server = AgentServer(service, keys, **options)
     await server.listen(0)
