@@ -2,7 +2,7 @@
 
     python benchmarks/bench_serve.py [--model tiny] [--questions 200] [--at-once 1,16,64,200]
 
-The same questions, with the same seeds, are asked four ways: through `arpo serve`, a process of its own, by so many
+The same questions, with the same seeds, are asked in three ways: through `arpo serve`, a process of its own, by so many
 clients at once, as streams with the agent's work; through the engine in this process, all at once; and one after
 another, a plain loop. Times are those of the clients: to the first text, and to the end of the answer. Answers may
 differ from those of the loop where rounding of logits decides; their share is reported.
@@ -54,20 +54,25 @@ def main() -> None:
     parser.add_argument("--at-once", default="1,16,64,200", help="clients at once")
     parser.add_argument("settings", nargs="*", help="settings as key=value")
     options = parser.parse_args()
+    at_once = [int(count) for count in options.at_once.split(",")]
+    if max(at_once) > options.questions:
+        parser.error(f"--at-once {max(at_once)}: there are only {options.questions} questions to ask at once")
     config = load_model_config(options.model, [*SERVE_SETTINGS, *options.settings])
     tasks = load_task_set(config).test
     questions = [tasks[number % len(tasks)].question for number in range(options.questions)]
     found: dict[str, Any] = {"cores": os.cpu_count(), "machine": platform.machine(), "model": options.model}
     found |= {"questions": len(questions), "rows": config.rollout.concurrency}
+    found["load_before"] = round(os.getloadavg()[0], 2)  # far from 0: something else runs, and times mean little
     with open_agent(config) as agent:  # before the server: a cold start is made once
         loop = asyncio.run(ask_directly(agent, config, questions, 1))
         whole = asyncio.run(ask_directly(agent, config, questions, len(questions)))
     found["plain loop"], found["engine, all at once"] = report(*loop), report(*whole)
     expected = [one.answer for one in loop[1]]
-    for clients in map(int, options.at_once.split(",")):
+    for clients in at_once:
         seconds, asked = serve_and_ask(options, questions, clients)
         same = sum(one.answer == answer for one, answer in zip(asked, expected, strict=True)) / len(asked)
         found[f"server, {clients} at once"] = {**report(seconds, asked), "same_answers": round(same, 3)}
+    found["load_after"] = round(os.getloadavg()[0], 2)
     for name, value in found.items():
         print(f"{name:<22} {value}")
     print(json.dumps(found))

@@ -71,8 +71,7 @@ class Mailbox:
                 async with asyncio.timeout(KEEPALIVE_SECONDS):
                     await self._filled.wait()
             batch, self._events = self._events, []
-            if not self._closed:
-                self._filled.clear()
+            self._filled.clear()
             if batch or not self._closed:
                 yield batch
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Any
 
 import clock
@@ -28,6 +29,7 @@ from openai import AsyncOpenAI
 
 from arpo.agent.encoding import encode_plain
 from arpo.agent.formats import build_format, encode_follow_up, encode_prompt
+from arpo.config.schema import Rollout
 from arpo.errors import ArpoError
 from arpo.serve.app import AgentServer, Mailbox, is_local
 from arpo.serve.http import Refused
@@ -145,6 +147,14 @@ def test_the_messages_of_the_client_become_the_conversation() -> None:
     control = CHAT.convert_tokens_to_ids("<|im_start|>")
     assert tokens.count(control) == 5  # system, user, assistant, user, assistant: the client's own is plain text
     assert "Be brief." in seen[0] and "<search>" in seen[0]
+
+
+def test_a_clients_system_message_counts_even_where_those_of_the_data_do_not() -> None:
+    seen: list[str] = []
+    agent = build_service(lambda prefix, seed: seen.append(prefix) or answer("yes")).agent  # type: ignore[func-returns-value]
+    agent = replace(agent, encoder=replace(agent.prompts, from_data=False))
+    ask(Service(agent, Rollout(), 2, NAME), [{"role": "system", "content": "Be brief."}, *QUESTION])
+    assert "Be brief." in seen[0]
 
 
 def test_without_a_system_message_the_agents_own_one_is_used() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import clock
 import pytest
 from agent_server import (
+    BOUND,
     answer,
     build_service,
     chat_body,
@@ -187,6 +188,27 @@ def test_a_body_of_the_largest_size_is_read_and_a_larger_one_is_answered_while_i
     )
     assert [status for status, _, _ in replies] == [200, 413]
     assert replies[1][1]["connection"] == "close"
+
+
+def test_a_client_that_sends_far_too_much_before_it_reads_still_learns_why_it_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http, "LINGER_SECONDS", BOUND)
+
+    async def main() -> int:
+        async with serving(build_service(lambda prefix, seed: answer("yes"))) as server:
+            port, size = port_of(server), 20 * http.MAX_BODY_BYTES
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            head = {"Host": f"127.0.0.1:{port}", "Content_Length": str(size)}
+            writer.write(request_bytes("POST", "/v1/chat/completions", b"", **head).replace(b"Content_", b"Content-"))
+            for _ in range(20):
+                writer.write(b" " * http.MAX_BODY_BYTES)
+                await writer.drain()
+            status, _, _ = await read_reply(reader)
+            writer.close()
+            return status
+
+    assert asyncio.run(main()) == 413
 
 
 def test_a_connection_serves_one_request_after_another_until_the_client_wants_it_closed() -> None:

@@ -29,6 +29,7 @@ from mcp.shared._httpx_utils import create_mcp_http_client
 
 from arpo.errors import ArpoError
 from arpo.serve.app import AgentServer
+from arpo.serve.http import Exchange
 from arpo.serve.keys import Keys, build_keys
 from arpo.serve.service import Service
 
@@ -131,7 +132,18 @@ def test_a_client_that_goes_away_ends_its_conversation(mode: str) -> None:
     assert engines[0].cancelled == 1
 
 
-def test_a_raw_connection_that_is_closed_ends_its_conversation() -> None:
+def test_a_connection_that_is_closed_ends_its_conversation_before_anything_is_written_to_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    written: list[bytes] = []
+    write = Exchange.write
+
+    async def recorded(exchange: Exchange, content: bytes) -> None:
+        written.append(content)
+        await write(exchange, content)
+
+    monkeypatch.setattr(Exchange, "write", recorded)
+
     async def main() -> None:
         engine = GatedEngine(looks_it_up)
         service = build_service(engine)
@@ -142,8 +154,10 @@ def test_a_raw_connection_that_is_closed_ends_its_conversation() -> None:
             accept, host = "application/json, text/event-stream", f"127.0.0.1:{port_of(server)}"
             writer.write(request_bytes("POST", "/mcp", body, Host=host, Accept=accept))
             await until(lambda: engine.waiting == 1)
+            before = len(written)
             writer.close()
             await until(lambda: engine.cancelled == 1 and service.running == 0)
+            assert len(written) == before
 
     asyncio.run(main())
 
