@@ -70,6 +70,7 @@ def question(number: int) -> list[Any]:
     return [{"role": "user", "content": f"Please double number {number}."}]
 
 
+@pytest.mark.slow
 def test_two_hundred_conversations_at_once_get_their_own_answers() -> None:
     async def ask(client: AsyncOpenAI, number: int) -> tuple[str, list[str]]:
         """Half of them stream, half of these with events; all ask again with what they got."""
@@ -194,6 +195,7 @@ def test_a_client_that_goes_away_frees_its_row_in_the_engine(tiny_model: Any, to
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_nothing_is_lost_when_clients_vanish_and_tools_and_the_engine_fail() -> None:
     """200 clients: some vanish before an answer, some in mid-stream, some meet a broken tool or engine."""
     chance = random.Random(0)
