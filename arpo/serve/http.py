@@ -1,10 +1,11 @@
 """HTTP/1.1 on asyncio streams, for few routes and long replies.
 
-    server = HttpServer(handle, max_connections=600)
+    server = HttpServer(handle, refuse, max_connections=600)
     await server.listen("127.0.0.1", 8000)
-    await server.close(grace=30)
+    await server.close(seconds=30)
 
 `handle(exchange)` answers one request: `await exchange.read_body()`, then `send`, or `start_stream` and `write`.
+`refuse(exchange, refused)` sends an error.
 `exchange.while_connected(work)` runs work that ends when the client goes away.
 
 Guarantees: everything that a client decides is bounded: the head (`MAX_HEAD_BYTES`), the body (`MAX_BODY_BYTES`), the
@@ -208,6 +209,16 @@ async def _cancelled(*tasks: asyncio.Future[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def _close(writer: asyncio.StreamWriter) -> None:
+    """Close a connection once everything written to it is sent; abort it if the client does not read."""
+    writer.close()
+    try:
+        async with asyncio.timeout(SEND_SECONDS):
+            await writer.wait_closed()
+    except OSError:  # which a TimeoutError is
+        writer.transport.abort()
+
+
 async def read_head(reader: asyncio.StreamReader, idle: float = IDLE_SECONDS) -> Head | None:
     """The head of the next request; None if the client closed the connection, or sent nothing for `idle` seconds."""
     try:
@@ -279,17 +290,20 @@ class HttpServer:
         assert task is not None
         if (connected := writer.get_extra_info("socket")) is not None:
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        full = len(self._connections) >= self.max_connections
+        count = len(self._connections)
+        if count >= 2 * self.max_connections:  # too many even to be told so
+            writer.transport.abort()
+            return
         self._connections[task] = None
         try:
-            if full:
-                exchange = Exchange(_NO_HEAD, reader, writer)
-                await self.refuse(exchange, Refused(503, "there are too many connections", retry_after=1))
-            else:
-                while await self._serve_one(task, reader, writer):
-                    pass
-        except (ClientGone, ConnectionError):
-            pass
+            with contextlib.suppress(ClientGone, ConnectionError):
+                if count >= self.max_connections:
+                    exchange = self._connections[task] = Exchange(_NO_HEAD, reader, writer)
+                    await self._refuse(exchange, Refused(503, "there are too many connections", retry_after=1))
+                else:
+                    while await self._serve_one(task, reader, writer):
+                        self._connections[task] = None
+            await _close(writer)
         except asyncio.CancelledError:
             if not self.closing:
                 raise
@@ -318,7 +332,6 @@ class HttpServer:
         except Exception:
             _logger.exception("a request failed")
             await self._refuse(exchange, Refused(500, "the server failed; its log says why"))
-        self._connections[task] = None
         return not (exchange.closing or self.closing)
 
     async def _refuse(self, exchange: Exchange, refused: Refused) -> None:

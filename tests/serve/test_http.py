@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import clock
@@ -19,13 +21,14 @@ from agent_server import (
     read_reply,
     request_bytes,
     serving,
+    until,
 )
 from hypothesis import given
 from hypothesis import strategies as st
 
 import arpo.serve.http as http
 from arpo.serve.app import AgentServer
-from arpo.serve.http import ClientGone, Exchange, Head, Refused, body_length, parse_head, read_head
+from arpo.serve.http import ClientGone, Exchange, Head, HttpServer, Refused, body_length, parse_head, read_head
 
 
 def run(*requests: bytes, **options: Any) -> list[tuple[int, dict[str, str], bytes]]:
@@ -180,7 +183,10 @@ def test_errors_are_replies_in_openais_form() -> None:
     assert not any(name.startswith("access-control") for _, headers, _ in replies for name in headers)
 
 
-def test_a_body_of_the_largest_size_is_read_and_a_larger_one_is_answered_while_it_is_being_sent() -> None:
+def test_a_body_of_the_largest_size_is_read_and_a_larger_one_is_answered_while_it_is_being_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http, "LINGER_SECONDS", BOUND)
     space = chat_body("Why?")
     fits = b" " * (http.MAX_BODY_BYTES - len(space)) + space
     replies = run(
@@ -273,7 +279,9 @@ async def _everything(server: AgentServer, request: bytes) -> bytes:
     return content
 
 
-def test_connections_beyond_the_limit_are_told_to_come_back() -> None:
+def test_connections_beyond_the_limit_are_told_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "LINGER_SECONDS", BOUND)
+
     async def main() -> None:
         async with serving(build_service(lambda prefix, seed: answer("yes"), conversations=1)) as server:
             limit = server._http.max_connections
@@ -282,6 +290,9 @@ def test_connections_beyond_the_limit_are_told_to_come_back() -> None:
                 writer.write(request_bytes("GET", "/health"))
                 assert (await read_reply(reader))[0] == 200
             reader, writer = await asyncio.open_connection("127.0.0.1", port_of(server))
+            for _ in range(20):  # it is told even if it reads only when it has sent everything
+                writer.write(b" " * http.MAX_BODY_BYTES)
+                await writer.drain()
             status, headers, body = await read_reply(reader)
             assert (status, headers["retry-after"], error_of(body)["type"]) == (503, "1", "server_error")
             writer.close()
@@ -302,3 +313,58 @@ def test_a_bug_in_a_handler_is_a_reply_and_the_server_goes_on(monkeypatch: pytes
             ]
 
     assert asyncio.run(main()) == [500, 200]
+
+
+SENT = 50_000_000  # bytes, more than the buffers of the operating system hold
+
+
+@asynccontextmanager
+async def sending_much() -> AsyncIterator[tuple[HttpServer, asyncio.StreamReader]]:
+    """A server that has sent and closed a long reply, which its client has not read yet."""
+
+    async def handle(exchange: Exchange) -> None:
+        exchange.writer.transport.set_write_buffer_limits(high=2 * SENT)  # so that nothing waits for the client
+        exchange.closing = True
+        await exchange.send(200, "text/plain", b"x" * SENT)
+
+    async def refuse(exchange: Exchange, refused: Refused) -> None:
+        raise refused
+
+    server = HttpServer(handle, refuse, 10)
+    await server.listen("127.0.0.1", 0)
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(request_bytes("GET", "/"))
+    await reader.readuntil(b"\r\n\r\n")
+    try:
+        yield server, reader
+    finally:
+        writer.close()
+        await server.close(BOUND)
+
+
+def test_a_client_that_does_not_read_the_end_of_its_last_reply_is_dropped_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http, "SEND_SECONDS", 0.1)
+
+    async def main() -> None:
+        async with sending_much() as (server, reader):
+            await until(lambda: not server._connections)
+            with pytest.raises((ConnectionResetError, asyncio.IncompleteReadError)):
+                await reader.readexactly(SENT)
+
+    asyncio.run(main())
+
+
+def test_a_server_that_stops_sends_the_rest_of_its_replies() -> None:
+    async def main() -> None:
+        async with sending_much() as (server, reader):
+            closing = asyncio.ensure_future(server.close(BOUND))
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert not closing.done() and len(server._connections) == 1
+            assert await reader.readexactly(SENT) == b"x" * SENT
+            await closing
+            assert not server._connections
+
+    asyncio.run(main())
