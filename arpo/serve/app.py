@@ -101,7 +101,11 @@ class AgentServer:
         """Begin to listen; port 0 takes any free port."""
         if self._mcp is not None:
             await self._open.enter_async_context(self._mcp.running())
-        await self._http.listen(self.host, port)
+        try:
+            await self._http.listen(self.host, port)
+        except BaseException:
+            await self._open.aclose()
+            raise
 
     async def stop(self, grace: float = GRACE_SECONDS, hurry: asyncio.Event | None = None) -> None:
         """Take no more requests, let conversations end for `grace` seconds or until `hurry`, cancel the others."""
@@ -122,6 +126,7 @@ class AgentServer:
             _require_method(method, "POST")
             await self._chat(exchange)
         elif path == "/mcp" and self._mcp is not None:
+            _require_method(head.method, "POST")  # it keeps no sessions: there is nothing to GET or DELETE
             await self._mcp.handle(exchange)
             self._requests.add(str(exchange.status))
         elif path == "/metrics":
@@ -155,14 +160,12 @@ class AgentServer:
         await exchange.send(refused.status, JSON, dump(error_body(refused)), **headers)
         self._requests.add(str(refused.status))
 
-    async def _send(self, exchange: Exchange, kind: str, content: bytes, status: int = 200) -> None:
-        await exchange.send(status, kind, content)
-        self._requests.add(str(status))
+    async def _send(self, exchange: Exchange, kind: str, content: bytes) -> None:
+        await exchange.send(200, kind, content)
+        self._requests.add("200")
 
     async def _health(self, exchange: Exchange) -> None:
-        stopping = self.service.stopping
-        body = dump({"status": "stopping" if stopping else "ok"})
-        await self._send(exchange, JSON, body, 503 if stopping else 200)
+        await self._send(exchange, JSON, dump({"status": "ok"}))
 
     async def _models(self, exchange: Exchange, name: str) -> None:
         service = self.service
@@ -179,7 +182,10 @@ class AgentServer:
             return
         events: list[Event] = []
         task = service.start(request, partial(append_event, events) if request.events else None)
-        reply = await exchange.while_connected(service.result(task))
+        try:
+            reply = await exchange.while_connected(service.result(task))
+        finally:
+            task.cancel()
         body = completion(reply, ReplyHead(service.name), events if request.events else None)
         await self._send(exchange, JSON, dump(body))
 

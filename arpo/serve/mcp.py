@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from arpo.errors import ArpoError
@@ -77,7 +79,8 @@ class AgentTool:
             except Refused as refused:
                 raise ToolError(str(refused)) from None
             if reply.finish_reason != "stop":
-                raise ToolError(f"the agent found no answer within its limits ({reply.stop_reason}); {reply.content}")
+                rest = f"; its last words: {reply.content}" if reply.content else ""
+                raise ToolError(f"the agent found no answer within its limits ({reply.stop_reason}){rest}")
             return reply.content
 
         ask.__annotations__.update(question=str, ctx=Context)
@@ -86,9 +89,15 @@ class AgentTool:
     async def handle(self, exchange: Exchange) -> None:
         """Let the SDK answer a request."""
         body = await exchange.read_body()
-        await exchange.while_connected(self._call(exchange, body))
+        finish = await exchange.while_connected(self._call(exchange, body))
+        await finish()
 
-    async def _call(self, exchange: Exchange, body: bytes) -> None:
+    async def _call(self, exchange: Exchange, body: bytes) -> Callable[[], Awaitable[None]]:
+        """Call the SDK's application; returns what sends the end of the reply.
+
+        The end is not sent here: a client that has all of a reply may send its next request, while the application
+        still runs and the connection is watched.
+        """
         head, pending = exchange.head, [{"type": "http.request", "body": body, "more_body": False}]
         headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in head.headers.items()]
         scope = {
@@ -106,6 +115,7 @@ class AgentTool:
             "server": None,
         }
         started: dict[str, Any] = {}
+        finish: list[Callable[[], Awaitable[None]]] = []
         ended = asyncio.Event()
 
         async def receive() -> dict[str, Any]:
@@ -122,15 +132,18 @@ class AgentTool:
             if not exchange.status:
                 named = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in started["headers"]}
                 kind = named.pop("content-type", "application/json")
-                kept = {name: value for name, value in named.items() if name in ("allow", "mcp-session-id")}
+                passed = {name: value for name, value in named.items() if name in ("allow", "mcp-session-id")}
                 if not more:
-                    await exchange.send(started["status"], kind, content, **kept)
+                    finish.append(partial(exchange.send, started["status"], kind, content, **passed))
                     ended.set()
                     return
-                exchange.start_stream(started["status"], kind, **kept)
+                exchange.start_stream(started["status"], kind, **passed)
             await exchange.write(content)
             if not more:
-                await exchange.end_stream()
+                finish.append(exchange.end_stream)
                 ended.set()
 
         await self._app(scope, receive, send)
+        if not finish:
+            raise RuntimeError("the MCP SDK did not complete its reply")
+        return finish[0]

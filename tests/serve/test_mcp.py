@@ -162,6 +162,35 @@ def test_a_connection_that_is_closed_ends_its_conversation_before_anything_is_wr
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("method", ["tools/list", "tools/call"])
+def test_a_connection_serves_one_call_after_another(method: str) -> None:
+    async def main() -> None:
+        async with serving(build_service(looks_it_up), with_mcp=True) as server:
+            params = {"name": "ask", "arguments": {"question": "Where?"}} if method == "tools/call" else {}
+            body = json.dumps({"jsonrpc": "2.0", "id": 1, "method": method, "params": params}).encode()
+            accept, host = "application/json, text/event-stream", f"127.0.0.1:{port_of(server)}"
+            reader, writer = await asyncio.open_connection("127.0.0.1", port_of(server))
+            for _ in range(3):
+                writer.write(request_bytes("POST", "/mcp", body, Host=host, Accept=accept))
+                head = await reader.readuntil(b"\r\n\r\n")
+                assert b"Connection: keep-alive" in head and b"Transfer-Encoding: chunked" in head
+                assert b'"result":' in await reader.readuntil(b"\r\n0\r\n\r\n")
+            writer.close()
+
+    asyncio.run(main())
+
+
+def test_a_port_that_is_taken_is_said_and_nothing_stays_open(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with serving(build_service(looks_it_up)) as server:
+            other = AgentServer(build_service(looks_it_up), NO_KEYS, with_mcp=True)
+            with pytest.raises(ArpoError, match="choose another --port"):
+                await other.listen(port_of(server))
+
+    asyncio.run(main())
+    assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
+
+
 def test_a_key_is_needed_here_too() -> None:
     async def main() -> None:
         async with serving(build_service(looks_it_up), build_keys([KEY], "here"), with_mcp=True) as server:
@@ -181,8 +210,10 @@ def test_there_is_no_such_server_unless_it_was_asked_for() -> None:
         async with serving(build_service(looks_it_up)) as server:
             assert (await exchange(server, request_bytes("POST", "/mcp", b"{}")))[0] == 404
         async with serving(build_service(looks_it_up), with_mcp=True) as server:
-            for request in (request_bytes("POST", "/mcp", b"{"), request_bytes("DELETE", "/mcp")):
-                assert 400 <= (await exchange(server, request))[0] < 500
+            assert (await exchange(server, request_bytes("POST", "/mcp", b"{")))[0] in (400, 406)
+            for method in ("DELETE", "GET"):  # a stream of messages for a session, which there is not, would never end
+                status, headers, _ = await exchange(server, request_bytes(method, "/mcp", Accept="text/event-stream"))
+                assert (status, headers["allow"]) == (405, "POST")
             foreign = request_bytes("POST", "/mcp", b"{}", Host="evil.example")
             assert (await exchange(server, foreign))[0] == 403
 
