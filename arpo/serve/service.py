@@ -131,7 +131,8 @@ class Service:
         limit = Counter("arpo_conversations_limit", "conversations that may be in progress", kind="gauge")
         limit.add(count=self.max_conversations)
         for name, value in self.agent.engine.stats().items():
-            self.metrics.engine.add(name, count=value)
+            if not name.startswith("entropy_error"):  # a mean and a maximum, which cannot be added up
+                self.metrics.engine.add(name, count=value)
         return [running, limit]
 
     def _require_place(self) -> None:
@@ -163,7 +164,8 @@ class Service:
         if answer.stop_reason is StopReason.WORKER_LOST:
             raise Refused(503, "the engine cannot be reached", retry_after=RETRY_SECONDS)
         assert answer.stop_reason is not None
-        content = final_text(self.agent.format, log.text, answer.stop_reason)
+        unfinished = log.called and answer.stop_reason is not StopReason.DONE
+        content = "" if unfinished else final_text(self.agent.format, log.text, answer.stop_reason)
         prompt_tokens = conversation.turns[0][0] if conversation.turns else len(conversation.tokens)
         self.metrics.prompt_tokens.add(count=prompt_tokens)
         self.metrics.answer.observe(time.monotonic() - started)
@@ -196,6 +198,7 @@ class _Log(Listener):
         self._pieces: list[str] = []
         self._turn, self._turn_open = -1, False
         self._tool = ""
+        self.called = False  # whether the last turn is a call
         self.sampled = 0
 
     @property
@@ -209,7 +212,7 @@ class _Log(Listener):
             self._metrics.first_token.observe(time.monotonic() - self._started)
         self.sampled += 1
         if not self._turn_open:
-            self._turn, self._turn_open, self._pieces = self._turn + 1, True, []
+            self._turn, self._turn_open, self._pieces, self.called = self._turn + 1, True, [], False
         if token not in self._ends:
             self._entropies.append(round(entropy, 4))
             self._add(self._decoder.push(token))
@@ -221,6 +224,7 @@ class _Log(Listener):
 
     def on_call(self, call: ToolCall) -> None:
         """Pass on a call."""
+        self.called = True
         self._tool = call.name if call.name in self._tools else "none"
         error = {} if call.error is None else {"error": call.error}
         self._emit({"type": "call", "turn": self._turn, "name": call.name, "arguments": dict(call.args), **error})
@@ -247,8 +251,8 @@ def append_event(events: list[Event], event: Mapping[str, Any]) -> None:
     """Append an event; text that goes on with that of the last event is joined to it."""
     last = events[-1] if events else {}
     if event["type"] == last.get("type") == "text" and event["turn"] == last["turn"]:
-        joined = {"text": last["text"] + event["text"], "entropies": [*last["entropies"], *event["entropies"]]}
-        events[-1] = {**last, **joined}
+        last["text"] += event["text"]
+        last["entropies"] += event["entropies"]
     else:
         events.append(dict(event))
 

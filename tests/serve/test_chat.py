@@ -237,6 +237,23 @@ def test_an_answer_ends_at_the_limit_of_time_while_sampling_and_in_a_tool() -> N
     assert clock.run(main(stuck)) == (StopReason.MAX_SECONDS, pytest.approx(9))
 
 
+def test_a_call_is_no_answer_where_a_limit_follows_it() -> None:
+    @tool(quick=True)
+    def far(text: str) -> str:
+        """Say much."""
+        return "far " * 100
+
+    async def content(service: Service) -> tuple[StopReason, str]:
+        reply = await service.result(service.start(ChatRequest("Why?")))
+        return reply.stop_reason, reply.content
+
+    long = build_service(lambda *_: "<far>x</far>", far, max_tokens=num_tokens(CHAT, "<far>x</far>") + 5)
+    assert clock.run(content(long)) == (StopReason.LENGTH, "")
+    late = build_service(looks_it_up, max_seconds=7)
+    late.agent.engine._delay = 5  # type: ignore[attr-defined]
+    assert clock.run(content(late)) == (StopReason.MAX_SECONDS, "")  # before the first token after the result
+
+
 def test_messages_that_do_not_fit_into_the_context_are_refused_with_openais_code() -> None:
     service = build_service(looks_it_up, context=400)
     messages = [*QUESTION, {"role": "assistant", "content": "Upper Kelso."}] * 20 + QUESTION
@@ -364,6 +381,15 @@ def test_metrics_count_what_was_done() -> None:
         'arpo_http_requests_total{status="200"} 1',
     ):
         assert line in lines
+
+
+def test_counters_of_the_engine_are_added_up_and_means_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = build_service(looks_it_up)
+    found = {"retries": 2.0, "entropy_error": 0.1, "entropy_error_max": 0.3}
+    monkeypatch.setattr(service.agent.engine, "stats", lambda: found)
+    service.gauges()
+    service.gauges()
+    assert service.metrics.engine.values == {("retries",): 4}
 
 
 def test_names_that_a_model_invents_are_no_labels() -> None:
