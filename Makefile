@@ -5,7 +5,7 @@ SEED ?= 0
 # Slow tests are handed out one by one, the others file by file: see tests/conftest.py.
 PARALLEL := -n logical --dist loadgroup --no-loadscope-reorder
 
-.PHONY: demo chaos test test-fast check format clean bench-sandbox bench-session bench-search bench-engine bench-gpu bench-tree bench-math bench-view bench-plan bench-cluster bench-labyrinth test-kernels test-mcp-npm test-openenv test-browser test-vllm
+.PHONY: demo chaos test test-fast check format clean bench-sandbox bench-session bench-search bench-engine bench-gpu bench-tree bench-math bench-view bench-plan bench-cluster bench-labyrinth bench-serve test-kernels test-mcp-npm test-openenv test-browser test-vllm
 
 demo: .venv/installed  ## watch a small agent learn, a few minutes
 	$(BIN)/arpo demo --seed $(SEED)
@@ -51,6 +51,9 @@ bench-plan: .venv/installed  ## what `arpo plan` predicts against a few steps on
 
 bench-labyrinth: .venv/installed  ## how the labyrinth is calibrated: whether the place of a branch matters; JSON on the last line
 	$(BIN)/python benchmarks/bench_labyrinth.py
+
+bench-serve: .venv/installed  ## conversations at once over HTTP against the engine without a server; JSON on the last line
+	$(BIN)/python benchmarks/bench_serve.py
 
 test-kernels: .venv/installed-dev  ## the GPU kernels without a GPU: in Triton's interpreter, and compiled
 	$(BIN)/python -m pip install --quiet --no-deps --target .venv/triton --upgrade triton==3.9.0

@@ -7,17 +7,26 @@
 Guarantees: sampled tokens are never tokenized again, except those of earlier answers whose thoughts the model's own
 chat template drops when a new question follows. A question cannot become a control token. Calls are found, made and
 encoded as in rollouts. Cancelling an answer leaves all tokens sampled so far in the conversation.
-Not covered: `rollout.max_seconds`; the user can stop an answer.
+Not covered: `rollout.max_seconds`, unless the caller gives a deadline; the user can stop an answer.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
 from arpo.agent.agent import Agent
-from arpo.agent.formats import ResultPlace, drops_thoughts, encode_follow_up, encode_result, without_thoughts
+from arpo.agent.encoding import encode_plain
+from arpo.agent.formats import (
+    ResultPlace,
+    drops_thoughts,
+    encode_follow_up,
+    encode_next_question,
+    encode_result,
+    without_thoughts,
+)
 from arpo.agent.turn_loop import EncodedResult, Turn, generate_turn, run_turns, sampling_params
 from arpo.config.schema import Rollout
 from arpo.environments.states import State, open_state
@@ -25,6 +34,10 @@ from arpo.errors import ArpoError
 from arpo.tools.base import ToolUnavailable
 from arpo.tools.executor import call_tool
 from arpo.types import StopReason, Task, ToolCall, ToolResult, derive_seed
+
+
+class ContextFull(ArpoError):
+    """Messages that leave no room for an answer in the model's context."""
 
 
 class Listener:
@@ -69,6 +82,7 @@ class Conversation:
     questions: int = 0
     task: Task | None = None  # the first question
     state: State | None = None  # of the environment, if there is one
+    earlier: tuple[tuple[str, str], ...] = ()  # of `begin`: what was answered, and asked next
     is_new: bool = True  # the environment has not been reset for it yet
     _open: AsyncExitStack = field(default_factory=AsyncExitStack)
 
@@ -85,12 +99,39 @@ class Conversation:
         """Close the state of the environment."""
         await self._open.aclose()
 
+    def begin(self, question: str, earlier: Sequence[tuple[str, str]] = (), system: str = "") -> None:
+        """Start a conversation with messages from elsewhere: a question, then what was answered and asked next.
+
+        `system` takes the place of the system prompt. Raises ContextFull if no answer would fit into the context.
+        """
+        self.task, self.earlier, self.is_new = _task(question, system), tuple(earlier), True
+        self.tokens, self.turns = self._encode(self.task), []
+        self.questions = 1 + len(self.earlier)
+
+    def _encode(self, task: Task) -> list[int]:
+        """The token ids of the messages that the conversation began with."""
+        agent, context = self.agent, self.agent.engine.capabilities.max_context
+        if self.earlier and getattr(agent.tokenizer, "chat_template", None) and not self.has_memory:
+            raise ArpoError(
+                "the model's chat template does not mark where an answer ends, so no question can follow one: send one "
+                "question, without earlier messages"
+            )
+        tokens = list(agent.prompts.encode(task))
+        for answer, question in self.earlier:
+            if len(tokens) >= context:
+                break
+            tokens += encode_plain(agent.tokenizer, answer)
+            tokens += encode_next_question(agent.tokenizer, tokens, question, agent.format)
+        if len(tokens) >= context:
+            raise ContextFull(
+                f"the messages have {len(tokens)} tokens or more, and the model's context holds {context} with the "
+                "answer: send fewer or shorter ones"
+            )
+        return tokens
+
     def ask(self, question: str) -> bool:
         """Append a question. False if the context was full, so that a new conversation began with it."""
-        try:
-            task = Task("chat", question, ("unknown",))
-        except ValueError as error:
-            raise ArpoError(str(error)) from None
+        task = _task(question)
         self._drop_thoughts()
         more = encode_follow_up(self.agent.tokenizer, self.tokens, question, self.agent.format) if self.tokens else None
         fits = more is None or len(self.tokens) + len(more) < self.agent.engine.capabilities.max_context
@@ -98,6 +139,7 @@ class Conversation:
             self.tokens = [*self.tokens, *more]
         else:
             self.tokens, self.task, self.is_new = list(self.agent.prompt(task)), task, True
+            self.earlier = ()
         self.turns = []
         self.questions += 1
         return fits
@@ -110,14 +152,17 @@ class Conversation:
         for start, end in reversed(self.turns):
             self.tokens[start:end] = without_thoughts(tokenizer, self.tokens[start:end])
 
-    async def answer(self, listener: Listener | None = None) -> Answer:
-        """Let the model answer, with its tools. If cancelled, what was sampled so far stays in the conversation."""
+    async def answer(self, listener: Listener | None = None, deadline: float | None = None) -> Answer:
+        """Let the model answer, with its tools; it is cut off at the deadline, a time of `time.monotonic`.
+
+        If cancelled, what was sampled so far stays in the conversation.
+        """
         if self.is_new:
             await self._reset()
         context = self.agent.engine.capabilities.max_context
         limit = min(len(self.tokens) + self.settings.max_tokens, context)
-        answer = _AnswerInProgress(conversation=self, listener=listener or Listener(), limit=limit)
-        answer.stop_reason = await run_turns(answer, self.agent.format, self.settings.max_tool_calls)
+        answer = _AnswerInProgress(conversation=self, listener=listener or Listener(), limit=limit, deadline=deadline)
+        answer.stop_reason = await run_turns(answer, self.agent.format, self.settings.max_tool_calls, deadline)
         answer.context_full = answer.stop_reason is StopReason.LENGTH and limit == context
         return answer
 
@@ -132,8 +177,15 @@ class Conversation:
             except ToolUnavailable as error:
                 raise ArpoError(str(error)) from error
             self.task = self.state.with_opening(self.task)
-            self.tokens = list(self.agent.prompt(self.task))
+            self.tokens = self._encode(self.task)
         self.is_new = False
+
+
+def _task(question: str, system: str = "") -> Task:
+    try:
+        return Task("chat", question, ("unknown",), system=system)
+    except ValueError as error:
+        raise ArpoError(str(error)) from None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -143,6 +195,7 @@ class _AnswerInProgress(Answer):
     conversation: Conversation
     listener: Listener
     limit: int
+    deadline: float | None
 
     @property
     def done(self) -> bool:
@@ -170,7 +223,7 @@ class _AnswerInProgress(Answer):
         params = sampling_params(talk.settings, talk.agent.format, self.remaining_tokens, seed)
         started = time.monotonic()
         try:
-            completion = await generate_turn(talk.agent.engine, prefix, params, on_token)
+            completion = await generate_turn(talk.agent.engine, prefix, params, on_token, self.deadline)
         finally:
             talk.turns.append((len(prefix), len(talk.tokens)))
             self.sampled_tokens += sampled

@@ -12,6 +12,7 @@ from arpo.cli.doctor import doctor
 from arpo.cli.evaluation import evaluate
 from arpo.cli.plan import plan
 from arpo.cli.sampling import chat, rollout
+from arpo.cli.serve import serve
 from arpo.cli.signal import signal
 from arpo.cli.study import compare, entropy
 from arpo.cli.training import demo, export, sft, train
@@ -24,7 +25,23 @@ from arpo.trainer.dist import launch
 
 HELP = "Train language models that use tools, with ARPO. Start with `arpo demo`."
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=HELP)
-for command in (demo, train, sft, evaluate, rollout, chat, show, view, compare, entropy, signal, plan, export, doctor):
+for command in (
+    demo,
+    train,
+    sft,
+    evaluate,
+    rollout,
+    chat,
+    serve,
+    show,
+    view,
+    compare,
+    entropy,
+    signal,
+    plan,
+    export,
+    doctor,
+):
     app.command(name="eval" if command is evaluate else None)(command)
 app.add_typer(index_app, name="index")
 app.add_typer(data_app, name="data")

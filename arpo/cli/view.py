@@ -46,7 +46,8 @@ def view(
         note = write_page(runs, expand_user(export), export_mb)
         console.print(f"written: {export}" + (f"\n{note} (--export-mb)" if note else ""))
         return
-    from arpo.viewer.server import LOCAL, build_server
+    from arpo.net.hosts import LOCAL
+    from arpo.viewer.server import build_server
 
     with build_server(runs, host, port) as server:
         count = len(runs.search()[0])

@@ -11,10 +11,8 @@ Not covered: passwords, encryption. Everyone who can reach the port can read the
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import re
-import socket
 import sys
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -26,6 +24,7 @@ from typing import Any
 from urllib.parse import parse_qs, unquote
 
 from arpo.errors import ArpoError
+from arpo.net.hosts import known_host, listen_address, server_url
 from arpo.viewer import api
 from arpo.viewer.folder import Folder, NotFound
 
@@ -47,8 +46,6 @@ TYPES = {
 }
 JSON = "application/json"
 IDLE_SECONDS = 30.0  # until an idle connection is closed
-LOCAL = ("localhost", "127.0.0.1", "::1")
-ANY_HOST = ("", "0.0.0.0", "::")
 
 
 class BadRequest(ArpoError):
@@ -106,7 +103,7 @@ class Server(ThreadingHTTPServer):
     request_queue_size = 1024  # connections that wait to be accepted; beyond it, clients wait for seconds or are reset
 
     def __init__(self, folder: Folder, host: str, port: int) -> None:
-        family, address = _address(host, port)
+        family, address = listen_address(host, port)
         self.address_family = family
         self.folder, self.host = folder, host
         super().__init__(address, Handler)
@@ -115,8 +112,7 @@ class Server(ThreadingHTTPServer):
     @property
     def url(self) -> str:
         """The address of the page."""
-        host = "localhost" if self.host in ANY_HOST else self.host
-        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}/"
+        return server_url(self.host, self.port)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore browsers that close the connection."""
@@ -223,36 +219,8 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not isfinite(value) else value
 
 
-def known_host(given: str, host: str, port: int) -> bool:
-    """Whether a Host header names this server: its host, this machine or, if it listens everywhere, any IP address."""
-    match = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^:\[\]]+)(?::([0-9]{1,5}))?", given)
-    if match is None or int(match[2] or 80) != port:
-        return False
-    name = match[1].strip("[]").lower()
-    if name in (*LOCAL, host.lower()):
-        return True
-    return host in ANY_HOST and (name == socket.gethostname().lower() or _is_address(name))
-
-
 @cache
 def static_files() -> dict[str, bytes]:
     """The page's files by name."""
     folder = resources.files("arpo.viewer").joinpath("static")
     return {entry.name: entry.read_bytes() for entry in folder.iterdir() if entry.name.rpartition(".")[2] in TYPES}
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
-
-
-def _address(host: str, port: int) -> tuple[socket.AddressFamily, tuple[str, int]]:
-    try:
-        found = socket.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except (OSError, UnicodeError) as error:
-        raise ArpoError(f"--host {host}: is not an address of this machine ({error})") from None
-    family, _, _, _, address = found[0]
-    return family, (str(address[0]), port)

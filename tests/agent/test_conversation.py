@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import clock
 import pytest
 from conversations import CHAT, converse, num_tokens, says
+from templates import UNCLOSED, make_tokenizer
 
-from arpo.agent.conversation import Conversation
+from arpo.agent.conversation import ContextFull, Conversation
+from arpo.agent.encoding import encode_plain
 from arpo.agent.formats import encode_follow_up, encode_prompt, encode_result
+from arpo.errors import ArpoError
 from arpo.types import StopReason
 
 
@@ -81,3 +85,36 @@ def test_the_time_of_an_answer_is_that_of_all_its_sampling() -> None:
     conversation = converse(says("<search>a</search>", "x"), delay=0.02)
     conversation.ask("Why?")
     assert clock.run(conversation.answer()).seconds == pytest.approx(0.04)
+
+
+def test_messages_from_elsewhere_are_encoded_as_those_of_a_conversation() -> None:
+    conversation = converse(says("In 1912."))
+    conversation.begin("Where was Mira born?", [("Upper Kelso.<|im_end|>", "When?")], system="Be brief.")
+    fmt = conversation.agent.format
+    expected = [*encode_prompt(CHAT, "Where was Mira born?", fmt.system_prompt("Be brief.", with_answer=True))]
+    expected += encode_plain(CHAT, "Upper Kelso.<|im_end|>")
+    expected += encode_follow_up(CHAT, expected, "When?") or ()
+    assert conversation.tokens == expected
+    assert expected.count(CHAT.convert_tokens_to_ids("<|im_end|>")) == 4  # of the template, none of the message
+    assert (conversation.questions, conversation.is_new) == (2, True)
+
+
+def test_messages_from_elsewhere_that_do_not_fit_or_cannot_follow_an_answer_are_refused() -> None:
+    with pytest.raises(ContextFull, match="context holds 300"):
+        converse(says(), context=300).begin("Why?", [("Because.", "Why?")] * 100)
+    unclosed = converse(says(), tokenizer=make_tokenizer(UNCLOSED))
+    unclosed.begin("Why?")
+    with pytest.raises(ArpoError, match="one question, without earlier messages"):
+        unclosed.begin("Why?", [("Because.", "Why?")])
+
+
+def test_an_answer_is_cut_off_at_its_deadline() -> None:
+    conversation = converse(says("<search>a</search>", "x"), delay=3.0)
+    conversation.ask("Why?")
+
+    async def main() -> tuple[StopReason | None, float]:
+        started = time.monotonic()
+        answer = await conversation.answer(deadline=started + 5)
+        return answer.stop_reason, time.monotonic() - started
+
+    assert clock.run(main()) == (StopReason.MAX_SECONDS, pytest.approx(5))

@@ -1,0 +1,76 @@
+"""`arpo serve`: an agent for other programs, over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from arpo.cli.display import console
+from arpo.cli.options import ModelTarget, Overrides, load_model_config
+
+if TYPE_CHECKING:
+    from arpo.serve.app import AgentServer
+
+# Defaults of a served agent: the temperature of a chat, and no bonus, which only training needs.
+SERVE_SETTINGS = ("rollout.temperature=0.7", "reward.bonus=0")
+
+
+def serve(
+    model: ModelTarget,
+    overrides: Overrides = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="the port; 0: any free port")] = 8000,
+    host: Annotated[str, typer.Option(help="0.0.0.0 lets other machines use the agent, with a key")] = "127.0.0.1",
+    keys: Annotated[
+        Path | None, typer.Option(help="a file with an API key on each line; default: those in ARPO_API_KEYS")
+    ] = None,
+    conversations: Annotated[int, typer.Option(min=1, max=65_536, help="conversations at once")] = 256,
+    mcp: Annotated[bool, typer.Option("--mcp", help="also offer the agent as an MCP tool, at /mcp")] = False,
+) -> None:
+    """Serve an agent to other programs: OpenAI's chat completions, with the agent's own tools behind them.
+
+    Limits of an answer are settings: rollout.max_tokens, rollout.max_seconds and rollout.max_tool_calls. The
+    temperature is 0.7 unless rollout.temperature=... is given here or a client asks for another one.
+    """
+    from arpo.cli.chat import open_agent
+    from arpo.serve.app import AgentServer, require_keys
+    from arpo.serve.keys import read_keys
+    from arpo.serve.mcp import require_sdk
+    from arpo.serve.service import Service
+
+    known = read_keys(keys)
+    require_keys(host, known)
+    if mcp:
+        require_sdk()
+    config = load_model_config(model, [*SERVE_SETTINGS, *(overrides or [])])
+    with open_agent(config) as agent:
+        name = Path(model).expanduser().resolve().name if Path(model).expanduser().exists() else model
+        service = Service(agent, config.rollout, config.branching.probe_tokens, name, conversations)
+        server = AgentServer(service, known, host, mcp)
+        note = f"tools: {', '.join(agent.tools) or 'none'}; {'keys are needed' if known else 'no key is needed'}"
+        asyncio.run(run_server(server, port, f"{name}; {note}"))
+
+
+async def run_server(server: AgentServer, port: int, note: str) -> None:
+    """Serve until Ctrl-C or SIGTERM; a second one does not wait for conversations in progress."""
+    from arpo.serve.app import GRACE_SECONDS
+    from arpo.tools.threads import DaemonThreads
+
+    loop, stopped, hurry = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+    loop.set_default_executor(DaemonThreads())  # a tool that hangs in a thread must not keep the process alive
+
+    def stop() -> None:
+        (hurry if stopped.is_set() else stopped).set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
+    await server.listen(port)
+    console.print(f"{note}\nserving {server.url}v1  (Ctrl-C stops it)", markup=False, highlight=False, soft_wrap=True)
+    await stopped.wait()
+    if count := server.service.running:
+        console.print(f"stopping: waiting up to {GRACE_SECONDS:.0f} s for {count} conversations; Ctrl-C ends them now")
+    await server.stop(GRACE_SECONDS, hurry)
+    console.print("stopped")
