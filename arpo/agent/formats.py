@@ -459,10 +459,23 @@ def encode_next_question(
         return more
     if getattr(tokenizer, "chat_template", None):
         raise ArpoError(
-            "rollout.examples: the model's chat template does not mark where an answer ends; leave them out"
+            "the model's chat template does not mark where an answer ends, so no question can follow one: leave out "
+            "rollout.examples, or take a model with another template"
         )
     before, after = encode_text(tokenizer, "\n\nQuestion: "), encode_text(tokenizer, "\nAnswer:")
     return (*before, *encode_plain(tokenizer, question.strip()), *after)
+
+
+def encode_message(tokenizer: Any, history: Sequence[int], text: str, fmt: CallFormat | None = None) -> tuple[int, ...]:
+    """Token ids of a user's message that follows a turn or a result, up to where the model starts to write.
+
+    Where the chat template does not mark the end of a turn, the message follows without a mark.
+    """
+    pieces = _pieces(tokenizer, "next question", fmt) if getattr(tokenizer, "chat_template", None) else None
+    if pieces is None or _follow_up_pieces(tokenizer, fmt) is not None:
+        return encode_next_question(tokenizer, history, text, fmt)
+    before, after = (encode_text(tokenizer, piece) for piece in pieces[1:])
+    return (*before, *encode_plain(tokenizer, text.strip()), *after)
 
 
 def encode_example_turn(tokenizer: Any, text: str, fmt: CallFormat) -> list[int]:

@@ -24,6 +24,7 @@ from arpo.api.progress import CallbackReporter, as_callbacks, show
 from arpo.api.settings import (
     EnvironmentArgument,
     ModelArgument,
+    ProgramArgument,
     RewardArgument,
     TasksArgument,
     ToolsArgument,
@@ -57,6 +58,7 @@ class Agent:
         *,
         tools: ToolsArgument | None = None,
         environment: EnvironmentArgument | None = None,
+        program: ProgramArgument | None = None,
         reward: RewardArgument | None = None,
         tokenizer: Any = None,
         preset: str | None = None,
@@ -74,6 +76,7 @@ class Agent:
             tasks=() if config is None and not _names_tasks(settings.get("data")) else None,  # not those of the world
             tools=tools,
             environment=environment,
+            program=program,
             reward=reward,
             preset=preset,
             config=config,
@@ -136,6 +139,8 @@ class Agent:
     def chat(self, *, seed: int | None = None) -> Chat:
         """A conversation in which the agent remembers what was said before."""
         context = self._require_context()
+        if context.agent.program is not None:
+            raise ArpoError("chat: the program holds its own conversations; use ask(), which runs it")
         rollout = evaluation_rollout(self.config.eval, self.config.rollout, 1)
         seed = self.config.seed if seed is None else seed
         conversation = Conversation(context.agent, rollout, self.config.branching.probe_tokens, seed)
@@ -276,6 +281,7 @@ def load_agent(
     *,
     tools: ToolsArgument | None = None,
     environment: EnvironmentArgument | None = None,
+    program: ProgramArgument | None = None,
     reward: RewardArgument | None = None,
     seed: int | None = None,
     callbacks: Iterable[Any] = (),
@@ -303,6 +309,7 @@ def load_agent(
         sections.pop("model", None),
         tools=tools,
         environment=environment,
+        program=program,
         reward=recorded if reward is None else reward,
         config=config,
         seed=seed,

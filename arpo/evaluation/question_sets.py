@@ -252,6 +252,8 @@ def answer_settings(config: Config, held_out: bool = False) -> dict[str, Any]:
     parts |= {name: resolved[name] for name in ("prompt", "answer", "tools")}
     if config.environment.name is not None:
         parts["environment"] = resolved["environment"]
+    if config.program.name is not None:
+        parts["program"] = resolved["program"]
     files = _digests(parts)
     if config.eval.endpoint is None:
         parts |= {name: resolved[name] for name in ("model", "world", "labyrinth", "coldstart")}

@@ -116,9 +116,9 @@ def tree_to_json(scored: ScoredTree) -> dict[str, Any]:
     return {
         "task": {**_shallow(tree.task), "meta": dict(tree.task.meta)},
         "nodes": [_node_to_json(node) for node in tree.nodes],
-        "leaves": [_shallow(leaf) for leaf in tree.leaves],
+        "leaves": [{**_shallow(leaf), "reward": leaf.reward and _reward_to_json(leaf.reward)} for leaf in tree.leaves],
         "format": tree.format,
-        "rewards": [{**_shallow(reward), "parts": dict(reward.parts)} for reward in scored.rewards],
+        "rewards": [_reward_to_json(reward) for reward in scored.rewards],
         "credits": [_credit_to_json(credit) for credit in scored.credits],
         "mask": list(scored.mask),
     }
@@ -128,7 +128,7 @@ def tree_from_json(data: Mapping[str, Any]) -> ScoredTree:
     """The inverse of `tree_to_json`."""
     task = Task(**{**data["task"], "answers": tuple(data["task"]["answers"])})
     nodes = tuple(_node_from_json(node) for node in data["nodes"])
-    leaves = tuple(Leaf(**{**leaf, "stop_reason": StopReason(leaf["stop_reason"])}) for leaf in data["leaves"])
+    leaves = tuple(_leaf_from_json(leaf) for leaf in data["leaves"])
     return ScoredTree(
         RolloutTree(task, nodes, leaves, data.get("format", "tags")),
         tuple(Reward(**reward) for reward in data["rewards"]),
@@ -163,6 +163,15 @@ def _node_from_json(data: Mapping[str, Any]) -> Node:
         "char_offsets": tuple(data["char_offsets"]),
     }
     return Node(**{**data, **exact})
+
+
+def _reward_to_json(reward: Reward) -> dict[str, Any]:
+    return {**_shallow(reward), "parts": dict(reward.parts)}
+
+
+def _leaf_from_json(data: Mapping[str, Any]) -> Leaf:
+    reward = data.get("reward")  # absent in older files
+    return Leaf(**{**data, "stop_reason": StopReason(data["stop_reason"]), "reward": reward and Reward(**reward)})
 
 
 def _credit_to_json(credit: Credit) -> dict[str, Any]:
