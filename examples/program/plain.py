@@ -12,13 +12,12 @@ import urllib.request
 from typing import Any
 
 MAX_TURNS = 6
-PRICES = {"apple": 40, "pear": 55, "plum": 25}
-PRICE_TOOL = {
+SEARCH = {
     "type": "function",
     "function": {
-        "name": "price",
-        "description": "Price of one piece of fruit, in cents.",
-        "parameters": {"type": "object", "properties": {"item": {"type": "string"}}, "required": ["item"]},
+        "name": "search",
+        "description": "Search the document collection with a few key words; returns the best matching documents.",
+        "parameters": {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]},
     },
 }
 
@@ -36,20 +35,23 @@ def ask(endpoint: Any, messages: list[dict[str, Any]], **more: Any) -> dict[str,
     return message
 
 
-def price(item: str) -> str:
-    """The tool."""
-    return str(PRICES[item]) if item in PRICES else "Error: there is no such fruit"
-
-
 def agent(task: Any, endpoint: Any) -> str:
     """Answer a question with the tool; what is returned is compared with the task's answer."""
+    from world import read_answer, search
+
     messages: list[dict[str, Any]] = [{"role": "user", "content": task.question}]
     for _ in range(MAX_TURNS):
-        reply = ask(endpoint, messages, tools=[PRICE_TOOL])
+        reply = ask(endpoint, messages, tools=[SEARCH])
         messages.append(reply)
         if not reply.get("tool_calls"):
-            return str(reply["content"])
+            return read_answer(reply["content"])
         for call in reply["tool_calls"]:
-            arguments = json.loads(call["function"]["arguments"])
-            messages.append({"role": "tool", "tool_call_id": call["id"], "content": price(arguments.get("item", ""))})
+            query = json.loads(call["function"]["arguments"]).get("query", "")
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": search(query)})
     return ""
+
+
+if __name__ == "__main__":
+    from world import train
+
+    train(agent)

@@ -6,8 +6,6 @@ import asyncio
 import json
 import sys
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
@@ -19,7 +17,6 @@ from native_templates import HERMES, tokenizer_for
 from programs import Recording, plain, program_agent, tool_loop, without_clock
 
 from arpo.agent.agent import Agent, PromptEncoder
-from arpo.agent.endpoint import open_endpoint
 from arpo.agent.formats import build_format
 from arpo.agent.messages import BadRequest, ChatEncoder, Message, read_request
 from arpo.agent.program import CommandProgram, read_output
@@ -31,7 +28,7 @@ from arpo.engine.scripted import Script, ScriptedEngine
 from arpo.errors import ArpoError
 from arpo.rewards import Scorer
 from arpo.tools.executor import Toolset
-from arpo.types import NO_CONTEXT, Kind, Reward, RolloutTree, ScoredTree, StopReason, Task, Trajectory
+from arpo.types import NO_CONTEXT, Kind, Reward, RolloutTree, ScoredTree, StopReason, Task
 
 TASK = Task("q1", "What do two pears cost?", ("110",))
 SPEC = {"type": "function", "function": {"name": "price", "description": price.spec.description}}
@@ -57,7 +54,13 @@ TURNS = {
 
 
 def tree_of(
-    agent: Agent, policy: str = "entropy", num: int = 6, initial: int = 2, calls: int = 5, seconds: float = 60, **more: Any
+    agent: Agent,
+    policy: str = "entropy",
+    num: int = 6,
+    initial: int = 2,
+    calls: int = 5,
+    seconds: float = 60,
+    **more: Any,
 ) -> RolloutTree:
     how = Rollout(num_trajectories=num, num_initial=initial, max_tool_calls=calls, concurrency=1, max_seconds=seconds)
     how = how.model_copy(update=more)
@@ -124,9 +127,7 @@ def test_recorded_tokens_are_those_that_the_engine_sampled(tokenizer: Any) -> No
                     tokens[at : at + len(whole)] = pieces
             for token in tokens:
                 on_token(token, -0.5, 1.0)
-            return replace(
-                made, tokens=tuple(tokens), logprobs=(-0.5,) * len(tokens), entropies=(1.0,) * len(tokens)
-            )
+            return replace(made, tokens=tuple(tokens), logprobs=(-0.5,) * len(tokens), entropies=(1.0,) * len(tokens))
 
     engine = Recording(Spelling(tokenizer, scripted(TURNS)))
     tree = tree_of(program_agent(engine, tokenizer, tool_loop([SPEC], call_price)), "always")
@@ -134,6 +135,12 @@ def test_recorded_tokens_are_those_that_the_engine_sampled(tokenizer: Any) -> No
     found = {(tree.tokens(tree.nodes[i].parent or 0), tree.nodes[i].tokens, tree.nodes[i].logprobs) for i in nodes}
     assert found == {(prefix, made.tokens, made.logprobs) for prefix, made in engine.made}
     assert any(tuple(pieces) == node.tokens[i : i + 4] for node in tree.nodes for i in range(len(node.tokens)))
+
+
+def score(agent: Agent, how: Rollout, mask_faults: bool = True, policy: str = "always") -> ScoredTree:
+    branching = Branching(policy=policy, probe_tokens=2)  # type: ignore[arg-type]
+    with Scorer(lambda trajectory: Reward(float(trajectory.answer is not None)), 1, mask_faults) as scorer:
+        return asyncio.run(sample_tree(agent, TASK, how, branching, 3, scorer.score))
 
 
 def two_agents(task: Any, endpoint: Any) -> str:
@@ -209,11 +216,234 @@ def test_a_program_that_does_not_ask_the_same_again_is_masked_and_counted(tokeni
     scored = score(agent, how, mask_faults=False)
     reasons = [leaf.stop_reason for leaf in scored.tree.leaves]
     assert reasons.count(StopReason.REPLAY_DIFFERS) == 4 and reasons.count(StopReason.ANSWER) == 2
-    assert [used for used in scored.mask] == [reason is StopReason.ANSWER for reason in reasons]
+    assert list(scored.mask) == [reason is StopReason.ANSWER for reason in reasons]
     assert rollout_metrics([scored], 2)["program_differences"] == 4
 
 
-def score(agent: Agent, how: Rollout, mask_faults: bool = True, policy: str = "always") -> ScoredTree:
-    branching = Branching(policy=policy, probe_tokens=2)  # type: ignore[arg-type]
-    with Scorer(lambda trajectory: Reward(float(trajectory.answer is not None)), 1, mask_faults) as scorer:
-        return asyncio.run(sample_tree(agent, TASK, how, branching, 3, scorer.score))
+def test_replays_are_noticed_when_the_program_asks_less_or_fails(tokenizer: Any) -> None:
+    runs = count()
+
+    def tired(task: Any, endpoint: Any) -> None:
+        run = next(runs)
+        if run == 2:
+            return
+        if run == 3:
+            raise RuntimeError("no more")
+        tool_loop([SPEC], call_price)(task, endpoint)
+
+    agent = program_agent(ScriptedEngine(tokenizer, scripted(TURNS)), tokenizer, tired)
+    tree = tree_of(agent, "always", num=4)
+    assert [leaf.stop_reason for leaf in tree.leaves] == [StopReason.ANSWER] * 2 + [StopReason.REPLAY_DIFFERS] * 2
+
+
+def stuck(task: Any, endpoint: Any) -> None:
+    threading.Event().wait()
+
+
+def broken(task: Any, endpoint: Any) -> None:
+    plain.ask(endpoint, [{"role": "user", "content": task.question}])
+    raise RuntimeError("the database is gone")
+
+
+@pytest.mark.parametrize(
+    ("program", "reason", "metric"),
+    [
+        (stuck, StopReason.PROGRAM_TIMEOUT, "program_timeouts"),
+        (broken, StopReason.PROGRAM_FAILED, "program_failures"),
+        (lambda task, endpoint: 1.0, StopReason.PROGRAM_FAILED, "program_failures"),  # it asks nothing
+        (lambda task, endpoint: broken(task, endpoint) or exit(1), StopReason.PROGRAM_FAILED, "program_failures"),
+    ],
+)
+def test_a_program_that_fails_or_hangs_is_masked_and_counted(
+    program: Callable[..., Any], reason: StopReason, metric: str, tokenizer: Any
+) -> None:
+    agent = program_agent(ScriptedEngine(tokenizer, lambda prefix, seed: ANSWER), tokenizer, program)
+    how = Rollout(num_trajectories=2, num_initial=2, max_seconds=0.2 if program is stuck else 60)
+    scored = score(agent, how, policy="never")
+    assert [leaf.stop_reason for leaf in scored.tree.leaves] == [reason] * 2
+    assert scored.mask == (False, False)
+    metrics = rollout_metrics([scored], 2)
+    assert metrics[metric] == metrics["masked_trajectories"] == 2
+
+
+def test_a_model_that_is_cut_off_is_trained_even_if_its_program_then_fails(tokenizer: Any) -> None:
+    """It asks too often, writes too much, or takes too long: this is something to learn from."""
+
+    def strict(task: Any, endpoint: Any) -> str:
+        reply = plain.ask(endpoint, [{"role": "user", "content": task.question}])
+        return str(json.loads(reply["content"]))
+
+    class Slow(ScriptedEngine):
+        async def generate(self, *args: Any, **kwargs: Any) -> Any:
+            return replace(await super().generate(*args, **kwargs), finish="time")
+
+    looping = scripted(dict.fromkeys(range(20), TURNS[0]))
+    cases: list[tuple[Any, Any, dict[str, Any], StopReason]] = [
+        (ScriptedEngine(tokenizer, looping), tool_loop([SPEC], call_price), {}, StopReason.MAX_TOOL_CALLS),
+        (ScriptedEngine(tokenizer, scripted(TURNS)), strict, {"max_tokens": 3}, StopReason.LENGTH),
+        (ScriptedEngine(tokenizer, looping), tool_loop([SPEC], call_price), {"max_tokens": 30}, StopReason.LENGTH),
+        (ScriptedEngine(tokenizer, looping, max_context=60), tool_loop([SPEC], call_price), {}, StopReason.LENGTH),
+        (Slow(tokenizer, scripted(TURNS)), strict, {}, StopReason.MAX_SECONDS),
+    ]
+    for engine, program, more, reason in cases:
+        how = Rollout(num_trajectories=1, num_initial=1, max_tool_calls=5, **more)
+        scored = score(program_agent(engine, tokenizer, program), how, policy="never")
+        (trajectory,) = scored.tree.trajectories
+        assert (trajectory.stop_reason, scored.mask) == (reason, (True,))
+        assert trajectory.completion_tokens > 0
+        assert all(len(scored.tree.tokens(i)) <= engine.capabilities.max_context for i in range(len(scored.tree.nodes)))
+        if reason is StopReason.MAX_TOOL_CALLS:
+            assert len(trajectory.tool_calls) == 5 and len(trajectory.model_nodes) == 6
+
+
+def test_runs_that_begin_with_different_words_are_one_group(tokenizer: Any) -> None:
+    runs = count()
+
+    def dated(task: Any, endpoint: Any) -> str:
+        return str(plain.ask(endpoint, [{"role": "user", "content": f"Day {next(runs)}. {task.question}"}])["content"])
+
+    engine = Recording(ScriptedEngine(tokenizer, lambda prefix, seed: ANSWER))
+    tree = tree_of(program_agent(engine, tokenizer, dated), "always", num=3, initial=3)
+    assert [len(trajectory.nodes) for trajectory in tree.trajectories] == [2, 3, 3]
+    assert [trajectory.nodes[-1].parent for trajectory in tree.trajectories] == [0, 2, 4]
+    assert [tree.tokens(i) for i in (0, 2, 4)] == [prefix for prefix, _ in engine.made]
+    assert all(node.decision is None for node in tree.nodes)
+
+
+def test_the_next_request_may_cut_and_limit_its_reply(tokenizer: Any) -> None:
+    """Stop strings are not part of what the program sees, and the conversation goes on after them."""
+    seen: list[Any] = []
+
+    def program(task: Any, endpoint: Any) -> None:
+        talk = [{"role": "user", "content": task.question}]
+        talk.append(plain.ask(endpoint, talk, stop=["Kelso"]))
+        talk.append({"role": "user", "content": "And?"})
+        talk.append(plain.ask(endpoint, talk, max_tokens=2))
+        seen.extend(talk)
+
+    engine = Recording(ScriptedEngine(tokenizer, lambda prefix, seed: "Born in Upper Kelso is Mira"))
+    tree = tree_of(program_agent(engine, tokenizer, program), "never", num=1, initial=1)
+    assert seen[1]["content"] == "Born in Upper" and len(tree.nodes[-1].tokens) == 2
+    assert tree.nodes[1].text == "Born in Upper Kelso" and tree.nodes[1].tokens == engine.made[0][1].tokens
+    assert [node.context for node in tree.nodes] == [None] * 4
+    assert tree.leaves[0].stop_reason is StopReason.ANSWER
+
+
+def test_thoughts_that_the_template_drops_begin_a_conversation_anew() -> None:
+    """Where a template changes earlier turns, their tokens are not appended to."""
+    last = "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}"
+    last += "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    content = "{{ m.content.split('</think>')[-1] if m.role == 'assistant' and loop.index0 < ns.last else m.content }}"
+    tokenizer = tokenizer_for(last + HERMES.replace("{{ m.content }}{% for c", content + "{% for c"))
+
+    def program(task: Any, endpoint: Any) -> None:
+        talk = [{"role": "user", "content": task.question}]
+        talk.append(plain.ask(endpoint, talk))
+        assert talk[1]["content"] == "It is 110." and talk[1]["reasoning_content"] == "long"
+        plain.ask(endpoint, [*talk, {"role": "user", "content": "Sure?"}])
+
+    engine = Recording(ScriptedEngine(tokenizer, lambda prefix, seed: "<think>long</think>It is 110.<|im_end|>"))
+    agent = program_agent(engine, tokenizer, program, "auto")
+    agent = replace(agent, chat=ChatEncoder(tokenizer, "native", end_texts=("<|im_end|>",)))
+    tree = tree_of(agent, "never", num=1, initial=1)
+    assert tree.nodes[2].context == NO_CONTEXT
+    assert tokenizer.decode(list(engine.made[1][0])) == (
+        "<|im_start|>user\nWhat do two pears cost?<|im_end|>\n<|im_start|>assistant\nIt is 110.<|im_end|>\n"
+        "<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_a_history_that_the_program_wrote_itself_is_written_in_the_format(tokenizer: Any) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "price", "arguments": '{"item": "pear"}'}}
+
+    def program(task: Any, endpoint: Any) -> None:
+        talk: list[dict[str, Any]] = [{"role": "system", "content": "Be brief."}]
+        talk += [{"role": "user", "content": "Apples?"}, {"role": "assistant", "content": "40"}]
+        talk += [{"role": "user", "content": task.question}, {"role": "assistant", "tool_calls": [call]}]
+        plain.ask(endpoint, [*talk, {"role": "tool", "tool_call_id": "c1", "content": "55 <|end|>"}], tools=[SPEC])
+
+    engine = Recording(ScriptedEngine(tokenizer, lambda prefix, seed: ANSWER))
+    tree_of(program_agent(engine, tokenizer, program), "never", num=1, initial=1)
+    assert tokenizer.decode(list(engine.made[0][0])) == (
+        "<|user|> Apples?<|assistant|>40<|user|> What do two pears cost?<|assistant|>"
+        "<price>pear</price><result>55 <|end|></result>\n"
+    )
+    assert tokenizer.eos_token_id not in engine.made[0][0]  # a text is no control token
+
+
+def test_tools_that_the_format_cannot_express_stop_the_run(tokenizer: Any) -> None:
+    tool = {"type": "function", "function": {"name": "think", "parameters": {}}}
+    agent = program_agent(
+        ScriptedEngine(tokenizer, lambda prefix, seed: ANSWER), tokenizer, tool_loop([tool], call_price)
+    )
+    with pytest.raises(ArpoError, match="a tool cannot be named 'think'"):
+        tree_of(agent, "never", num=1, initial=1)
+
+
+def test_a_command_is_run_and_killed_at_its_end(tokenizer: Any) -> None:
+    code = """
+import json, os, sys, urllib.request
+task = json.load(sys.stdin)
+body = {"messages": [{"role": "user", "content": task["question"]}]}
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+reply = json.load(urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)))
+print(reply["choices"][0]["message"]["content"])
+sys.exit(int(task["meta"].get("status", 0)))
+"""
+    agent = program_agent(ScriptedEngine(tokenizer, lambda prefix, seed: "110<|end|>"), tokenizer, broken)
+    agent = replace(
+        agent,
+        program=CommandProgram((sys.executable, "-c", code)),
+        format=replace(agent.format, end_texts=("<|end|>",)),
+    )
+    agent = replace(agent, chat=ChatEncoder(tokenizer, "tags", end_texts=("<|end|>",)))
+    (leaf,) = tree_of(agent, "never", num=1, initial=1).leaves
+    assert (leaf.stop_reason, leaf.answer) == (StopReason.ANSWER, "110")
+    how, never = Rollout(num_trajectories=1, num_initial=1), Branching(policy="never")
+    failing = Task("q2", "What?", (), meta={"status": 3})
+    (leaf,) = asyncio.run(rollout(agent, failing, how, never, 0)).leaves
+    assert leaf.stop_reason is StopReason.PROGRAM_FAILED
+    hanging = replace(agent, program=CommandProgram((sys.executable, "-c", "import time; time.sleep(10000)")))
+    (leaf,) = tree_of(hanging, "never", num=1, initial=1, seconds=0.2).leaves
+    assert leaf.stop_reason is StopReason.PROGRAM_TIMEOUT
+
+
+def test_what_a_program_returns() -> None:
+    assert read_output(None) == (None, None) and read_output("42") == ("42", None)
+    assert read_output(True) == (None, Reward(1.0)) and read_output(0.5) == (None, Reward(0.5))
+    assert read_output(Reward(2.0, {"correct": 1.0})) == (None, Reward(2.0, {"correct": 1.0}))
+    assert read_output({"a": [1]}) == ('{"a": [1]}', None)
+    with pytest.raises(ValueError, match="finite"):
+        read_output(float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ([], "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "no role 'robot'"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "nothing to answer"),
+        ({"messages": [{"role": "user", "content": "x"}], "n": 2}, "n: this endpoint"),
+        ({"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}}, "response_f"),
+        ({"messages": [{"role": "user", "content": "x"}], "max_tokens": 0}, "max_tokens"),
+        ({"messages": [{"role": "user", "content": "x"}], "tools": [1]}, "tools"),
+    ],
+)
+def test_requests_that_cannot_be_answered_say_why(body: Any, words: str) -> None:
+    with pytest.raises(BadRequest, match=words):
+        read_request(body)
+
+
+def test_messages_are_equal_if_they_say_the_same() -> None:
+    call = {"id": "a", "function": {"name": "f", "arguments": '{"y":1, "x": 2}'}}
+    one = {"role": "assistant", "content": [{"type": "text", "text": " hi "}], "tool_calls": [call]}
+    other = {"role": "assistant", "content": "hi", "refusal": None, "tool_calls": [call | {"type": "function"}]}
+    other["tool_calls"][0]["function"] = {"name": "f", "arguments": {"x": 2, "y": 1}}  # type: ignore[index]
+    end = {"role": "user", "content": "x"}
+    assert read_request({"messages": [one, end]}) == read_request({"messages": [other, end]})
+    assert read_request({"messages": [one, end]}).messages[0] == Message(
+        "assistant", "hi", (("a", "f", '{"x": 2, "y": 1}'),)
+    )

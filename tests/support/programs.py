@@ -34,9 +34,7 @@ plain = load_example("plain")
 def program_agent(engine: Engine, tokenizer: Any, function: Callable[..., Any], form: str = "tags") -> Agent:
     """An agent whose turns this function runs."""
     chat = ChatEncoder(tokenizer, form)
-    return Agent(
-        engine, tokenizer, {}, build_format(form, [], tokenizer), program=FunctionProgram(function), chat=chat
-    )
+    return Agent(engine, tokenizer, {}, build_format(form, [], tokenizer), program=FunctionProgram(function), chat=chat)
 
 
 def tool_loop(
