@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from fruit import PRICES, price
 from native_templates import HERMES, tokenizer_for
-from programs import Recording, plain, program_agent, tool_loop, without_clock
+from programs import COMMAND, Recording, plain, program_agent, tool_loop, without_clock
 
 from arpo.agent.agent import Agent, PromptEncoder
 from arpo.agent.formats import build_format
@@ -381,20 +381,10 @@ def test_tools_that_the_format_cannot_express_stop_the_run(tokenizer: Any) -> No
 
 
 def test_a_command_is_run_and_killed_at_its_end(tokenizer: Any) -> None:
-    code = """
-import json, os, sys, urllib.request
-task = json.load(sys.stdin)
-body = {"messages": [{"role": "user", "content": task["question"]}]}
-headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
-url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
-reply = json.load(urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)))
-print(reply["choices"][0]["message"]["content"])
-sys.exit(int(task["meta"].get("status", 0)))
-"""
     agent = program_agent(ScriptedEngine(tokenizer, lambda prefix, seed: "110<|end|>"), tokenizer, broken)
     agent = replace(
         agent,
-        program=CommandProgram((sys.executable, "-c", code)),
+        program=CommandProgram((sys.executable, "-c", COMMAND)),
         format=replace(agent.format, end_texts=("<|end|>",)),
     )
     agent = replace(agent, chat=ChatEncoder(tokenizer, "tags", end_texts=("<|end|>",)))

@@ -16,6 +16,17 @@ from arpo.agent.program import FunctionProgram
 from arpo.engine.base import Engine
 from arpo.types import Completion, RolloutTree
 
+COMMAND = """
+import json, os, sys, urllib.request
+task = json.load(sys.stdin)
+body = {"messages": [{"role": "user", "content": task["question"]}]}
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+reply = json.load(urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)))
+print(task["meta"].get("say") or reply["choices"][0]["message"]["content"])
+sys.exit(task["meta"].get("status", 0))
+"""
+"""A program that asks once and prints the reply, or what its task says; it ends with the status of its task."""
 EXAMPLES = Path(__file__).parents[2] / "examples" / "program"
 
 
