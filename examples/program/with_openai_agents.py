@@ -13,17 +13,18 @@ from openai import AsyncOpenAI
 from world import read_answer, search, train
 
 set_tracing_disabled(True)
+TOOL = function_tool(search)
 
 
 async def agent(task: Any, endpoint: Any) -> str:
     """Answer a question with the tool."""
-    client = AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)
-    model = OpenAIChatCompletionsModel(model=endpoint.model, openai_client=client)
-    researcher = Agent("researcher", instructions="Answer the question.", tools=[function_tool(search)], model=model)
-    try:
-        result = await Runner.run(researcher, task.question, max_turns=6)
-    except (MaxTurnsExceeded, ModelBehaviorError):  # the model's mistake, not the program's: a wrong answer
-        return ""
+    async with AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
+        model = OpenAIChatCompletionsModel(model=endpoint.model, openai_client=client)
+        researcher = Agent("researcher", instructions="Answer the question.", tools=[TOOL], model=model)
+        try:
+            result = await Runner.run(researcher, task.question, max_turns=6)
+        except (MaxTurnsExceeded, ModelBehaviorError):  # the model's mistake, not the program's: a wrong answer
+            return ""
     return read_answer(result.final_output)
 
 

@@ -1,6 +1,6 @@
 """What the agents of this folder share: questions about the built-in toy world, a search over it, and the training.
 
-The questions need one to three searches. An agent is a function of (task, endpoint); `train` is all that arpo does.
+The questions need one search or two. An agent is a function of (task, endpoint); `train` is all that arpo does.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from arpo.builtin.world import World, build_world
 from arpo.config.schema import World as WorldSettings
 from arpo.tools.search import build_search
 
-KINDS = ("hop1", "hop2", "hop3")
+KINDS = ("hop1", "hop2")
 
 
 @lru_cache
