@@ -89,7 +89,11 @@ class Reply:
             message["reasoning_content"] = self.thoughts
         if self.message.calls:
             message["tool_calls"] = [
-                {"id": call_id, "type": "function", "function": {"name": name, "arguments": json.dumps(dict(call.args))}}
+                {
+                    "id": call_id,
+                    "type": "function",
+                    "function": {"name": name, "arguments": json.dumps(dict(call.args))},
+                }
                 for (call_id, name, _), call in zip(self.message.calls, self.calls, strict=True)
             ]
         else:

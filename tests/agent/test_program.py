@@ -112,23 +112,42 @@ def test_a_tree_in_the_models_own_format_is_that_of_arpos_own_loop(twice: bool) 
     assert len(expected.trajectories[0].tool_calls) == 2 and expected.branch_points
 
 
+class Spelling(ScriptedEngine):
+    """Writes "pear" letter by letter, as encoding its text would not."""
+
+    async def generate(self, prefix: Sequence[int], params: Any, *, on_token: Any = None) -> Any:
+        made = await super().generate(prefix, params, on_token=None)
+        pieces = [self._tokenizer.convert_tokens_to_ids(letter) for letter in "pear"]
+        whole = self._tokenizer("pear", add_special_tokens=False).input_ids
+        assert len(whole) < len(pieces)
+        tokens = list(made.tokens)
+        for at in range(len(tokens)):
+            if tokens[at : at + len(whole)] == whole:
+                tokens[at : at + len(whole)] = pieces
+        for token in tokens:
+            on_token(token, -0.5, 1.0)
+        return replace(made, tokens=tuple(tokens), logprobs=(-0.5,) * len(tokens), entropies=(1.0,) * len(tokens))
+
+
+def test_a_reply_in_a_conversation_that_starts_anew_keeps_its_tokens(tokenizer: Any) -> None:
+    """A program that compacts its history, and keeps the model's last words."""
+
+    def compacting(task: Any, endpoint: Any) -> None:
+        reply = plain.ask(endpoint, [{"role": "user", "content": task.question}])
+        kept = [{"role": "user", "content": "Before:"}, reply, {"role": "user", "content": "Go on."}]
+        plain.ask(endpoint, kept)
+
+    engine = Recording(Spelling(tokenizer, lambda prefix, seed: "pear"))
+    tree = tree_of(program_agent(engine, tokenizer, compacting), "never", num=1, initial=1)
+    assert tree.nodes[2].context == NO_CONTEXT
+    first, second = engine.made
+    spelled = first[1].tokens
+    assert len(spelled) == 4 and spelled in [second[0][i : i + 4] for i in range(len(second[0]))]
+
+
 def test_recorded_tokens_are_those_that_the_engine_sampled(tokenizer: Any) -> None:
     """Prefix by prefix, with tokens that encoding the text again would not give."""
     pieces = [tokenizer.convert_tokens_to_ids(letter) for letter in "pear"]
-    whole = tokenizer("pear", add_special_tokens=False).input_ids
-    assert len(whole) < len(pieces)
-
-    class Spelling(ScriptedEngine):
-        async def generate(self, prefix: Sequence[int], params: Any, *, on_token: Any = None) -> Any:
-            made = await super().generate(prefix, params, on_token=None)
-            tokens = list(made.tokens)
-            for at in range(len(tokens)):
-                if tokens[at : at + len(whole)] == whole:
-                    tokens[at : at + len(whole)] = pieces
-            for token in tokens:
-                on_token(token, -0.5, 1.0)
-            return replace(made, tokens=tuple(tokens), logprobs=(-0.5,) * len(tokens), entropies=(1.0,) * len(tokens))
-
     engine = Recording(Spelling(tokenizer, scripted(TURNS)))
     tree = tree_of(program_agent(engine, tokenizer, tool_loop([SPEC], call_price)), "always")
     nodes = [index for index, node in enumerate(tree.nodes) if node.kind is Kind.MODEL]
