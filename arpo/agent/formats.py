@@ -459,8 +459,7 @@ def encode_next_question(
         return more
     if getattr(tokenizer, "chat_template", None):
         raise ArpoError(
-            "the model's chat template does not mark where an answer ends, so no question can follow one: leave out "
-            "rollout.examples, or take a model with another template"
+            "rollout.examples: the model's chat template does not mark where an answer ends; leave them out"
         )
     before, after = encode_text(tokenizer, "\n\nQuestion: "), encode_text(tokenizer, "\nAnswer:")
     return (*before, *encode_plain(tokenizer, question.strip()), *after)
