@@ -6,8 +6,8 @@
         server.unregister(key)                    # from now on the key is refused, and its requests are cancelled
 
 Guarantees: it listens on 127.0.0.1 only. Every key is random and leads to one trajectory; without a known key there is
-no answer. A client that goes away cancels its request. No request can raise here, except for an error of arpo's own,
-which `answer` gets to report.
+no answer. A client that goes away cancels its request. No request can raise here; reporting errors that are not the
+request's fault is up to `answer`.
 Not covered: HTTP beyond a request with Content-Length at a time per connection; TLS.
 """
 
@@ -40,9 +40,9 @@ class _HttpRequest(NamedTuple):
 class _Refused(Exception):
     """A request that is answered with an error."""
 
-    def __init__(self, status: int, text: str) -> None:
+    def __init__(self, status: int, text: str, is_last: bool = False) -> None:
         super().__init__(text)
-        self.status = status
+        self.status, self.is_last = status, is_last  # the last one of its connection
 
 
 class ChatServer:
@@ -81,6 +81,9 @@ class ChatServer:
                     response = await self._respond(request, reader)
                 except _Refused as refused:
                     response = _error(refused.status, str(refused))
+                    if refused.is_last:
+                        await _close_after(response, reader, writer)
+                        break
                 writer.write(response)
                 await writer.drain()
         writer.close()
@@ -163,12 +166,21 @@ async def _read_http(reader: asyncio.StreamReader) -> _HttpRequest:
     pairs = (line.partition(":") for line in head[1:] if line)
     headers: Mapping[str, str] = {name.strip().lower(): value.strip() for name, _, value in pairs}
     length = headers.get("content-length", "0")
-    if "transfer-encoding" in headers or not length.isdecimal() or int(length) > MAX_BODY:
-        await reader.read()  # where the next request would begin is not known
-        raise _Refused(413, f"send a Content-Length of at most {MAX_BODY:,} bytes")
+    known = "transfer-encoding" not in headers and length.isdecimal() and len(length) < 20
+    if not known or int(length) > MAX_BODY:  # where the next request begins is not known, or too far away
+        raise _Refused(413, f"send a Content-Length of at most {MAX_BODY:,} bytes", is_last=True)
     body = await reader.readexactly(int(length))
     scheme, _, key = headers.get("authorization", "").partition(" ")
     return _HttpRequest(words[0], words[1].partition("?")[0], key.strip() if scheme.lower() == "bearer" else "", body)
+
+
+async def _close_after(response: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Send a response, and read what the client still sends: it reads the response when it has sent everything."""
+    writer.write(response)
+    await writer.drain()
+    writer.write_eof()
+    while await reader.read(MAX_HEAD):
+        pass
 
 
 def _response(status: int, value: Any, kind: str = "application/json") -> bytes:

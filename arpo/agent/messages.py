@@ -39,10 +39,18 @@ from arpo.config.section import MAX_TREE_TOKENS
 from arpo.types import ToolCall, ToolSpec
 
 FINISH = {"length": "length"}  # other reasons are "stop", or "tool_calls"
-NOT_ASKED = ("n", "logprobs", "response_format", "audio", "functions")  # what the endpoint does not do
-HARMLESS = (None, False, 1, {"type": "text"})  # values of these that ask for nothing special
+HARMLESS: Mapping[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "logprobs": (False,),
+    "response_format": ({"type": "text"},),
+    "audio": (),
+    "functions": ([],),
+}
+"""What the endpoint does not do, with the values that do not ask for it; null is one of them, too."""
+MAX_STOPS = 16
+MAX_FORMATS = 64  # call formats that are kept, by the tools of a request
 
-
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _OPENING = re.compile(r"<[^>]*>|\[[^\]]*\]|\{")  # what a call starts with
 
 
@@ -114,43 +122,58 @@ def read_request(body: Any) -> Request:
     """The request in a JSON body."""
     if not isinstance(body, Mapping) or not isinstance(body.get("messages"), list) or not body["messages"]:
         raise BadRequest("messages: expected a list of messages")
-    for name in NOT_ASKED:
-        if body.get(name) not in HARMLESS:
+    for name, harmless in HARMLESS.items():
+        if body.get(name) is not None and body[name] not in harmless:
             raise BadRequest(f"{name}: this endpoint does not support {body[name]!r:.100}")
     messages = tuple(map(_read_message, body["messages"]))
     if messages[-1].role == "assistant":
         raise BadRequest("messages: the last one is the assistant's, so there is nothing to answer")
     tools = body.get("tools") or []
-    if not isinstance(tools, list) or not all(isinstance(each, Mapping) and "function" in each for each in tools):
-        raise BadRequest("tools: expected a list of functions")
-    stop = body.get("stop") or ()
-    stop = (stop,) if isinstance(stop, str) else tuple(stop)
+    if not isinstance(tools, list) or not all(map(_is_function, tools)):
+        raise BadRequest("tools: expected a list of functions, whose parameters are a schema")
+    stop = body.get("stop") or []
+    stop = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stop, list) or len(stop) > MAX_STOPS or not all(isinstance(each, str) and each for each in stop):
+        raise BadRequest(f"stop: expected a text, or a list of at most {MAX_STOPS} that are not empty")
     limits = [body[name] for name in ("max_tokens", "max_completion_tokens") if body.get(name) is not None]
     if not all(isinstance(limit, int) and limit > 0 for limit in limits):
         raise BadRequest("max_tokens: expected a number of tokens from 1 on")
-    return Request(messages, json.dumps(tools), stop, min(limits, default=None))
+    written = _whole(json.dumps(tools, ensure_ascii=False))
+    return Request(messages, written, tuple(map(_whole, stop)), min(limits, default=None))
+
+
+def _is_function(tool: Any) -> bool:
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    return isinstance(function, Mapping) and isinstance(function.get("parameters") or {}, Mapping)
+
+
+def _whole(text: str) -> str:
+    """The text with a replacement character for each half of one, which no tokenizer takes."""
+    return _SURROGATE.sub("\ufffd", text)
 
 
 def _read_message(value: Any) -> Message:
     if not isinstance(value, Mapping):
         raise BadRequest(f"messages: got {value!r:.100}, expected an object")
-    role, text = {"developer": "system"}.get(value.get("role", ""), value.get("role")), _read_text(value.get("content"))
+    role, text = value.get("role"), _read_text(value.get("content"))
+    role = "system" if role == "developer" else role
     if role not in ("system", "user", "assistant", "tool"):
         raise BadRequest(f"messages: there is no role {role!r:.50}")
     if role != "assistant":
-        return Message(role, text, call_id=str(value.get("tool_call_id") or "") if role == "tool" else "")
+        return Message(str(role), text, call_id=str(value.get("tool_call_id") or "") if role == "tool" else "")
     try:
         calls = [(str(call["id"]), call["function"]) for call in value.get("tool_calls") or ()]
-        return Message(role, text.strip(), tuple((i, f["name"], _sorted_json(f["arguments"])) for i, f in calls))
+        said = tuple((call_id, _whole(str(f["name"])), _sorted_json(f["arguments"])) for call_id, f in calls)
+        return Message("assistant", text.strip(), said)
     except (KeyError, TypeError):
         raise BadRequest("messages: a tool call has no id, name or arguments") from None
 
 
 def _read_text(content: Any) -> str:
     if content is None or isinstance(content, str):
-        return content or ""
+        return _whole(content or "")
     if isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
-        return "".join(str(part.get("text", "")) for part in content)
+        return _whole("".join(str(part.get("text", "")) for part in content))
     raise BadRequest("messages: only text is supported as content")
 
 
@@ -158,9 +181,9 @@ def _sorted_json(arguments: Any) -> str:
     """Arguments in one spelling; as they are if they are no JSON."""
     try:
         value = json.loads(arguments) if isinstance(arguments, str) else arguments
-        return json.dumps(value, sort_keys=True, ensure_ascii=False)
-    except ValueError:
-        return str(arguments)
+        return _whole(json.dumps(value, sort_keys=True, ensure_ascii=False))
+    except (ValueError, RecursionError):
+        return _whole(str(arguments))
 
 
 def continuation(request: Request, earlier: Request, reply: Reply) -> tuple[Message, ...] | None:
@@ -204,6 +227,8 @@ class ChatEncoder:
                 self.format_name, specs, self.tokenizer, self.answer, self.template_arguments, self.objects
             )
             ends = tuple(sorted({*fmt.end_texts, *self.end_texts}))
+            if len(self._formats) >= MAX_FORMATS:
+                self._formats.clear()
             self._formats[request.tools] = replace(fmt, end_texts=ends)
         return self._formats[request.tools]
 
@@ -342,7 +367,7 @@ def _spec(function: Mapping[str, Any]) -> ToolSpec:
 def _call(call_id: str, name: str, arguments: str) -> ToolCall:
     try:
         args = json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         args = None
     if not isinstance(args, dict):
         raise BadRequest(f"messages: the arguments of a call of {name} are no JSON object")

@@ -83,7 +83,7 @@ class CommandProgram:
     async def run(self, task: Task, endpoint: Endpoint) -> str:
         """What the command wrote to stdout, without white space around it."""
         row = {"id": task.id, "question": task.question, "kind": task.kind, "meta": dict(task.meta)}
-        direct = dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1,localhost")
+        direct = {name: _with_local_hosts(os.environ.get(name, "")) for name in ("NO_PROXY", "no_proxy")}
         process = await asyncio.create_subprocess_exec(
             *self.command,
             stdin=asyncio.subprocess.PIPE,
@@ -104,6 +104,11 @@ class CommandProgram:
         if len(output) > MAX_OUTPUT:
             raise RuntimeError(f"the command wrote {len(output):,} bytes to stdout, at most {MAX_OUTPUT:,} are read")
         return output.decode(errors="replace").strip()
+
+
+def _with_local_hosts(hosts: str) -> str:
+    """The hosts that are asked without a proxy, with this machine among them."""
+    return ",".join([*filter(None, [hosts]), "127.0.0.1", "localhost"])
 
 
 async def _wait(value: Any) -> Any:

@@ -128,6 +128,7 @@ class ProgramRuns:
         replay: list[tuple[Request, Exchange | None]] = [(each.request, each) for each in known]
         if len(path) > 1:
             replay.append((self.requests[path[-1]], None))
+            dialogue.tool_calls = len(replay) - 1
         run = _Run(self, dialogue, replay, max_requests)
         key = self.server.register(run.answer)
         endpoint = Endpoint(self.server.base_url, key, MODEL)
@@ -160,7 +161,7 @@ class _Run:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     stopped: asyncio.Event = field(default_factory=asyncio.Event)
     stop_reason: StopReason | None = None
-    error: ArpoError | None = None
+    error: Exception | None = None  # not the program's: it ends the rollout
     cut_off: bool = False  # a reply was cut off by the limits of the trajectory
     sampling: bool = False
     answered_at: float = 0.0
@@ -170,13 +171,15 @@ class _Run:
         async with self.lock:
             if self.stop_reason is not None:
                 raise BadRequest(f"the trajectory has ended: {self.stop_reason}")
-            request, before = read_request(body), self.dialogue.place
+            before = self.dialogue.place
             try:
-                return await self._answer(request)
+                return await self._answer(read_request(body))
             except asyncio.CancelledError:  # the client has gone: it may ask again
                 self.dialogue.go_back(before)
                 raise
-            except ArpoError as error:
+            except BadRequest:
+                raise
+            except Exception as error:
                 self.error = error
                 raise self._stop(StopReason.PROGRAM_FAILED, str(error)) from error
             finally:
@@ -185,14 +188,14 @@ class _Run:
     async def _answer(self, request: Request) -> Reply:
         fmt = self.runs.encoder.format(request)
         if self.replay:
-            expected, exchange = self.replay.pop(0)
+            expected, exchange = self.replay[0]
             if request != expected:
                 raise self._stop(StopReason.REPLAY_DIFFERS, "the program did not ask what it asked before")
-            if exchange is not None:
-                return self._record(exchange)
-        else:
-            self._append_request(fmt, request)
-            self.runs.requests[self.dialogue.node] = request
+            reply = await self._sample(fmt, request) if exchange is None else self._record(exchange)
+            del self.replay[0]
+            return reply
+        self._append_request(fmt, request)
+        self.runs.requests[self.dialogue.node] = request
         return await self._sample(fmt, request)
 
     def _stop(self, reason: StopReason, text: str) -> BadRequest:
@@ -284,7 +287,7 @@ class _Run:
             answer, reward = read_output(working.result())
         except ArpoError:
             raise
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:  # a future of the program's own may have been cancelled
             if self.cut_off:
                 return ProgramEnd(StopReason.LENGTH)
             _log_once(self.runs, f"it failed: {_describe(error)}")
@@ -308,7 +311,7 @@ def _log_once(runs: ProgramRuns, text: str) -> None:
         _logger.warning("the program of task %s: %s", runs.task.id, text)
 
 
-def _describe(error: Exception) -> str:
+def _describe(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)[-1:]
     place = f" ({frames[0].filename}:{frames[0].lineno})" if frames else ""
     return f"{type(error).__name__}: {str(error)[:500]}{place}"

@@ -389,6 +389,8 @@ class _TreeBuilder:
         trajectory.consecutive_branches = trajectory.consecutive_branches + 1 if decision.branches else 0
         for _ in range(decision.branches):
             left = trajectory.deadline - time.monotonic()  # a branch inherits the remaining time
+            if self.program is not None:  # it is run from its beginning
+                left = self.settings.max_seconds
             state = None if trajectory.state is None else trajectory.state.branch()
             branch = replace(trajectory, node=source, number=self.started, seconds=left, already_probed=True)
             self._start(replace(branch, state=state))

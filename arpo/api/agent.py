@@ -139,8 +139,6 @@ class Agent:
     def chat(self, *, seed: int | None = None) -> Chat:
         """A conversation in which the agent remembers what was said before."""
         context = self._require_context()
-        if context.agent.program is not None:
-            raise ArpoError("chat: the program holds its own conversations; use ask(), which runs it")
         rollout = evaluation_rollout(self.config.eval, self.config.rollout, 1)
         seed = self.config.seed if seed is None else seed
         conversation = Conversation(context.agent, rollout, self.config.branching.probe_tokens, seed)

@@ -314,6 +314,8 @@ def _endpoint_answers(
             "eval.endpoint: the reward looks at the final state of the environment, which is not known for a model "
             "behind an endpoint; give a reward.function of the trajectory alone"
         )
+    if config.program.name is not None:
+        raise ArpoError("eval.endpoint: a program asks arpo's own endpoint; leave out program, or eval.endpoint")
     settings = evaluation_rollout(config.eval, config.rollout, 1)
     agents: list[EndpointAgent] = []
     opening = asyncio.Lock()

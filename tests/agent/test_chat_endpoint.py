@@ -75,6 +75,25 @@ def test_only_known_keys_are_answered_and_only_while_their_trajectory_runs() -> 
     asyncio.run(work())
 
 
+@pytest.mark.parametrize(
+    "header",
+    ["Transfer-Encoding: chunked", f"Content-Length: {'9' * 5000}", "Content-Length: 99999999", "Content-Length: x"],
+)
+def test_a_request_without_a_usable_length_is_refused_at_once(header: str) -> None:
+    """While the client waits with an open connection."""
+
+    async def work() -> None:
+        async with serving(always) as (server, key):
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nAuthorization: Bearer {key}\r\n{header}\r\n\r\n"
+            writer.write(head.encode() + b"5\r\nhello\r\n")
+            response = await reader.read()  # until the server ends it
+            assert response.startswith(b"HTTP/1.1 413 ") and b"send a Content-Length" in response
+            writer.close()
+
+    asyncio.run(work())
+
+
 def test_it_listens_on_this_machine_only() -> None:
     async def work() -> None:
         async with open_endpoint() as server:

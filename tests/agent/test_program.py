@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import http.client
 import json
+import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,16 +21,18 @@ from native_templates import HERMES, tokenizer_for
 from programs import COMMAND, Recording, plain, program_agent, tool_loop, without_clock
 
 from arpo.agent.agent import Agent, PromptEncoder
+from arpo.agent.conversation import Conversation
 from arpo.agent.formats import build_format
 from arpo.agent.messages import BadRequest, ChatEncoder, Message, read_request
-from arpo.agent.program import CommandProgram, read_output
+from arpo.agent.program import CommandProgram, Endpoint, read_output
 from arpo.algorithm.metrics import rollout_metrics
-from arpo.algorithm.rollout import rollout, sample_tree
+from arpo.algorithm.rollout import _TreeBuilder, rollout, sample_tree
 from arpo.config.algorithm import Branching
 from arpo.config.schema import Rollout
 from arpo.engine.scripted import Script, ScriptedEngine
 from arpo.errors import ArpoError
 from arpo.rewards import Scorer
+from arpo.runs.trees import pack_trees, tree_to_json, unpack_tree
 from arpo.tools.executor import Toolset
 from arpo.types import NO_CONTEXT, Kind, Reward, RolloutTree, ScoredTree, StopReason, Task
 
@@ -255,6 +261,102 @@ def test_replays_are_noticed_when_the_program_asks_less_or_fails(tokenizer: Any)
     assert [leaf.stop_reason for leaf in tree.leaves] == [StopReason.ANSWER] * 2 + [StopReason.REPLAY_DIFFERS] * 2
 
 
+def test_a_client_that_goes_away_at_a_branch_point_may_ask_again_there(tokenizer: Any) -> None:
+    """The branch then has a turn of its own after the same result, and no request twice."""
+    started, cancelled, runs = threading.Event(), threading.Event(), count()
+
+    class Stuck(ScriptedEngine):
+        async def generate(self, prefix: Sequence[int], *args: Any, **kwargs: Any) -> Any:
+            if leaving and not started.is_set():
+                started.set()
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    cancelled.set()
+            return await super().generate(prefix, *args, **kwargs)
+
+    leaving: list[bool] = []
+
+    def program(task: Any, endpoint: Any) -> str:
+        is_branch = next(runs) == 1
+        talk = [{"role": "user", "content": task.question}]
+        talk += [plain.ask(endpoint, talk), {"role": "user", "content": "again"}]
+        if is_branch:
+            leaving.append(True)
+            port = int(endpoint.base_url.split(":")[2].split("/")[0])
+            connection = http.client.HTTPConnection("127.0.0.1", port)
+            headers = {"Authorization": f"Bearer {endpoint.api_key}"}
+            connection.request("POST", "/v1/chat/completions", json.dumps({"messages": talk}), headers)
+            assert started.wait(60)
+            connection.close()
+            assert cancelled.wait(60)
+        return str(plain.ask(endpoint, talk)["content"])
+
+    agent = program_agent(Stuck(tokenizer, lambda prefix, seed: f"reply {seed % 97}"), tokenizer, program)
+    tree = tree_of(agent, "always", num=2, initial=1)
+    assert [trajectory.indices for trajectory in tree.trajectories] == [(0, 1, 2, 3), (0, 1, 2, 4)]
+    assert {leaf.stop_reason for leaf in tree.leaves} == {StopReason.ANSWER}
+
+
+def test_a_branch_has_the_time_of_a_whole_run(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its program is run from the beginning, and so are its tools."""
+    seconds: list[float] = []
+
+    def start(self: _TreeBuilder, trajectory: Any) -> None:
+        seconds.append(trajectory.seconds)
+        original(self, trajectory)
+
+    original = _TreeBuilder._start
+    monkeypatch.setattr(_TreeBuilder, "_start", start)
+    agent = program_agent(ScriptedEngine(tokenizer, scripted(TURNS)), tokenizer, tool_loop([SPEC], call_price))
+    assert tree_of(agent, "always", seconds=60).branch_points and seconds == [60.0] * 6
+
+
+def test_a_later_branch_may_make_as_many_requests_as_any_run() -> None:
+    """Two results in one request count once."""
+    tokenizer = tokenizer_for(HERMES)
+    call = '<tool_call>\n{"name": "price", "arguments": {"item": "pear"}}\n</tool_call>'
+    turns = {0: f"{call}\n{call.replace('pear', 'apple')}<|im_end|>", 2: f"{call}<|im_end|>", 3: "SEED<|im_end|>"}
+    agent = program_agent(
+        ScriptedEngine(tokenizer, scripted(turns)), tokenizer, tool_loop([SPEC], call_price), "native"
+    )
+    agent = replace(agent, chat=ChatEncoder(tokenizer, "native", end_texts=("<|im_end|>",)))
+    tree = tree_of(agent, "posthoc_top_entropy", num=6, initial=1, calls=2)
+    assert [leaf.stop_reason for leaf in tree.leaves] == [StopReason.ANSWER] * 6
+    assert {sum(node.kind is Kind.TOOL for node in each.nodes) for each in tree.trajectories} == {3}
+    assert {node.parent for node in tree.nodes if node.kind is Kind.MODEL} >= {0, 3}
+
+
+def test_an_error_of_the_engine_ends_the_rollout(tokenizer: Any) -> None:
+    """It is not the program's, so it must not be masked as one."""
+
+    class Broken(ScriptedEngine):
+        async def generate(self, *args: Any, **kwargs: Any) -> Any:
+            raise RuntimeError("out of memory")
+
+    agent = program_agent(Broken(tokenizer, scripted(TURNS)), tokenizer, tool_loop([SPEC], call_price))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        tree_of(agent, "never", num=2, initial=2)
+
+
+def test_trees_of_programs_are_stored_and_others_as_before(tokenizer: Any) -> None:
+    agent = program_agent(ScriptedEngine(tokenizer, lambda prefix, seed: "reply"), tokenizer, two_agents)
+    tree = tree_of(agent, "never", num=1, initial=1)
+    leaf = replace(tree.leaves[0], reward=Reward(0.5, {"short": 1.0}))
+    scored = ScoredTree(replace(tree, leaves=(leaf,)), (Reward(0.5),), mask=(True,))
+    assert unpack_tree(pack_trees([scored])[0]) == scored
+    agent = program_agent(ScriptedEngine(tokenizer, scripted(TURNS)), tokenizer, tool_loop([SPEC], call_price))
+    values = tree_to_json(ScoredTree(tree_of(agent, "always")))
+    assert all("context" not in node for node in values["nodes"])
+    assert all(set(each) == {"node", "stop_reason", "answer"} for each in values["leaves"])
+
+
+def test_a_program_has_no_chat(tokenizer: Any) -> None:
+    agent = program_agent(ScriptedEngine(tokenizer, lambda prefix, seed: ANSWER), tokenizer, two_agents)
+    with pytest.raises(ArpoError, match="holds its own conversations"):
+        Conversation(agent, Rollout(), 2, 0)
+
+
 def stuck(task: Any, endpoint: Any) -> None:
     threading.Event().wait()
 
@@ -264,13 +366,24 @@ def broken(task: Any, endpoint: Any) -> None:
     raise RuntimeError("the database is gone")
 
 
+def exiting(task: Any, endpoint: Any) -> None:
+    plain.ask(endpoint, [{"role": "user", "content": task.question}])
+    sys.exit(1)
+
+
+def cancelled_inside(task: Any, endpoint: Any) -> None:
+    plain.ask(endpoint, [{"role": "user", "content": task.question}])
+    raise concurrent.futures.CancelledError
+
+
 @pytest.mark.parametrize(
     ("program", "reason", "metric"),
     [
         (stuck, StopReason.PROGRAM_TIMEOUT, "program_timeouts"),
         (broken, StopReason.PROGRAM_FAILED, "program_failures"),
         (lambda task, endpoint: 1.0, StopReason.PROGRAM_FAILED, "program_failures"),  # it asks nothing
-        (lambda task, endpoint: broken(task, endpoint) or exit(1), StopReason.PROGRAM_FAILED, "program_failures"),
+        (exiting, StopReason.PROGRAM_FAILED, "program_failures"),
+        (cancelled_inside, StopReason.PROGRAM_FAILED, "program_failures"),
     ],
 )
 def test_a_program_that_fails_or_hangs_is_masked_and_counted(
@@ -399,7 +512,32 @@ def test_tools_that_the_format_cannot_express_stop_the_run(tokenizer: Any) -> No
         tree_of(agent, "never", num=1, initial=1)
 
 
-def test_a_command_is_run_and_killed_at_its_end(tokenizer: Any) -> None:
+def test_a_command_is_killed_when_its_trajectory_ends(tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    code = f"import os, pathlib, time; pathlib.Path({str(ready)!r}).write_text(str(os.getpid()) + '.'); time.sleep(1e4)"
+
+    async def work() -> None:
+        running = asyncio.ensure_future(CommandProgram((sys.executable, "-c", code)).run(TASK, Endpoint("", "")))
+        while not (ready.exists() and ready.read_text().endswith(".")):
+            assert not running.done()
+            await asyncio.sleep(0.01)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(work())
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(ready.read_text()[:-1]), 0)
+
+
+def test_a_command_asks_this_machine_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_PROXY", "intranet.example")
+    monkeypatch.delenv("no_proxy", raising=False)
+    code = "import os; print(os.environ['NO_PROXY'], os.environ['no_proxy'])"
+    said = asyncio.run(CommandProgram((sys.executable, "-c", code)).run(TASK, Endpoint("", "")))
+    assert said == "intranet.example,127.0.0.1,localhost 127.0.0.1,localhost"
+
+
+def test_a_command_is_run(tokenizer: Any) -> None:
     agent = program_agent(ScriptedEngine(tokenizer, lambda prefix, seed: "110<|end|>"), tokenizer, broken)
     agent = replace(
         agent,
@@ -439,11 +577,37 @@ def test_what_a_program_returns() -> None:
         ({"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}}, "response_f"),
         ({"messages": [{"role": "user", "content": "x"}], "max_tokens": 0}, "max_tokens"),
         ({"messages": [{"role": "user", "content": "x"}], "tools": [1]}, "tools"),
+        ({"messages": [{"role": "user", "content": "x"}], "tools": [{"function": 1}]}, "tools"),
+        ({"messages": [{"role": "user", "content": "x"}], "tools": [{"function": {"parameters": 1}}]}, "tools"),
+        ({"messages": [{"role": "user", "content": "x"}], "logprobs": True}, "logprobs: this endpoint"),
+        ({"messages": [{"role": "user", "content": "x"}], "stop": [""]}, "stop"),
+        ({"messages": [{"role": "user", "content": "x"}], "stop": 3}, "stop"),
+        ({"messages": [{"role": "user", "content": "x"}], "stop": [None]}, "stop"),
+        ({"messages": [{"role": "user", "content": "x"}], "stop": ["x"] * 17}, "stop"),
+        ({"messages": [{"role": ["user"], "content": "x"}]}, "no role"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": 1}]}]}, "tool call"),
     ],
 )
 def test_requests_that_cannot_be_answered_say_why(body: Any, words: str) -> None:
     with pytest.raises(BadRequest, match=words):
         read_request(body)
+
+
+def test_odd_texts_of_a_request_can_be_encoded_and_compared() -> None:
+    """Halves of characters, and arguments that no parser takes."""
+    deep = {"id": "a", "function": {"name": ["f"], "arguments": "[" * 200_000}}
+    messages = [{"role": "user", "content": "\ud800"}, {"role": "assistant", "tool_calls": [deep]}]
+    tool = {"function": {"name": "f", "description": "\udfff"}}
+    request = read_request(
+        {"messages": [*messages, {"role": "user", "content": "x"}], "tools": [tool], "stop": "\ud800"}
+    )
+    assert request.messages[0].text == "\ufffd" and request.stop == ("\ufffd",) and len({*request.messages}) == 3
+    assert "\ufffd" in request.tools
+    for harmless in (
+        {"n": 1, "logprobs": False, "stop": None},
+        {"response_format": {"type": "text"}, "functions": None},
+    ):
+        assert read_request({"messages": [{"role": "user", "content": "x"}], **harmless}).stop == ()
 
 
 def test_messages_are_equal_if_they_say_the_same() -> None:

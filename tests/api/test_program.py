@@ -13,7 +13,10 @@ from cli_runs import call
 from programs import COMMAND, plain
 
 import arpo
+from arpo.config.loading import load_config
 from arpo.errors import ArpoError
+from arpo.evaluation.question_sets import _endpoint_answers
+from arpo.runs.reporter import SILENT
 from arpo.runs.run_dir import open_run_dir
 from arpo.types import StopReason
 
@@ -87,6 +90,12 @@ def test_what_cannot_be_a_program_says_what_is_expected(model_dir: Path) -> None
     fails("brings its own tools", program=talk, tools=["python"])
     fails("empty if program.function is set", program={"function": talk, "command": ["true"]})
     fails("there is no file", program="nowhere.py:agent")
+
+
+def test_a_program_is_not_evaluated_at_another_endpoint() -> None:
+    config = load_config(None, ["program.command=['true']", "eval.endpoint=http://x", "eval.endpoint_model=m"])
+    with pytest.raises(ArpoError, match="a program asks arpo's own endpoint"):
+        _endpoint_answers(config, Any, Any, (), SILENT)  # type: ignore[arg-type]
 
 
 def test_a_text_is_an_answer_and_a_command_may_give_it(model_dir: Path) -> None:
