@@ -122,12 +122,12 @@ class ProgramRuns:
     requests: dict[int, Request] = field(default_factory=dict)  # by the node at which the reply is sampled
     exchanges: dict[int, Exchange] = field(default_factory=dict)  # by the reply's node
 
-    async def run(self, dialogue: ProgramDialogue, path: Sequence[int], max_requests: int) -> ProgramEnd:
-        """Run the program once. `path` are the nodes from the prompt to where the trajectory starts."""
-        known = [self.exchanges[node] for node in path if node in self.exchanges]
+    async def run(self, dialogue: ProgramDialogue, prefix: Sequence[int], max_requests: int) -> ProgramEnd:
+        """Run the program once. `prefix` are the nodes from the prompt to where the trajectory starts."""
+        known = [self.exchanges[node] for node in prefix if node in self.exchanges]
         replay: list[tuple[Request, Exchange | None]] = [(each.request, each) for each in known]
-        if len(path) > 1:
-            replay.append((self.requests[path[-1]], None))
+        if len(prefix) > 1:
+            replay.append((self.requests[prefix[-1]], None))
             dialogue.tool_calls = len(replay) - 1
         run = _Run(self, dialogue, replay, max_requests)
         key = self.server.register(run.answer)

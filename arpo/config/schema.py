@@ -174,7 +174,7 @@ class Tools(Section):
         default_factory=tuple,
         description="tools of the model: search, python, browse, or your own as path/to/file.py:name; tools of MCP "
         "servers and of an environment are added; unset: python, and search if tools.search is set or the tasks are "
-        "the world's; with an environment none",
+        "the world's; with an environment or a program none",
     )
     search: OptionalText = setting(
         None,

@@ -38,9 +38,9 @@ def random_runs(rng: random.Random) -> RolloutTree:
     """Runs that branch off each other; requests follow any earlier node of their run, or nothing."""
     made: list[Node] = [prompt([rng.randrange(VOCAB) for _ in range(3)])]
 
-    def path(index: int) -> list[int]:
+    def prefix(index: int) -> list[int]:
         parent = made[index].parent
-        return [index] if parent is None else [*path(parent), index]
+        return [index] if parent is None else [*prefix(parent), index]
 
     def draw(least: int) -> list[int]:
         return [rng.randrange(VOCAB) for _ in range(rng.randint(least, 4))]
@@ -49,7 +49,7 @@ def random_runs(rng: random.Random) -> RolloutTree:
         above = rng.choice([i for i, node in enumerate(made) if node.kind is not Kind.MODEL])
         tokens = draw(1)
         made.append(model(above, tokens, logprobs=[-rng.uniform(0.5, 4.0) for _ in tokens]))
-        context = rng.choice([NO_CONTEXT, None, *path(len(made) - 1)])
+        context = rng.choice([NO_CONTEXT, None, *prefix(len(made) - 1)])
         asked = tool(len(made) - 1, draw(1 if context == NO_CONTEXT else 0))
         made.append(replace(asked, context=context))
     inner = {node.parent for node in made}
