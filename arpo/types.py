@@ -47,6 +47,22 @@ class StopReason(StrEnum):
     WORKER_LOST = "worker_lost"  # the wall-clock limit, while the engine was unreachable
     DONE = "done"  # the environment ended it
     ENVIRONMENT_FAILED = "environment_failed"  # there is no environment for the task
+    PROGRAM_FAILED = "program_failed"  # the program raised, or asked nothing
+    PROGRAM_TIMEOUT = "program_timeout"  # the wall-clock limit, while the program did something else than to ask
+    REPLAY_DIFFERS = "replay_differs"  # run again, the program did not ask the same
+
+
+INFRA_STOPS = frozenset(
+    {
+        StopReason.WORKER_LOST,
+        StopReason.ENVIRONMENT_FAILED,
+        StopReason.PROGRAM_FAILED,
+        StopReason.PROGRAM_TIMEOUT,
+        StopReason.REPLAY_DIFFERS,
+    }
+)
+"""Ends that say nothing about the model."""
+NO_CONTEXT = -1  # of a node whose tokens start a conversation of their own
 
 
 class Fault(StrEnum):
@@ -186,6 +202,9 @@ class Node:
 
     `seconds` is the time it took to produce. A tool node has its call and result, and the branching `decision` made
     after it. `char_offsets`, where known, holds the end of each token in `text`.
+
+    A node's tokens follow those of its parent. In a trajectory of several conversations (`arpo.agent.program`), a tool
+    node may have another `context`: the earlier node that its tokens follow instead, or NO_CONTEXT.
     """
 
     parent: int | None
@@ -201,8 +220,11 @@ class Node:
     decision: Decision | None = None
     seconds: float = 0.0
     char_offsets: tuple[int, ...] = ()
+    context: int | None = None
 
     def __post_init__(self) -> None:
+        if self.context is not None and self.kind is not Kind.TOOL:
+            raise ValueError(f"a {self.kind} node follows its parent and has no other context")
         if self.char_offsets and len(self.char_offsets) != len(self.tokens):
             raise ValueError(f"{len(self.tokens)} tokens, {len(self.char_offsets)} character offsets")
         if self.kind is Kind.MODEL:
@@ -219,12 +241,29 @@ class Node:
 class Leaf:
     """The end of one trajectory: its last node, why it ended, and the answer that was read from its last message.
 
-    Two cut-off trajectories may share a last node.
+    Two cut-off trajectories may share a last node. A program that was run for the trajectory may have returned its
+    `answer`, or its `reward`.
     """
 
     node: int
     stop_reason: StopReason
     answer: str | None = None
+    reward: Reward | None = None
+
+
+def context_of(node: Node) -> int:
+    """The index of the node whose tokens come before this one's; NO_CONTEXT if there is none."""
+    before = node.parent if node.context is None else node.context
+    return NO_CONTEXT if before is None else before
+
+
+def context_nodes(nodes: Sequence[Node], index: int) -> list[int]:
+    """Indices of the nodes whose tokens the model sees at the end of a node, in their order."""
+    found: list[int] = []
+    while index != NO_CONTEXT:
+        found.append(index)
+        index = context_of(nodes[index])
+    return found[::-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +284,8 @@ class RolloutTree:
         for index, node in enumerate(self.nodes[1:], 1):
             if node.parent is None or not 0 <= node.parent < index:
                 raise ValueError(f"node {index} has parent {node.parent}, which does not stand before it")
+            if node.context is not None and not NO_CONTEXT <= node.context < index:
+                raise ValueError(f"node {index} has context {node.context}, which does not stand before it")
         if any(not 0 <= leaf.node < len(self.nodes) for leaf in self.leaves):
             raise ValueError("a leaf names a node that does not exist")
 
@@ -258,8 +299,8 @@ class RolloutTree:
         return tuple(reversed(indices))
 
     def tokens(self, node: int) -> tuple[int, ...]:
-        """All token ids from the root to the end of `node`."""
-        return tuple(token for index in self.prefix(node) for token in self.nodes[index].tokens)
+        """All token ids of the conversation up to the end of `node`: what the model sees there."""
+        return tuple(token for index in context_nodes(self.nodes, node) for token in self.nodes[index].tokens)
 
     @property
     def trajectories(self) -> tuple[Trajectory, ...]:
@@ -334,7 +375,7 @@ class Trajectory:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """All token ids, the prompt first."""
+        """All token ids, the prompt first; those of the last conversation, if there are several."""
         return self.tree.tokens(self.leaf.node)
 
     @property
@@ -364,7 +405,7 @@ class Trajectory:
     @property
     def infra_fault(self) -> bool:
         """Whether a broken tool or engine (not the model) spoiled this trajectory."""
-        if self.stop_reason in (StopReason.WORKER_LOST, StopReason.ENVIRONMENT_FAILED):
+        if self.stop_reason in INFRA_STOPS:
             return True
         return any(node.result is not None and node.result.fault is Fault.INFRA for node in self.nodes)
 

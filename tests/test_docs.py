@@ -238,11 +238,11 @@ def test_names_of_code_in_prose_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     for name in re.findall(r"`(arpo(?:\.[A-Za-z_]\w*)+)`", text):
         assert resolve(name.split(".")), f"{page.name} names {name}"
-    for path in re.findall(r"`((?:arpo|tests|examples|docs)/[\w/.+-]+)`", text):
+    for path in re.findall(r"`((?:arpo|benchmarks|tests|examples|docs)/[\w/.+-]+)`", text):
         assert (ROOT / path).exists(), f"{page.name} names {path}"
     files = {
         f"/{path.relative_to(ROOT).as_posix()}"
-        for room in ("arpo", "tests", "examples")
+        for room in ("arpo", "benchmarks", "examples", "tests")
         for path in (ROOT / room).rglob("*.py")
     }
     for path in re.findall(r"`([\w/]+\.py)`", text):

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from arpo.agent.examples import encode_examples, read_examples
 from arpo.agent.formats import CallFormat, build_format, encode_next_question, encode_prompt
+from arpo.agent.messages import ChatEncoder
+from arpo.agent.program import Program, build_program
 from arpo.agent.turn_end import turn_end_tokens
 from arpo.config.files import expand_user, read_limited
 from arpo.config.plugins import NO_OBJECTS, Objects
@@ -79,6 +81,8 @@ class Agent:
     format: CallFormat
     result_tokens: int = 512
     encoder: PromptEncoder | None = None
+    program: Program | None = None  # runs the turns in place of arpo's own loop, and asks through `chat`
+    chat: ChatEncoder | None = None
 
     @property
     def prompts(self) -> PromptEncoder:
@@ -124,8 +128,13 @@ def build_agent(
     from arpo.models.lora import has_adapter
     from arpo.models.save import save_for_vllm
 
+    program = build_program(config.program, objects)
+    if program is not None and tools:
+        raise ArpoError(
+            f"program: a program brings its own tools, so leave out tools and environment; got {', '.join(tools)}"
+        )
     if threaded is None:
-        threaded = not all(tool.quick for tool in tools.values())
+        threaded = program is not None or not all(tool.quick for tool in tools.values())
     if config.rollout.engine == "vllm" and has_adapter(model) and config.model.dtype != "float32":
         raise ArpoError(
             "rollout.engine: vLLM gets an adapter merged into the model, and in 16 bits most of what was trained would "
@@ -137,7 +146,10 @@ def build_agent(
     texts = {text for text in tokenizer.convert_ids_to_tokens(sorted(ends)) if isinstance(text, str)}
     fmt = replace(prompts.format, end_texts=tuple(sorted({*prompts.format.end_texts, *texts})))
     prompts = replace(prompts, format=fmt)
-    return Agent(engine, tokenizer, tools, prompts.format, config.tools.max_result_tokens, prompts)
+    chat = ChatEncoder(
+        tokenizer, config.rollout.format, config.answer.parse, config.prompt.template_arguments, objects, fmt.end_texts
+    )
+    return Agent(engine, tokenizer, tools, prompts.format, config.tools.max_result_tokens, prompts, program, chat)
 
 
 def build_prompts(

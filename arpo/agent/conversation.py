@@ -86,6 +86,10 @@ class Conversation:
     is_new: bool = True  # the environment has not been reset for it yet
     _open: AsyncExitStack = field(default_factory=AsyncExitStack)
 
+    def __post_init__(self) -> None:
+        if self.agent.program is not None:
+            raise ArpoError("chat: the program holds its own conversations; ask single questions, which run it")
+
     @property
     def has_memory(self) -> bool:
         """Whether a question can follow an answer; if not, each question starts a new conversation."""

@@ -465,6 +465,18 @@ def encode_next_question(
     return (*before, *encode_plain(tokenizer, question.strip()), *after)
 
 
+def encode_message(tokenizer: Any, history: Sequence[int], text: str, fmt: CallFormat | None = None) -> tuple[int, ...]:
+    """Token ids of a user's message that follows a turn or a result, up to where the model starts to write.
+
+    Where the chat template does not mark the end of a turn, the message follows without a mark.
+    """
+    pieces = _pieces(tokenizer, "next question", fmt) if getattr(tokenizer, "chat_template", None) else None
+    if pieces is None or _follow_up_pieces(tokenizer, fmt) is not None:
+        return encode_next_question(tokenizer, history, text, fmt)
+    before, after = (encode_text(tokenizer, piece) for piece in pieces[1:])
+    return (*before, *encode_plain(tokenizer, text.strip()), *after)
+
+
 def encode_example_turn(tokenizer: Any, text: str, fmt: CallFormat) -> list[int]:
     """Token ids of a model turn in a worked example: with our tags; special tokens only in the model's own format."""
     if fmt.name == "native":

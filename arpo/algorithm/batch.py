@@ -25,7 +25,7 @@ import torch
 
 from arpo.algorithm.advantage import MIN_STD
 from arpo.config.algorithm import Loss
-from arpo.types import Credit, Kind, Node, RolloutTree, ScoredTree, TreeBatch
+from arpo.types import NO_CONTEXT, Credit, Kind, Node, RolloutTree, ScoredTree, TreeBatch, context_of
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -118,11 +118,14 @@ def _add_tree(spans: list[_Span], tree: RolloutTree, trained: Sequence[_Trained]
     below = dict.fromkeys(needed, 0)  # tokens on the longest walk down, without the node's own
     children: dict[int, list[int]] = defaultdict(list)
     for i in sorted(needed, reverse=True):
-        parent = tree.nodes[i].parent
-        if parent is not None:
-            below[parent] = max(below[parent], below[i] + len(tree.nodes[i].tokens))
-            children[parent].append(i)
-    stack = [(0, -1)]
+        if i not in pairs and not children[i]:
+            continue  # in the context of no trained token
+        before = context_of(tree.nodes[i])
+        if before != NO_CONTEXT:
+            below[before] = max(below[before], below[i] + len(tree.nodes[i].tokens))
+        children[before].append(i)
+    roots = sorted(children[NO_CONTEXT], key=lambda root: (below[root] + len(tree.nodes[root].tokens), -root))
+    stack = [(root, -1) for root in roots]
     while stack:
         i, parent = stack.pop()
         node = tree.nodes[i]

@@ -16,6 +16,12 @@ LIMITS = {
     StopReason.MAX_SECONDS: "max_seconds",
 }
 """The setting of `[rollout]` that a trajectory was cut off by, by its stop reason."""
+PROGRAM_STOPS = {
+    StopReason.PROGRAM_FAILED: "program_failures",
+    StopReason.PROGRAM_TIMEOUT: "program_timeouts",
+    StopReason.REPLAY_DIFFERS: "program_differences",
+}
+"""The metric that counts trajectories that a program spoiled, by their stop reason."""
 
 
 def rollout_metrics(scored: Sequence[ScoredTree], probe_tokens: int) -> dict[str, float]:
@@ -38,6 +44,7 @@ def rollout_metrics(scored: Sequence[ScoredTree], probe_tokens: int) -> dict[str
         "trajectories": len(trajectories),
         "truncated": fmean(trajectory.stop_reason in LIMITS for trajectory in trajectories),
         "masked_trajectories": sum(one.mask.count(False) for one in scored),
+        **_program_metrics(trees),
         "tool_calls": sum(tree.tool_calls for tree in trees),
         "calls_per_trajectory": sum(map(_num_calls, trajectories)) / len(trajectories),
         "tool_faults": sum(fault not in (None, Fault.INFRA) for fault in faults),
@@ -52,6 +59,13 @@ def rollout_metrics(scored: Sequence[ScoredTree], probe_tokens: int) -> dict[str
         "total_tokens": sum(tree.total_tokens for tree in trees),
         "tool_seconds": sum(node.seconds for node in nodes if node.kind is Kind.TOOL),
     }
+
+
+def _program_metrics(trees: Sequence[RolloutTree]) -> dict[str, float]:
+    """How many trajectories a program spoiled, by kind, and how many conversations its runs began; absent if none."""
+    found = Counter(PROGRAM_STOPS.get(leaf.stop_reason, "") for tree in trees for leaf in tree.leaves)
+    found["program_conversations"] = sum(node.context is not None for tree in trees for node in tree.nodes)
+    return {name: count for name, count in sorted(found.items()) if name and count}
 
 
 def limit_warnings(scored: Sequence[ScoredTree], settings: Rollout) -> dict[str, str]:

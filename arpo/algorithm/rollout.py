@@ -30,7 +30,10 @@ from dataclasses import dataclass, replace
 
 from arpo.agent.agent import Agent
 from arpo.agent.detokenize import token_char_offsets
+from arpo.agent.endpoint import open_endpoint
 from arpo.agent.formats import ResultPlace, encode_result
+from arpo.agent.messages import Piece
+from arpo.agent.program_run import Place, ProgramRuns
 from arpo.agent.turn_loop import EncodedResult, Turn, generate_turn, run_turns, sampling_params
 from arpo.algorithm.branching import (
     POSTHOC_POLICIES,
@@ -56,17 +59,20 @@ from arpo.errors import ArpoError
 from arpo.tools.base import ToolUnavailable
 from arpo.tools.executor import call_tool
 from arpo.types import (
+    NO_CONTEXT,
     Completion,
     Kind,
     Leaf,
     Node,
     Reward,
     RolloutTree,
+    SamplingParams,
     ScoredTree,
     StopReason,
     Task,
     ToolCall,
     ToolResult,
+    context_nodes,
     derive_seed,
 )
 
@@ -166,7 +172,7 @@ async def _open_builder(
     """The builder of a task's tree, and the states of its trajectories, which are closed at the end of the block."""
     if branching.policy == "oracle":
         _require_oracle(agent)
-    async with open_state(agent.tools, task) as root:
+    async with open_state(agent.tools, task) as root, _open_program(agent, task) as program:
         failed = root is not None and not await root.try_prepare()
         if branching.policy == "oracle" and root is not None and not failed and not await _knows_decisive(root):
             raise ArpoError(
@@ -174,7 +180,18 @@ async def _open_builder(
                 "take other tasks or another policy"
             )
         task = task if root is None else root.with_opening(task)
-        yield _TreeBuilder(agent, task, settings, branching, seed, slots, root, failed, score)
+        yield _TreeBuilder(agent, task, settings, branching, seed, slots, root, failed, score, program)
+
+
+@asynccontextmanager
+async def _open_program(agent: Agent, task: Task) -> AsyncIterator[ProgramRuns | None]:
+    """The runs of the agent's program for a task, with the endpoint that they ask; None if there is no program."""
+    if agent.program is None:
+        yield None
+        return
+    assert agent.chat is not None
+    async with open_endpoint() as server:
+        yield ProgramRuns(agent.program, agent.chat, server, task)
 
 
 async def _knows_decisive(root: State) -> bool:
@@ -209,8 +226,11 @@ class _TreeBuilder:
         root: State | None,
         failed: bool,
         score: ScoreFn | None = None,
+        program: ProgramRuns | None = None,
     ) -> None:
         self.score = score  # None: the tree is not scored
+        self.program = program  # None: the turns are run here
+        self.has_prompt = program is None  # that of a program is its first request
         self.root, self.failed = root, failed  # the state at the prompt, and whether it cannot be made
         self.agent, self.task, self.settings, self.branching, self.seed = agent, task, settings, branching, seed
         self.slots = slots or asyncio.Semaphore(settings.concurrency)
@@ -221,7 +241,9 @@ class _TreeBuilder:
         self.rewards: list[Reward] = []  # of the leaves that were scored so far
         self.mask: list[bool] = []  # of the same
         self.saved_states: dict[int, State] = {}  # after tool results where branches may open later
-        self.max_tokens = min(settings.max_tokens, agent.engine.capabilities.max_context - len(prompt))
+        self.max_tokens = settings.max_tokens
+        if program is None:
+            self.max_tokens = min(self.max_tokens, agent.engine.capabilities.max_context - len(prompt))
         self.budget = settings.num_trajectories  # trajectories that may still be started
         self.started = self.not_opened = 0  # trajectories, and those of them whose state could not be made
         self.defer_decisions = branching.policy == "shuffled"
@@ -308,12 +330,23 @@ class _TreeBuilder:
                 stop_reason = StopReason.ENVIRONMENT_FAILED
             elif await self._has_state(trajectory):
                 max_tool_calls = self.settings.max_tool_calls
+                if self.program is not None:
+                    await self._run_program(self.program, trajectory)
+                    return
                 stop_reason = await run_turns(trajectory, self.agent.format, max_tool_calls, trajectory.deadline)
             else:
                 return
             self.leaves.append(Leaf(trajectory.node, stop_reason, self._answer(trajectory.node)))
             if trajectory.state is not None:
                 self.final_states.append(trajectory.state)
+
+    async def _run_program(self, program: ProgramRuns, trajectory: _ActiveTrajectory) -> None:
+        """Run the program to its end; a branch is a run that is given the recorded replies first."""
+        end = await program.run(trajectory, self._indices(trajectory.node), self.settings.max_tool_calls)
+        answer = end.answer
+        if answer is None and end.stop_reason is StopReason.ANSWER:
+            answer = self._answer(trajectory.node)
+        self.leaves.append(Leaf(trajectory.node, end.stop_reason, answer, end.reward))
 
     async def _has_state(self, trajectory: _ActiveTrajectory) -> bool:
         """Whether a branch has the state that it starts with. If it cannot be made, the branch is not opened."""
@@ -356,6 +389,8 @@ class _TreeBuilder:
         trajectory.consecutive_branches = trajectory.consecutive_branches + 1 if decision.branches else 0
         for _ in range(decision.branches):
             left = trajectory.deadline - time.monotonic()  # a branch inherits the remaining time
+            if self.program is not None:  # it is run from its beginning
+                left = self.settings.max_seconds
             state = None if trajectory.state is None else trajectory.state.branch()
             branch = replace(trajectory, node=source, number=self.started, seconds=left, already_probed=True)
             self._start(replace(branch, state=state))
@@ -452,12 +487,16 @@ class _TreeBuilder:
 
     def _prefix(self, index: int) -> list[Node]:
         """The nodes from the root to this one."""
-        nodes: list[Node] = []
+        return [self.nodes[at] for at in self._indices(index)]
+
+    def _indices(self, index: int) -> list[int]:
+        """The indices of the nodes from the root to this one."""
+        indices: list[int] = []
         at: int | None = index
         while at is not None:
-            nodes.append(self.nodes[at])
+            indices.append(at)
             at = self.nodes[at].parent
-        return nodes[::-1]
+        return indices[::-1]
 
     def _answer(self, index: int) -> str | None:
         """The answer of a trajectory that ends with this node."""
@@ -465,8 +504,21 @@ class _TreeBuilder:
         return self.agent.format.read_answer(node.text) if node.kind is Kind.MODEL else None
 
     def prefix_tokens(self, index: int) -> list[int]:
-        """All token ids from the root to the end of a node."""
-        return [token for node in self._prefix(index) for token in node.tokens]
+        """All token ids that the model sees at the end of a node."""
+        return [token for at in context_nodes(self.nodes, index) for token in self.nodes[at].tokens]
+
+    def begin(self, tokens: tuple[int, ...]) -> bool:
+        """Make these tokens, of a program's first request, the prompt; False if the tree has another one."""
+        context = self.agent.engine.capabilities.max_context
+        if len(tokens) >= context:
+            raise ArpoError(
+                f"the program's first request for task {self.task.id!r} has {len(tokens)} tokens, but the model's "
+                f"context holds {context}: shorten it or use a model with a longer context"
+            )
+        if not self.has_prompt:
+            self.nodes[0] = Node(None, Kind.PROMPT, tokens, self.agent.tokenizer.decode(list(tokens)))
+            self.has_prompt = True
+        return self.nodes[0].tokens == tokens
 
     def add(self, node: Node) -> int:
         """Add a node and return its index."""
@@ -490,6 +542,8 @@ class _ActiveTrajectory:
     already_probed: bool = False  # it starts at a tool result where the decision has been made
     state: State | None = None  # of the environment, if there is one
     decisive: bool | None = None  # policy "oracle": whether the environment says that the next choice is decisive
+    stops: tuple[str, ...] | None = None  # of the next turn; None: those of the format
+    max_turn_tokens: int | None = None  # of the next turn
 
     @property
     def done(self) -> bool:
@@ -518,10 +572,10 @@ class _ActiveTrajectory:
                     undecided = False
                     builder.branch_at(self, source, probe)
 
-        fmt, engine = builder.agent.format, builder.agent.engine
-        seed = derive_seed(builder.seed, self.number, self.tokens)
-        params = sampling_params(builder.settings, fmt, self.remaining_tokens, seed)
-        completion = await generate_turn(engine, builder.prefix_tokens(source), params, on_token, self.deadline)
+        params = self._sampling_params(derive_seed(builder.seed, self.number, self.tokens))
+        completion = await generate_turn(
+            builder.agent.engine, builder.prefix_tokens(source), params, on_token, self.deadline
+        )
         if undecided:  # the turn was shorter than the probe
             builder.branch_at(self, source, completion.entropies)
         self.already_probed = False
@@ -529,6 +583,12 @@ class _ActiveTrajectory:
         if completion.tokens:  # none if it was cut off before the first one
             self._append_turn(completion, text, time.monotonic() - started)
         return Turn(text, completion.finish, completion.stop)
+
+    def _sampling_params(self, seed: int) -> SamplingParams:
+        builder = self.builder
+        limit = min(self.remaining_tokens, self.max_turn_tokens or self.remaining_tokens)
+        params = sampling_params(builder.settings, builder.agent.format, limit, seed)
+        return params if self.stops is None else replace(params, stop=self.stops)
 
     async def _is_decisive(self) -> bool | None:
         """What the environment says of the next choice; None if its state cannot be made any more."""
@@ -541,9 +601,8 @@ class _ActiveTrajectory:
     async def _probe_and_discard(self) -> None:
         """Sample k tokens that are not added to the tree, and decide from their entropies."""
         builder, source = self.builder, self.node
-        length = min(builder.branching.probe_length, self.remaining_tokens)
-        seed = derive_seed(builder.seed, "probe", self.number, self.tokens)
-        params = sampling_params(builder.settings, builder.agent.format, length, seed)
+        params = self._sampling_params(derive_seed(builder.seed, "probe", self.number, self.tokens))
+        params = replace(params, max_tokens=min(builder.branching.probe_length, params.max_tokens))
         prefix = builder.prefix_tokens(source)
         probe = await generate_turn(builder.agent.engine, prefix, params, lambda *token: None, self.deadline)
         builder.branch_at(self, source, probe.entropies, discarded_tokens=len(probe.tokens))
@@ -580,3 +639,37 @@ class _ActiveTrajectory:
         self.tokens += len(encoded.tokens)
         if self.state is not None and self.builder.branches_later:
             self.builder.saved_states[self.node] = self.state.branch()
+
+    # --- of a program's run
+
+    @property
+    def max_context(self) -> int:
+        return self.builder.agent.engine.capabilities.max_context
+
+    @property
+    def place(self) -> Place:
+        return Place(self.node, self.tokens, self.tool_calls, self.already_probed)
+
+    def go_back(self, place: Place) -> None:
+        self.node, self.tokens = place.node, place.tokens
+        self.tool_calls, self.already_probed = place.tool_calls, place.already_probed
+
+    def begin(self, tokens: tuple[int, ...]) -> None:
+        if not self.builder.begin(tokens):  # a conversation of its own below the prompt
+            text = self.builder.agent.tokenizer.decode(list(tokens))
+            self.append_piece(Piece(tokens, text, text), ToolResult(text, attempts=0), NO_CONTEXT)
+            self.already_probed = True  # nothing was sampled yet that its entropy could be compared with
+
+    def append_piece(self, piece: Piece, result: ToolResult, context: int | None = None) -> None:
+        node = Node(self.node, Kind.TOOL, piece.tokens, piece.text, call=piece.call, result=result, context=context)
+        self.node = self.builder.add(replace(node, seconds=result.seconds))
+        self.tokens += len(piece.tokens)
+
+    def context_tokens(self, node: int) -> list[int]:
+        return self.builder.prefix_tokens(node)
+
+    async def sample_reply(self, stops: tuple[str, ...], max_tokens: int) -> tuple[Turn, tuple[int, ...]]:
+        self.stops, self.max_turn_tokens = stops, max_tokens
+        source = self.node
+        turn = await self.sample_turn()
+        return turn, self.builder.nodes[self.node].tokens if self.node != source else ()

@@ -54,7 +54,10 @@ TRL_NAMES = {
     "beta": 'loss={"kl_coef": ...}',
 }
 """What arguments of TRL's trainers are called here."""
-NAMED = ("model", "tokenizer", "tasks", "test", "tools", "reward", "environment", "preset", "config", "seed")
+ProgramArgument: TypeAlias = "str | Callable[..., Any] | Sequence[str] | Section"
+NAMED = (
+    *("model", "tokenizer", "tasks", "test", "tools", "reward", "environment", "program", "preset", "config", "seed"),
+)
 
 
 def resolve(
@@ -66,6 +69,7 @@ def resolve(
     tools: ToolsArgument | None = None,
     reward: RewardArgument | None = None,
     environment: EnvironmentArgument | None = None,
+    program: ProgramArgument | None = None,
     preset: str | None = None,
     config: str | os.PathLike[str] | Config | None = None,
     seed: int | None = None,
@@ -93,6 +97,8 @@ def resolve(
         sections["reward"] = _reward(reward, given)
     if environment is not None:
         sections["environment"] = _environment(environment, given)
+    if program is not None:
+        sections["program"] = _program(program, given)
     sections |= {name: value for name, value in (("preset", preset), ("seed", seed)) if value is not None}
     if isinstance(config, Mapping):
         raise ArpoError("config: got settings by section; give them as arguments: arpo.Trainer(..., **settings)")
@@ -304,6 +310,21 @@ def _environment(environment: Any, given: _Names) -> Section:
         if inspect.isclass(factory) and "settings" not in section:
             _require_no_arguments(factory)
         section["name"] = given.add(getattr(factory, "__name__", "environment").strip("<>"), factory)
+    return {name: _plain(value) for name, value in section.items()}
+
+
+def _program(program: Any, given: _Names) -> Section:
+    section = dict(program) if isinstance(program, Mapping) else {"function": program}
+    function = section.get("function")
+    if isinstance(function, list | tuple):
+        section = {**section, "function": None, "command": list(function)}
+    elif callable(function):
+        section["function"] = given.add(re.sub(r"\W", "_", function_name(function)), function)
+    elif not isinstance(function, str | None):
+        raise ArpoError(
+            f"program: got {function!r:.100}, expected a function of (task, endpoint), a command as a list of words, "
+            "or path/to/file.py:name"
+        )
     return {name: _plain(value) for name, value in section.items()}
 
 

@@ -19,6 +19,7 @@ from arpo.api.agent import Agent
 from arpo.api.settings import (
     EnvironmentArgument,
     ModelArgument,
+    ProgramArgument,
     RewardArgument,
     TasksArgument,
     ToolsArgument,
@@ -51,6 +52,7 @@ class Trainer(Agent):
         tools: ToolsArgument | None = None,
         reward: RewardArgument | None = None,
         environment: EnvironmentArgument | None = None,
+        program: ProgramArgument | None = None,
         test: TasksArgument | None = None,
         tokenizer: Any = None,
         preset: str | None = None,
@@ -76,6 +78,8 @@ class Trainer(Agent):
                 `arpo.Reward`; several with weights, {correct: 1.0, short: 0.2}; or how answers are compared: "f1",
                 "em", "number", "math", "choice"
             environment: a class derived from `arpo.Environment`, a function that makes one, or a name
+            program: an agent of its own that asks the model at a local endpoint, run once per trajectory: a function of
+                (task, endpoint), a command as a list of words, or "path/to/file.py:name"; it brings its own tools
             test: held-out tasks, like `tasks`
             tokenizer: the tokenizer of a loaded model
             preset: the algorithm: "arpo", "grpo", "dapo" and others, or a TOML file of settings
@@ -103,6 +107,7 @@ class Trainer(Agent):
             tools=tools,
             reward=reward,
             environment=environment,
+            program=program,
             preset=preset,
             config=config,
             seed=seed,

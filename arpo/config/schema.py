@@ -174,7 +174,7 @@ class Tools(Section):
         default_factory=tuple,
         description="tools of the model: search, python, browse, or your own as path/to/file.py:name; tools of MCP "
         "servers and of an environment are added; unset: python, and search if tools.search is set or the tasks are "
-        "the world's; with an environment none",
+        "the world's; with an environment or a program none",
     )
     search: OptionalText = setting(
         None,
@@ -220,6 +220,31 @@ class Environment(Section):
         ge=2,
         le=MAX_TRAJECTORIES,
     )
+
+
+class Program(Section):
+    """An agent that is a program of its own, and asks the model at a local chat endpoint."""
+
+    function: OptionalText = setting(
+        None, "your function of (task, endpoint), as path/to/file.py:name; it is run once per trajectory; none: none"
+    )
+    command: Names = setting(
+        (), "a command and its arguments, run once per trajectory, in place of a function; it reads the task from stdin"
+    )
+
+    @property
+    def name(self) -> str | None:
+        """What is run, for messages; None if there is no program."""
+        return self.function or " ".join(self.command) or None
+
+    @field_validator("command")
+    @classmethod
+    def _either(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        if value and info.data.get("function") is not None:
+            raise PydanticCustomError(
+                "conflict", "{text}", {"text": "empty if program.function is set", "other": ("program", "function")}
+            )
+        return value
 
 
 class Model(Section):
@@ -286,7 +311,8 @@ class Rollout(Section):
         default_factory=lambda: 3,
         ge=0,
         le=10_000,
-        description="tool calls per trajectory; unset: 3, 10 with an environment, labyrinth.horizon + 2 in labyrinths",
+        description="tool calls per trajectory; unset: 3, 10 with an environment, labyrinth.horizon + 2 in labyrinths; "
+        "of a program: requests after the first, unset: 32",
     )
     max_tokens: int = setting(4096, "tokens per trajectory after the prompt", ge=1, le=MAX_TREE_TOKENS)
     max_seconds: float = setting(600.0, "wall-clock limit per trajectory, in seconds", gt=0, le=MAX_SECONDS)
@@ -540,6 +566,7 @@ class Config(Section):
     labyrinth: Labyrinth = Labyrinth()
     tools: Tools = Tools()
     environment: Environment = Environment()
+    program: Program = Program()
     prompt: Prompt = Prompt()
     answer: Answer = Answer()
     rollout: Rollout = Rollout()
@@ -573,9 +600,13 @@ class Config(Section):
             self._default("rollout", num_initial=self.rollout.num_trajectories)
         if with_environment:
             self._default("rollout", max_tool_calls=10)
+        with_program = self.program.name is not None
+        if with_program:
+            self._default("rollout", max_tool_calls=32)
+            self._default("reward", format="none")
         searched = WORLD in self.data.sources or self.tools.search is not None
         enabled = ("search", "python") if searched else ("python",)
-        self._default("tools", enabled=() if with_environment else enabled)
+        self._default("tools", enabled=() if with_environment or with_program else enabled)
         both = {"search", "python"} <= set(self.tools.enabled)
         self._default("reward", bonus_tools=("search", "python") if both else ())
         return self

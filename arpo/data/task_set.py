@@ -44,11 +44,13 @@ class TaskSet:
 
 
 def needs_answers(config: Config) -> bool:
-    """Whether tasks must have answers to compare with: unless a reward of the user's own, or an environment, judges.
+    """Whether tasks must have answers to compare with: unless a reward of the user's own, an environment or a program
+    judges.
 
     Whether an environment has a reward is known only when it is loaded; then `require_answers` checks the tasks.
     """
-    return config.reward.function is None and config.environment.name is None
+    judged = config.environment.name is not None or config.program.name is not None
+    return config.reward.function is None and not judged
 
 
 def require_answers(tasks: TaskSet) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 from arpo.models.end_tokens import end_tokens
 
+MAX_FINDERS = 32  # that are kept; each holds a set of tokens
+
 
 class StopFinder:
     """Finds the stop string that the newest token completes.
@@ -54,6 +56,8 @@ class TurnEnds:
         """Return why the turn tokens[start:] has ended, or None, and the stop string that its last token completes."""
         if stops not in self._finders:
             finder = StopFinder(self._tokenizer, stops)
+            if len(self._finders) >= MAX_FINDERS:
+                self._finders.clear()
             self._finders[stops] = finder, finder.candidates | self.eos
         finder, candidates = self._finders[stops]
         finish, stop = "length" if len(tokens) == max_length else None, None

@@ -252,6 +252,8 @@ def answer_settings(config: Config, held_out: bool = False) -> dict[str, Any]:
     parts |= {name: resolved[name] for name in ("prompt", "answer", "tools")}
     if config.environment.name is not None:
         parts["environment"] = resolved["environment"]
+    if config.program.name is not None:
+        parts["program"] = resolved["program"]
     files = _digests(parts)
     if config.eval.endpoint is None:
         parts |= {name: resolved[name] for name in ("model", "world", "labyrinth", "coldstart")}
@@ -312,6 +314,8 @@ def _endpoint_answers(
             "eval.endpoint: the reward looks at the final state of the environment, which is not known for a model "
             "behind an endpoint; give a reward.function of the trajectory alone"
         )
+    if config.program.name is not None:
+        raise ArpoError("eval.endpoint: a program asks arpo's own endpoint; leave out program, or eval.endpoint")
     settings = evaluation_rollout(config.eval, config.rollout, 1)
     agents: list[EndpointAgent] = []
     opening = asyncio.Lock()

@@ -25,7 +25,7 @@ from arpo.rewards.custom import apply_reward, wants_environment
 from arpo.rewards.format import FormatFault
 from arpo.rewards.hierarchical import FAULT_PREFIX, UNAVAILABLE, RewardFn, unjudged
 from arpo.tools.base import ToolUnavailable
-from arpo.types import Reward, RolloutTree, ScoredTree, Trajectory
+from arpo.types import Reward, RolloutTree, ScoredTree, StopReason, Trajectory
 
 NOT_JUDGED = Reward(0.0, {f"{FAULT_PREFIX}{UNAVAILABLE}": 1.0})
 PART_METRICS = {"correct": "accuracy", "format": "format"}
@@ -37,7 +37,8 @@ FORMAT_PARTS = frozenset(fault.part for fault in FormatFault)
 class Scorer(AbstractContextManager["Scorer"]):
     """Threads that apply one reward function; they start with the first tree.
 
-    With `mask_faults`, trajectories that a broken tool, engine or judge spoiled are masked.
+    With `mask_faults`, trajectories that a broken tool, program, engine or judge spoiled are masked. Those of a
+    program that did not ask the same again always are: they have no turns of their own.
     """
 
     def __init__(self, reward: RewardFn, workers: int, mask_faults: bool = False) -> None:
@@ -62,7 +63,8 @@ class Scorer(AbstractContextManager["Scorer"]):
             futures = [self._submit(trajectory) for trajectory in tree.trajectories]
             rewards = tuple([await asyncio.wrap_future(future) for future in futures])
         mask = tuple(
-            not (self._mask_faults and (trajectory.infra_fault or unjudged(reward)))
+            trajectory.stop_reason is not StopReason.REPLAY_DIFFERS
+            and not (self._mask_faults and (trajectory.infra_fault or unjudged(reward)))
             for trajectory, reward in zip(tree.trajectories, rewards, strict=True)
         )
         return ScoredTree(tree, rewards, mask=mask)

@@ -116,9 +116,9 @@ def tree_to_json(scored: ScoredTree) -> dict[str, Any]:
     return {
         "task": {**_shallow(tree.task), "meta": dict(tree.task.meta)},
         "nodes": [_node_to_json(node) for node in tree.nodes],
-        "leaves": [_shallow(leaf) for leaf in tree.leaves],
+        "leaves": [_leaf_to_json(leaf) for leaf in tree.leaves],
         "format": tree.format,
-        "rewards": [{**_shallow(reward), "parts": dict(reward.parts)} for reward in scored.rewards],
+        "rewards": [_reward_to_json(reward) for reward in scored.rewards],
         "credits": [_credit_to_json(credit) for credit in scored.credits],
         "mask": list(scored.mask),
     }
@@ -128,7 +128,7 @@ def tree_from_json(data: Mapping[str, Any]) -> ScoredTree:
     """The inverse of `tree_to_json`."""
     task = Task(**{**data["task"], "answers": tuple(data["task"]["answers"])})
     nodes = tuple(_node_from_json(node) for node in data["nodes"])
-    leaves = tuple(Leaf(**{**leaf, "stop_reason": StopReason(leaf["stop_reason"])}) for leaf in data["leaves"])
+    leaves = tuple(_leaf_from_json(leaf) for leaf in data["leaves"])
     return ScoredTree(
         RolloutTree(task, nodes, leaves, data.get("format", "tags")),
         tuple(Reward(**reward) for reward in data["rewards"]),
@@ -147,7 +147,7 @@ def _node_to_json(node: Node) -> dict[str, Any]:
         "result": node.result and _shallow(node.result),
         "decision": node.decision and _shallow(node.decision),
     }
-    return _shallow(node) | nested
+    return _without(_shallow(node) | nested, "context")
 
 
 def _node_from_json(data: Mapping[str, Any]) -> Node:
@@ -163,6 +163,24 @@ def _node_from_json(data: Mapping[str, Any]) -> Node:
         "char_offsets": tuple(data["char_offsets"]),
     }
     return Node(**{**data, **exact})
+
+
+def _reward_to_json(reward: Reward) -> dict[str, Any]:
+    return {**_shallow(reward), "parts": dict(reward.parts)}
+
+
+def _leaf_to_json(leaf: Leaf) -> dict[str, Any]:
+    return _without({**_shallow(leaf), "reward": leaf.reward and _reward_to_json(leaf.reward)}, "reward")
+
+
+def _without(values: dict[str, Any], name: str) -> dict[str, Any]:
+    """The values without one that only programs have, if it is None: other trees have the same JSON as ever."""
+    return {key: value for key, value in values.items() if key != name or value is not None}
+
+
+def _leaf_from_json(data: Mapping[str, Any]) -> Leaf:
+    reward = data.get("reward")
+    return Leaf(**{**data, "stop_reason": StopReason(data["stop_reason"]), "reward": reward and Reward(**reward)})
 
 
 def _credit_to_json(credit: Credit) -> dict[str, Any]:

@@ -98,6 +98,8 @@ def build_reward_fn(config: Config, objects: Objects = NO_OBJECTS, pool: StatePo
         reward = custom_reward(_environment_reward, f"{pool.kind.__name__}.reward")
     else:
         reward = build_reward(config.reward, objects, config.answer.parse)
+        if config.reward.function is None and config.program.name is not None:
+            reward = _program_reward(reward)
     if pool is None and wants_environment(reward):
         raise ArpoError(
             "reward.function: it has a second parameter, the environment, but there is none; give environment.name, "
@@ -111,6 +113,19 @@ def build_reward_fn(config: Config, objects: Objects = NO_OBJECTS, pool: StatePo
 def _unavailable_reward(error: ArpoError) -> RewardFn:
     def reward(trajectory: Trajectory) -> Reward:
         raise error
+
+    return reward
+
+
+def _program_reward(otherwise: RewardFn) -> RewardFn:
+    """The reward that a program returned; if it returned an answer, that of the answer."""
+
+    def reward(trajectory: Trajectory) -> Reward:
+        if trajectory.leaf.reward is not None:
+            return trajectory.leaf.reward
+        if trajectory.answer is None:  # it was cut off, or failed
+            return Reward(0.0, {"correct": 0.0})
+        return otherwise(trajectory)
 
     return reward
 
@@ -153,8 +168,9 @@ def held_out_set(config: Config, tools: Toolset, reporter: Reporter = SILENT) ->
 
 
 def compares_answers(config: Config, pool: StatePool | None) -> bool:
-    """Whether answers are compared with right ones: neither a reward of the user's own nor an environment judges."""
-    return config.reward.function is None and not (pool is not None and pool.has_reward)
+    """Whether answers are compared with right ones: no reward of the user's own, environment or program judges."""
+    judged = config.program.name is not None or (pool is not None and pool.has_reward)
+    return config.reward.function is None and not judged
 
 
 def fit_tasks(tasks: TaskSet, prompts: PromptEncoder, config: Config, reporter: Reporter = SILENT) -> TaskSet:

@@ -21,7 +21,7 @@ from arpo.engine.local.engine import LocalEngine
 from arpo.engine.local.kv_cache import BLOCK_SIZE
 from arpo.engine.local.runner import StepOutput
 from arpo.engine.local.scheduler import Batch
-from arpo.engine.stops import StopFinder
+from arpo.engine.stops import MAX_FINDERS, StopFinder, TurnEnds
 from arpo.errors import ArpoError
 from arpo.types import Completion, SamplingParams
 
@@ -668,3 +668,11 @@ def test_torchs_default_dtype_does_not_matter() -> None:
         assert run(engine, *given) == expected
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def test_stop_strings_that_differ_from_request_to_request_do_not_pile_up(tokenizer: Any) -> None:
+    ends = TurnEnds(None, tokenizer, eos=frozenset())
+    tokens = tokenizer("<answer>", add_special_tokens=False)["input_ids"]
+    for number in range(2 * MAX_FINDERS):
+        assert ends.check(tokens, 0, (f"stop {number}>", "answer>"), 100) == ("stop", "answer>")
+        assert len(ends._finders) <= MAX_FINDERS

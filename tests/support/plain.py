@@ -11,7 +11,7 @@ Shapes: T model tokens of one trajectory; B rows, L positions; N model tokens of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +60,30 @@ def plain_trajectories(trees: Sequence[ScoredTree]) -> list[PlainTrajectory]:
     return found
 
 
+def plain_conversations(trees: Sequence[ScoredTree]) -> list[PlainTrajectory]:
+    """One trajectory per model node of each unmasked leaf: what the model saw there, and the node's own tokens.
+
+    With token-mean, this is the same as each conversation being a trajectory of its own, with the credit of the run.
+    """
+    found = []
+    for number, scored in enumerate(trees):
+        nodes = scored.tree.nodes
+        for leaf, credit, used in zip(scored.tree.leaves, scored.credits, scored.mask, strict=True):
+            for index in scored.tree.prefix(leaf.node) if used else ():
+                if nodes[index].kind is not Kind.MODEL or not nodes[index].tokens:
+                    continue
+                own, seen, at = len(nodes[index].tokens), list[int](), index
+                while at >= 0:
+                    seen = [*nodes[at].tokens, *seen]
+                    before = nodes[at].parent if nodes[at].context is None else nodes[at].context
+                    at = -1 if before is None else before
+                positions = tuple(range(len(seen) - own, len(seen)))
+                sources = tuple((number, index, offset) for offset in range(own))
+                advantages, engine = (credit.by_node[index],) * own, nodes[index].logprobs
+                found.append(PlainTrajectory(tuple(seen), positions, sources, advantages, engine, credit.weight))
+    return found
+
+
 def token_weight(
     trajectory: PlainTrajectory, trajectories: Sequence[PlainTrajectory], aggregation: str, max_tokens: int
 ) -> float:
@@ -92,9 +116,10 @@ def plain_loss(
     max_tokens: int,
     old: Old | None = None,
     reference_model: Any = None,
+    split: Callable[[Sequence[ScoredTree]], list[PlainTrajectory]] = plain_trajectories,
 ) -> Tensor:
     """The loss with its graph, one trajectory at a time; without `old` the old policy is the one that is trained."""
-    trajectories = plain_trajectories(trees)
+    trajectories = split(trees)
     total = torch.zeros((), dtype=torch.float64, device=model.device)
     for trajectory in trajectories:
         if not trajectory.positions:
