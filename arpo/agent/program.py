@@ -20,6 +20,7 @@ import inspect
 import json
 import math
 import os
+import shutil
 import signal
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -118,6 +119,8 @@ async def _wait(value: Any) -> Any:
 def build_program(settings: ProgramSettings, objects: Objects = NO_OBJECTS) -> Program | None:
     """The program that the settings name; None without one."""
     if settings.command:
+        if shutil.which(settings.command[0]) is None:
+            raise ArpoError(f"program.command: there is no command {settings.command[0]!r}")
         return CommandProgram(settings.command)
     if settings.function is None:
         return None

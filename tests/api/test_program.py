@@ -90,6 +90,7 @@ def test_what_cannot_be_a_program_says_what_is_expected(model_dir: Path) -> None
     fails("brings its own tools", program=talk, tools=["python"])
     fails("empty if program.function is set", program={"function": talk, "command": ["true"]})
     fails("there is no file", program="nowhere.py:agent")
+    fails("there is no command .no-such-agent.", program=["no-such-agent", "--fast"])
 
 
 def test_a_program_is_not_evaluated_at_another_endpoint() -> None:
