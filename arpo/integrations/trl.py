@@ -21,7 +21,6 @@ import asyncio
 import copy
 import inspect
 import logging
-import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -112,8 +111,6 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._failed_calls = self._batches = 0
         self._agent: Agent | None = None
         self._format = self._build_format()
-        self._runner = asyncio.Runner()
-        weakref.finalize(self, self._runner.close)
 
     # Settings and checks
 
@@ -344,14 +341,15 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         question = message if isinstance(message, str) and message.strip() else "(no text)"
         return Task(str(row), question, meta={**columns, "prompt_ids": tuple(prompt_ids)})
 
-    def _run(self, coroutine: Coroutine[Any, Any, list[ScoredTree]]) -> list[ScoredTree]:
-        """Run a coroutine on the trainer's event loop: in this thread, or another one if a loop runs here (notebooks)."""
+    @staticmethod
+    def _run(coroutine: Coroutine[Any, Any, list[ScoredTree]]) -> list[ScoredTree]:
+        """Run a coroutine in this thread, or in another one if an event loop runs here, as in notebooks."""
         try:
             asyncio.get_running_loop()
         except RuntimeError:
-            return self._runner.run(coroutine)
+            return asyncio.run(coroutine)
         with ThreadPoolExecutor(1) as executor:
-            return executor.submit(self._runner.run, coroutine).result()
+            return executor.submit(asyncio.run, coroutine).result()
 
     def _tool_call_loop(
         self, prompts: list[Any], prompt_ids: list[list[int]], completion_ids: Any, completions: Any, *rest: Any
