@@ -44,6 +44,8 @@ from arpo.errors import ArpoError
 from arpo.integrations.presets import SCALES, Preset, load_preset, loss_arguments
 from arpo.integrations.rows import Row, row_nodes, tree_row
 from arpo.models.network import check_supported
+from arpo.runs.json_values import shorten_columns
+from arpo.runs.trees import MAX_COLUMN_CHARS
 from arpo.tools.base import Tool, ToolError, ToolTimeout, ToolUnavailable
 from arpo.tools.executor import Toolset
 from arpo.tools.schema import build_spec
@@ -339,7 +341,8 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         columns = {name: value for name, value in self._inputs[row].items() if name != "prompt"}
         message = self._inputs[row]["prompt"][-1].get("content")
         question = message if isinstance(message, str) and message.strip() else "(no text)"
-        return Task(str(row), question, meta={**columns, "prompt_ids": tuple(prompt_ids)})
+        meta = {**shorten_columns(columns, MAX_COLUMN_CHARS), "prompt_ids": list(prompt_ids)}
+        return Task(str(row), question, meta=meta)
 
     @staticmethod
     def _run(coroutine: Coroutine[Any, Any, list[ScoredTree]]) -> list[ScoredTree]:

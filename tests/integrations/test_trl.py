@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
+import asyncio
 import logging
+import threading
 from collections.abc import Sequence
-from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,14 @@ from plain import plain_loss
 from trl import GRPOConfig, GRPOTrainer
 from trl_doors import DOORS, doors_dataset, doors_model, open_door, right_doors
 
-from arpo.algorithm.advantage import compute_credits
 from arpo.algorithm.batch import build_batch
 from arpo.config.algorithm import Loss
 from arpo.config.loading import load_config
 from arpo.errors import ArpoError
+from arpo.integrations.trajectories import read_trajectories, write_trajectories
 from arpo.integrations.trl import TreeGRPOTrainer, loss_arguments
 from arpo.trainer.forward_backward import forward_backward
-from arpo.types import Kind, ScoredTree
+from arpo.types import Kind
 
 GROUP, ROWS = 6, 12
 SMALL: dict[str, Any] = {
@@ -195,11 +194,6 @@ def test_rows_of_the_batch_are_the_trajectories_of_the_trees(tmp_path: Path) -> 
     assert list(trainer._logs["advantages"]) == [credit.advantage for _, credit in trajectories]
 
 
-def greedy(trainer: Any) -> dict[str, Any]:
-    """A batch, and what the reward function was called with."""
-    return batch_of(trainer)
-
-
 @pytest.mark.slow
 def test_without_branches_batches_and_calls_of_reward_functions_are_those_of_trl(tmp_path: Path) -> None:
     calls: list[dict[str, Any]] = []
@@ -269,3 +263,183 @@ def test_sampling_uses_the_weights_of_each_step(tmp_path: Path) -> None:
     uniform = float(torch.tensor(1 / trainer.model.config.vocab_size).log())
     assert first["advantages"].shape == first["completion_ids"].shape
     assert all(logprob == pytest.approx(uniform, abs=1e-4) for node in nodes for logprob in node.logprobs)
+
+
+def test_tools_are_called_as_trl_calls_them(tmp_path: Path) -> None:
+    threads, loops = set[int](), set[int]()
+
+    def locked(colour: str) -> str:
+        threads.add(threading.get_ident())
+        raise LookupError(f"{colour} is locked")
+
+    async def waiting(colour: str) -> str:
+        loops.add(id(asyncio.get_running_loop()))
+        await asyncio.sleep(0)
+        return f"behind {colour}"
+
+    for function in (locked, waiting):  # the same description, so that prompts are those that the model knows
+        function.__name__, function.__doc__ = open_door.__name__, open_door.__doc__
+    trainer = make_trainer(tmp_path, tools=[locked])
+    batch_of(trainer)
+    results = [node.result for scored in trainer.trees for node in scored.tree.nodes if node.result is not None]
+    errors = {str({"error": f"{door} is locked"}) for door in DOORS}
+    assert results and {result.text for result in results if result.attempts} <= errors
+    assert threads == {threading.get_ident()}
+    assert trainer._metrics["train"]["tools/failure_frequency"] == [1.0]
+    trainer = make_trainer(tmp_path, tools=[waiting])
+    batch_of(trainer)
+    assert loops == {id(trainer.async_loop)}
+    assert trainer._metrics["train"]["tools/failure_frequency"][0] < 0.2
+
+
+def test_sampling_works_where_an_event_loop_runs(tmp_path: Path) -> None:
+    async def cell() -> Any:
+        return batch_of(make_trainer(tmp_path))
+
+    plain, notebook = batch_of(make_trainer(tmp_path)), asyncio.run(cell())
+    assert torch.equal(plain["completion_ids"], notebook["completion_ids"])
+
+
+def test_evaluation_does_not_branch(tmp_path: Path) -> None:
+    trainer = make_trainer(
+        tmp_path, "arpo-always", eval_dataset=doors_dataset(), num_generations_eval=3, per_device_eval_batch_size=12
+    )
+    metrics = trainer.evaluate()
+    assert metrics["eval_tree/branches"] == 0
+    assert [len(scored.tree.leaves) for scored in trainer.trees] == [3, 3, 3, 3]
+    assert 0 <= metrics["eval_reward"] <= 1
+    assert trainer.model.training is False
+
+
+def test_a_reward_of_several_functions_is_their_weighted_sum(tmp_path: Path) -> None:
+    def one(completions: Sequence[Any], **_: Any) -> list[float]:
+        return [1.0] * len(completions)
+
+    async def two(completions: Sequence[Any], **_: Any) -> list[float | None]:
+        return [None if len(completion) < 5 else 2.0 * number for number, completion in enumerate(completions)]
+
+    trainer = make_trainer(tmp_path, reward_funcs=[one, two], reward_weights=[0.5, 0.25])
+    batch_of(trainer)
+    found = [reward.total for scored in trainer.trees for reward in scored.rewards]
+    nodes = [len(each.nodes) for scored in trainer.trees for each in scored.tree.trajectories]
+    assert found == [0.5 if count < 6 else 0.5 + 0.5 * number for number, count in enumerate(nodes)]
+
+
+def test_settings_may_be_a_file_or_a_configuration(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(
+        'preset = "arpo"\n[branching]\npolicy = "always"\nbranch_width = 2\n[rollout]\nnum_initial = 1\n'
+        '[advantage]\nscale = "none"\n'
+    )
+    for branching in (file, str(file), load_config(file)):
+        trainer = make_trainer(tmp_path, branching, scale_rewards="none")
+        batch_of(trainer)
+        assert all(sum(node.parent == 0 for node in scored.tree.nodes) < GROUP for scored in trainer.trees)
+        assert trainer._require_config().rollout.num_initial == 1
+        assert trainer._require_config().advantage.scale == "none"
+
+
+REFUSED = {
+    "use_vllm": ({"use_vllm": True}, "trees are sampled by arpo's local engine; for vLLM use arpo.Trainer"),
+    "min_p": ({"min_p": 0.1}, "min_p = 0.1: trees are sampled by arpo's local engine, which has temperature"),
+    "generation": ({"generation_kwargs": {"num_beams": 2}}, "generation_kwargs"),
+    "tools": ({"tools": []}, "trees branch after tool results; give tools"),
+    "scale": ({"scale_rewards": "batch"}, 'scale_rewards = "batch": advantages are computed as the preset says'),
+    "normalize": ({"multi_objective_aggregation": "normalize_then_sum"}, "a trajectory has one reward"),
+    "preset": ({"branching": "arpoo"}, "arpoo"),
+    "kind": ({"branching": 3}, "branching: got 3, expected the name of a preset"),
+    "split": (
+        {"eval_dataset": doors_dataset(), "per_device_eval_batch_size": 4},
+        "its 4 rows per eval batch are no multiple of 6 generations: change per_device_eval_batch_size",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_followed_is_refused(name: str, tmp_path: Path) -> None:
+    changed, message = REFUSED[name]
+    with pytest.raises(ArpoError, match=message):
+        make_trainer(tmp_path, **changed)
+
+
+def test_prompts_must_be_conversations(tmp_path: Path) -> None:
+    dataset = doors_dataset().map(lambda row: {"prompt": "Leave."}, remove_columns=["prompt"])
+    with pytest.raises(ArpoError, match="needs conversations"):
+        batch_of(make_trainer(tmp_path, train_dataset=dataset))
+
+
+def test_another_loss_than_the_presets_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "arpo"):
+        make_trainer(tmp_path, "arpo", **loss_arguments("arpo"))
+        assert caplog.text == ""
+        make_trainer(tmp_path, "gspo")
+        assert "epsilon=0.003 (is 0.2)" in caplog.text
+        assert "importance_sampling_level='sequence' (is 'token')" in caplog.text
+        make_trainer(tmp_path, "aepo")
+        assert "TRL's loss has nothing like loss.clip_keeps_gradient of this preset" in caplog.text
+
+
+def test_the_loss_of_a_preset_as_arguments_of_grpo_config() -> None:
+    assert loss_arguments("arpo") == {
+        "loss_type": "dapo",
+        "epsilon": 0.2,
+        "epsilon_high": 0.2,
+        "delta": 3.0,
+        "importance_sampling_level": "token",
+        "beta": 0.0,
+        "entropy_coef": 0.0,
+        "scale_rewards": "group",
+    }
+    assert loss_arguments("cispo") == {
+        "loss_type": "cispo",
+        "epsilon_high": 5.0,
+        "beta": 0.0,
+        "entropy_coef": 0.0,
+        "scale_rewards": "group",
+    }
+    assert loss_arguments("gspo")["importance_sampling_level"] == "sequence"
+    assert loss_arguments("dr-grpo")["scale_rewards"] == "none"
+    assert loss_arguments("reinforce++")["beta"] == 0.001
+    with pytest.raises(ArpoError, match='nothing like loss.kind = "turn"'):
+        loss_arguments("at2po")
+
+
+@pytest.mark.slow
+def test_an_adapter_is_sampled_from_and_trained(tmp_path: Path) -> None:
+    from peft import LoraConfig
+
+    trainer = make_trainer(
+        tmp_path, max_steps=2, peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]), reward_funcs=uneven
+    )
+    with torch.no_grad():
+        for name, parameter in trainer.model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.5)
+    batch = batch_of(trainer)
+    with torch.no_grad():
+        ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+        mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+        width = batch["completion_ids"].shape[1]
+        logprobs, _, _ = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, width)
+    trained = (batch["completion_mask"] * batch["tool_mask"]) == 1
+    assert torch.allclose(logprobs[trained], batch["sampling_per_token_logps"][trained], atol=1e-4)
+    before = {name: value.clone() for name, value in trainer.model.named_parameters() if "lora_B" in name}
+    trainer.train()
+    assert all(not torch.equal(before[name], dict(trainer.model.named_parameters())[name]) for name in before)
+
+
+@pytest.mark.slow
+def test_what_is_saved_is_a_plain_model_and_training_resumes(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, max_steps=2, save_strategy="steps", save_steps=1)
+    trainer.train()
+    assert "arpo" not in (tmp_path / "checkpoint-1" / "config.json").read_text()
+    again = make_trainer(tmp_path, max_steps=3)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert [record["step"] for record in again.state.log_history if "reward" in record] == [1, 2, 3]
+
+
+def test_trees_of_a_batch_can_be_written_and_read(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    batch_of(trainer)
+    write_trajectories(tmp_path / "trees.jsonl", trainer.trees)
+    assert read_trajectories(tmp_path / "trees.jsonl") == trainer.trees
