@@ -101,7 +101,9 @@ def run(arm: str, seed: int, steps: int, generations: int) -> dict[str, Any]:
         meter.trainer.remove_callback(PrinterCallback)
         meter.measure(0)
         meter.trainer.train()
-    reached = {str(share): next((calls for _, calls, acc in meter.points if acc >= share), None) for share in THRESHOLDS}
+    reached = {
+        str(share): next((calls for _, calls, acc in meter.points if acc >= share), None) for share in THRESHOLDS
+    }
     return {"arm": arm, "seed": seed, "points": meter.points, "calls_to": reached}
 
 

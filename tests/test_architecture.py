@@ -35,7 +35,7 @@ ORDER = (
     "trainer",
     "evaluation",
     "training",
-    "cluster studies plan",
+    "cluster studies plan integrations",
     "api",
     "viewer",
     "builtin",

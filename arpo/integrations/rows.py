@@ -6,8 +6,8 @@
     row.advantages    # one number per token: 0 in tool results
 
 Guarantees: prompt and row tokens are those of the trajectory, up to its last sampled token. A masked leaf has a mask of
-zeros. The advantage of a token is that of its turn, multiplied by its entropy weight if there is one. The sum over rows
-of `weight * sum(mask * advantages * logprob gradient)`, divided as the loss says, is the gradient of the tree at ratio 1.
+zeros. The advantage of a token is that of its turn, multiplied by its entropy weight if there is one.
+Not covered: the mean over rows or tokens, which the trainer's loss takes; `weight` is for that.
 """
 
 from __future__ import annotations

@@ -10,11 +10,11 @@
 | `prompt_ids`, `completion_ids` | token ids, as sampled |
 | `loss_mask`, `logprobs`, `entropies`, `advantages` | one number per completion token; zeros in tool results |
 | `reward`, `weight` | of the trajectory; weight 0: masked, leave it out |
-| `nodes` | the tree: nodes after the prompt, with `id`, `parent` and number of tokens; equal ids in a group are shared |
+| `nodes` | the tree: nodes after the prompt, with `id`, `parent`, `num_tokens`; equal ids in a group are shared |
 
-Guarantees: `read_trajectories` gives back what was written, to the last bit, if every node is on a trajectory and tokens
-have advantages of their turns. Lines that others wrote need only `group`, `prompt_ids`, `completion_ids`, `loss_mask`,
-`logprobs` and `reward`; without `nodes`, the trajectories of a group share the prompt alone.
+Guarantees: `read_trajectories` gives back what was written, to the last bit, if every node is on a trajectory. Lines
+that others wrote need only `group`, `prompt_ids`, `completion_ids`, `loss_mask`, `logprobs` and `reward`; without
+`nodes`, the trajectories of a group share the prompt alone. The advantage of a turn is that of its first token.
 Not covered: NaN and infinity, which JSON lacks; entropies that a line lacks are zeros.
 """
 
@@ -184,7 +184,9 @@ def _nodes(line: Mapping[str, Any]) -> list[tuple[int, Node]]:
 def _split(line: Mapping[str, Any], first: int) -> list[tuple[int, Node]]:
     """The nodes of a line that names none: a turn or a result wherever the mask changes. Texts come from messages."""
     texts = {
-        role: iter([str(message.get("content") or "") for message in line.get("messages", ()) if message["role"] == role])
+        role: iter(
+            [str(message.get("content") or "") for message in line.get("messages", ()) if message["role"] == role]
+        )
         for role in ("assistant", "tool")
     }
     found: list[tuple[int, Node]] = []

@@ -2,7 +2,9 @@
 
     from arpo.integrations.trl import TreeGRPOTrainer
 
-    trainer = TreeGRPOTrainer(model, reward_funcs=..., train_dataset=..., tools=[...], branching="arpo", args=GRPOConfig(...))
+    trainer = TreeGRPOTrainer(
+        model, reward_funcs=..., train_dataset=..., tools=[...], branching="arpo", args=GRPOConfig(...)
+    )
 
 For every prompt, the `num_generations` completions are the trajectories of one tree. They are sampled by arpo's local
 engine from the model that is trained, weights and all, and the preset `branching` says where the tree branches and what
@@ -132,8 +134,8 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         wanted = SCALES[config.advantage.scale]
         if self.scale_rewards not in ("group", wanted):
             raise ArpoError(
-                f'scale_rewards = "{self.scale_rewards}": advantages are computed as the preset says, which has "{wanted}"; '
-                "leave scale_rewards out, or give a TOML file as branching= with the scale under [advantage]"
+                f'scale_rewards = "{self.scale_rewards}": advantages are computed as the preset says, which has '
+                f'"{wanted}"; leave scale_rewards out, or give a TOML file as branching= with the scale under [advantage]"
             )
         return config
 
@@ -420,7 +422,8 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     ) -> Tensor:
         """TRL's rewards, per row and function; rows without a leaf have none (NaN)."""
         if self._config is None:
-            return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)  # type: ignore[no-any-return]
+            plain: Tensor = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+            return plain
         real = [row for row, place in enumerate(self._places) if place.leaf is not None]
         found: Tensor
         if self._needs_rewards:  # one process

@@ -9,8 +9,9 @@ of its parent; several leaves are branches. The fields here are those of its `Me
 
 Guarantees: along every walk the token ids, the mask and the log-probs are the same on both sides.
 `from_message_nodes(to_message_nodes(tree))` has the tokens, log-probs, calls, results and branches of `tree`.
-Not covered: images, entropies and branching decisions, which message nodes lack (entropies come back as zeros); rewards,
-which verifiers keeps per trace and not per leaf (`arpo.integrations.trajectories` has them); two leaves at one node.
+Not covered: images; entropies and branching decisions, which message nodes lack (entropies come back as zeros);
+rewards, which verifiers keeps per trace and not per leaf (`arpo.integrations.trajectories` has them); two leaves at one
+node.
 """
 
 from __future__ import annotations
@@ -115,7 +116,9 @@ def _prompt_nodes(nodes: Sequence[Mapping[str, Any]]) -> list[int]:
     """The indices of the messages before the first sampled one; an error if there are several roots."""
     roots = [index for index, node in enumerate(nodes) if node["parent"] is None]
     if len(roots) != 1 or roots[0] != 0 or nodes[0]["sampled"]:
-        raise ArpoError(f"message nodes: there are {len(roots)} roots; a tree has one, its first node, a prompt's message")
+        raise ArpoError(
+            f"message nodes: there are {len(roots)} roots; a tree has one, its first node, a prompt's message"
+        )
     children = Counter(node["parent"] for node in nodes)
     prompt = [0]
     while children[prompt[-1]] == 1:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,10 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+import trl_doors
+import trl_ranks
 from plain import plain_loss
 from trl import GRPOConfig, GRPOTrainer
 from trl_doors import DOORS, doors_dataset, doors_model, open_door, right_doors
 
+import arpo
 from arpo.algorithm.batch import build_batch
 from arpo.config.algorithm import Loss
 from arpo.config.loading import load_config
@@ -400,7 +406,7 @@ def test_the_loss_of_a_preset_as_arguments_of_grpo_config() -> None:
     assert loss_arguments("gspo")["importance_sampling_level"] == "sequence"
     assert loss_arguments("dr-grpo")["scale_rewards"] == "none"
     assert loss_arguments("reinforce++")["beta"] == 0.001
-    with pytest.raises(ArpoError, match='nothing like loss.kind = "turn"'):
+    with pytest.raises(ArpoError, match=r'nothing like loss\.kind = "turn"'):
         loss_arguments("at2po")
 
 
@@ -443,3 +449,23 @@ def test_trees_of_a_batch_can_be_written_and_read(tmp_path: Path) -> None:
     batch_of(trainer)
     write_trajectories(tmp_path / "trees.jsonl", trainer.trees)
     assert read_trajectories(tmp_path / "trees.jsonl") == trainer.trees
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["arpo", "arpo-paper"])  # a mean over tokens, and over trajectories
+def test_two_processes_have_the_gradient_of_their_trees_together(loss: str, tmp_path: Path) -> None:
+    folders = [Path(trl_ranks.__file__).parent, Path(trl_doors.__file__).parent, Path(arpo.__file__).parents[1]]
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", trl_ranks.__file__]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders)), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *command, str(tmp_path), "arpo-hard", loss], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    trees = [tree for rank in range(2) for tree in read_trajectories(tmp_path / f"trees_{rank}.jsonl")]
+    assert [sum(scored.mask) for scored in trees] == [5, 5]
+    assert trees[0].tree.task.question != trees[1].tree.task.question
+    model, _ = doors_model(steps=20)
+    settings = load_config(None, arguments={"preset": loss}).loss
+    forward_backward(model, build_batch(trees, settings, 100), settings, 1.0, 4096)
+    saved = torch.load(tmp_path / "grads.pt", weights_only=True)
+    assert distance(saved, gradients(model)) < 2e-5
