@@ -71,9 +71,10 @@ def run(arm: str, seed: int, steps: int, generations: int) -> dict[str, Any]:
             max_completion_length=160,
             max_tool_calling_iterations=3,
             max_steps=steps,
-            learning_rate=2e-3,
+            learning_rate=1e-3,
             adam_beta2=0.95,
-            lr_scheduler_type="constant",
+            lr_scheduler_type="constant_with_warmup",
+            warmup_steps=5,  # without it, the first steps of Adam can destroy a model this small
             reward_weights=[1.0, 0.0],
             seed=seed,
             report_to=[],

@@ -135,7 +135,7 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if self.scale_rewards not in ("group", wanted):
             raise ArpoError(
                 f'scale_rewards = "{self.scale_rewards}": advantages are computed as the preset says, which has '
-                f'"{wanted}"; leave scale_rewards out, or give a TOML file as branching= with the scale under [advantage]"
+                f'"{wanted}"; leave scale_rewards out, or give a TOML file with the scale under [advantage]'
             )
         return config
 
