@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from datasets import Dataset
 from trl import GRPOConfig
 
@@ -85,6 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> TreeGRPOTrainer:
             learning_rate=1e-6,
             logging_steps=1,
             report_to=[],
+            use_cpu=not torch.cuda.is_available(),
             **loss_arguments("arpo"),
         ),
     )

@@ -392,7 +392,7 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     # Rewards and credit
 
     async def _score(self, tree: RolloutTree, states: Sequence[Any] = ()) -> ScoredTree:
-        """The tree with its rewards, if they are needed while it grows; else with zeros, and they come for the batch."""
+        """The tree with its rewards, if they are needed while it grows; else with zeros until the batch is scored."""
         if not self._needs_rewards:
             return self._scored(tree, torch.zeros(len(tree.leaves), 1), torch.ones(1))
         row, leaves = int(tree.task.id), range(len(tree.leaves))
