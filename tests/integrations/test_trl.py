@@ -311,13 +311,15 @@ def test_sampling_works_where_an_event_loop_runs(tmp_path: Path) -> None:
     assert torch.equal(plain["completion_ids"], notebook["completion_ids"])
 
 
-def test_evaluation_does_not_branch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("preset", ["arpo-always", "aepo", "arpo+"])
+def test_evaluation_does_not_branch(preset: str, tmp_path: Path) -> None:
     trainer = make_trainer(
-        tmp_path, "arpo-always", eval_dataset=doors_dataset(), num_generations_eval=3, per_device_eval_batch_size=12
+        tmp_path, preset, eval_dataset=doors_dataset(), num_generations_eval=5, per_device_eval_batch_size=20
     )
     metrics = trainer.evaluate()
     assert metrics["eval_tree/branches"] == 0
-    assert [len(scored.tree.leaves) for scored in trainer.trees] == [3, 3, 3, 3]
+    assert [len(scored.tree.leaves) for scored in trainer.trees] == [5, 5, 5, 5]
+    assert [sum(node.parent == 0 for node in scored.tree.nodes) for scored in trainer.trees] == [5, 5, 5, 5]
     assert 0 <= metrics["eval_reward"] <= 1
     assert trainer.model.training is False
 
