@@ -47,9 +47,9 @@ def write_trajectories(path: str | os.PathLike[str], trees: Sequence[ScoredTree]
 
 def read_trajectories(path: str | os.PathLike[str]) -> list[ScoredTree]:
     """The trees in a file of JSON lines."""
-    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    lines = Path(path).read_text(encoding="utf-8").split("\n")  # not splitlines: strings may hold other line ends
     parsed = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(lines[: None if lines[-1] else -1], 1):
         try:
             parsed.append(json.loads(line))
         except ValueError as error:

@@ -127,6 +127,14 @@ def test_a_file_that_is_no_json_is_named(tmp_path: Path) -> None:
         read_trajectories(tmp_path / "x.jsonl")
 
 
+def test_a_line_of_others_may_hold_any_character(tmp_path: Path) -> None:
+    lines = [{**line, "prompt": "a\u2028b\x85c"} for line in trajectory_lines([scored()])]
+    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    (tmp_path / "x.jsonl").write_text(text, encoding="utf-8")
+    (found,) = read_trajectories(tmp_path / "x.jsonl")
+    assert found.tree.nodes[0].text == "a\u2028b\x85c"
+
+
 def test_rows_leave_out_what_follows_the_last_turn_and_masked_leaves() -> None:
     grown = tree([*NODES[:3]], (2,))
     row = tree_row(ScoredTree(grown), 0)
