@@ -1,8 +1,8 @@
 """A small task for TRL's trainers and a small model that can almost do it: two doors, one after the other.
 
 A question names a room. Behind each room one of four doors must be opened first and another one then; both are wrong
-or right only when the trajectory has ended. The model, a Qwen2 of two layers, has been taught to open two doors and
-then to say that it is done, in the chat format of Qwen 2.5; its teacher opened each door at random more often than not.
+or right only when the trajectory has ended. The model, a Qwen2 of two layers, was trained (SFT) to open two doors and
+then to say that it is done, in the chat format of Qwen 2.5; in its examples most doors were chosen at random.
 
     model, tokenizer = doors_model()
     trainer = GRPOTrainer(model, reward_funcs=right_doors, train_dataset=doors_dataset(), tools=[open_door], ...)
@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 DOORS = ("red", "blue", "green", "gold")
 ROOMS = {"kitchen": ("red", "gold"), "cellar": ("blue", "red"), "attic": ("green", "green"), "garden": ("gold", "blue")}
-RIGHT = 0.35  # how often the teacher means the right door; else it opens any
+RIGHT = 0.35  # how often an SFT example has the right door on purpose; else it has any
 CALL, CALL_END = '\n{"name": "open_door", "arguments": {"colour": "', '"}}\n'
 
 
@@ -100,8 +100,8 @@ def doors_tokenizer() -> Any:
 
 
 def doors_model(steps: int = 200, seed: int = 0) -> tuple[Any, Any]:
-    """A new copy of the model, taught by examples, and its tokenizer."""
-    state, tokenizer = _taught(steps, seed), doors_tokenizer()
+    """A new copy of the model after SFT, and its tokenizer."""
+    state, tokenizer = _train_sft(steps, seed), doors_tokenizer()
     model = _new_model(seed)
     model.load_state_dict(state)
     return model, tokenizer
@@ -128,8 +128,8 @@ def _new_model(seed: int) -> Any:
 
 
 @functools.cache
-def _taught(steps: int, seed: int) -> dict[str, torch.Tensor]:
-    """The weights of a new model after supervised training on the teacher's conversations."""
+def _train_sft(steps: int, seed: int) -> dict[str, torch.Tensor]:
+    """The weights of a new model after supervised training on example conversations."""
     model, rng = _new_model(seed), random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
     for _ in range(steps):
@@ -146,7 +146,7 @@ def _taught(steps: int, seed: int) -> dict[str, torch.Tensor]:
 
 
 def _example(rng: random.Random) -> tuple[list[int], list[int]]:
-    """A conversation of the teacher's: token ids, and labels where the model speaks."""
+    """An example conversation: token ids, and labels where the model speaks."""
     tokenizer = doors_tokenizer()
     room = rng.choice(sorted(ROOMS))
     doors = [right if rng.random() < RIGHT else rng.choice(DOORS) for right in ROOMS[room]]

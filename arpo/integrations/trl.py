@@ -40,7 +40,7 @@ from arpo.algorithm.branching import REWARD_POLICIES
 from arpo.algorithm.rollout import sample_trees
 from arpo.config.schema import Config
 from arpo.config.section import MAX_SECONDS
-from arpo.engine.local.engine import LocalEngine
+from arpo.engine.local.engine import LocalEngine, default_kv_cache_tokens
 from arpo.engine.local.kv_cache import BLOCK_SIZE
 from arpo.errors import ArpoError
 from arpo.integrations.presets import SCALES, Preset, load_preset, loss_arguments
@@ -109,10 +109,12 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._warn_of_other_loss(branching)
         self._places: list[_Place] = []
         self._early: dict[str, list[Tensor]] = {}  # rewards that were needed while trees grew, by task
+        self._early_extra: dict[str, dict[str, list[Any]]] = {}  # and what reward functions logged with log_extra
         self._needs_rewards = False  # whether the policy looks at rewards while trees grow
         self._rewards = torch.empty(0)  # per row and function
         self._inputs: list[dict[str, Any]] = []
-        self._failed_calls = self._batches = 0
+        self._failed_calls = 0
+        self._batches = {"train": (-1, 0), "eval": (-1, 0)}  # the step of the last batch, and its number in that step
         self._agent: Agent | None = None
         self._format = self._build_format()
 
@@ -146,6 +148,12 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             raise ArpoError(
                 "TreeGRPOTrainer samples from the trained model itself, which must be whole on each device: turn off "
                 "FSDP and DeepSpeed (several processes with DDP are fine)"
+            )
+        model = self.accelerator.unwrap_model(self.model)
+        if is_peft_model(model) and any(config.is_prompt_learning for config in model.peft_config.values()):
+            raise ArpoError(
+                "peft_config: prompt tuning and prefix tuning are not part of the layers that trees are sampled from; "
+                "use an adapter such as LoRA"
             )
         check_supported(self._base_model().config)
 
@@ -246,17 +254,19 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             raise ArpoError(f"tools: {error}") from None
         return Tool(spec, run, timeout=MAX_SECONDS, retries=0, max_chars=NO_CUT, quick=not is_async)
 
-    def _open_agent(self, longest_prompt: int, rows: int) -> Agent:
-        """The agent around the trained model; it is built once, for batches of this size."""
+    def _open_agent(self, longest_prompt: int) -> Agent:
+        """The agent around the trained model; it is built once, for batches of training even if evaluation is first."""
         if self._agent is None:
             config, model, tokenizer = self._require_config(), self._base_model(), self._template_tokenizer()
+            rows = self.args.per_device_train_batch_size * self.args.steps_per_generation
             sequences = min(config.rollout.concurrency, rows)
             length = min(model.config.max_position_embeddings, 2 * longest_prompt + self.max_completion_length)
+            wanted = (sequences + 1) * (length + BLOCK_SIZE)
             engine = LocalEngine(
                 model,
                 tokenizer,
                 max_num_seqs=sequences,
-                kv_cache_tokens=config.rollout.kv_cache_tokens or (sequences + 1) * (length + BLOCK_SIZE),
+                kv_cache_tokens=config.rollout.kv_cache_tokens or min(wanted, default_kv_cache_tokens(model, rows)),
                 threaded=False,
                 end_tokens=turn_end_tokens(model, tokenizer) | set(self.eos_token_ids),
             )
@@ -318,13 +328,15 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         for start in starts:
             if any(ids != prompt_ids[start] for ids in prompt_ids[start : start + group]):
                 raise ArpoError(f"{group} rows in a row must have the same prompt: do not change the trainer's sampler")
-        self._batches += 1
+        step, count = self._batches[mode]
+        count = count + 1 if step == self.state.global_step else 0  # so seeds survive evaluations and a resumption
+        self._batches[mode] = self.state.global_step, count
         self._needs_rewards = branching.policy in REWARD_POLICIES or branching.fill == "informative"
-        self._early, self._failed_calls = {}, 0
-        seed = (self.args.seed, "trl", mode, self.state.global_step, self._batches, self.accelerator.process_index)
+        self._early, self._early_extra, self._failed_calls = {}, {}, 0
+        seed = (self.args.seed, "trl", mode, self.state.global_step, count, self.accelerator.process_index)
         seeds = [derive_seed(*seed, start) for start in starts]
         tasks = [self._task(start, prompt_ids[start]) for start in starts]
-        agent = self._open_agent(max(map(len, prompt_ids)), len(prompt_ids))
+        agent = self._open_agent(max(map(len, prompt_ids)))
 
         async def sample() -> list[ScoredTree]:
             await agent.engine.sync_weights(self.state.global_step)
@@ -403,7 +415,12 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             [messages_of(tree, own, prompt, self._tokenizer, self.tools) for own in nodes],
             [[token for index in own for token in tree.nodes[index].tokens] for own in nodes],
         )
-        self._early.setdefault(tree.task.id, []).extend(rewards)
+        before = self._early.setdefault(tree.task.id, [])
+        extra = self._early_extra.setdefault(tree.task.id, {})
+        for column, values in self._pending_extra_logs.items():
+            extra.setdefault(column, [None] * len(before)).extend(values)
+        self._pending_extra_logs.clear()
+        before.extend(rewards)
         return self._scored(tree, rewards, self.reward_weights)
 
     def _scored(self, tree: RolloutTree, rewards: Tensor, weights: Tensor) -> ScoredTree:
@@ -427,7 +444,12 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         real = [row for row, place in enumerate(self._places) if place.leaf is not None]
         found: Tensor
         if self._needs_rewards:  # one process
-            found = torch.stack([one for place in self._places if place.leaf == 0 for one in self._early_of(place)])
+            tasks = [scored.tree.task.id for scored in self.trees]
+            found = torch.stack([one for task in tasks for one in self._early[task]])
+            for column in {column for task in tasks for column in self._early_extra[task]}:
+                for task in tasks:
+                    values = self._early_extra[task].get(column, [])
+                    self._pending_extra_logs[column] += [*values, *[None] * (len(self._early[task]) - len(values))]
         else:
             columns = (inputs, prompts, completions, completion_ids_list)
             found = super()._calculate_rewards(*([column[row] for row in real] for column in columns))
@@ -435,13 +457,12 @@ class TreeGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             rewards = found.new_full((len(self._places), found.shape[1]), torch.nan)
             rewards[real] = found
             found = rewards
+            for column, values in self._pending_extra_logs.items():
+                by_row = dict(zip(real, values, strict=True))
+                self._pending_extra_logs[column] = [by_row.get(row) for row in range(len(self._places))]
         first = self.accelerator.process_index * len(self._places)
         self._rewards = found[first : first + len(self._places)].cpu()
         return found
-
-    def _early_of(self, place: _Place) -> list[Tensor]:
-        """The rewards of a tree's leaves that were computed while it grew."""
-        return self._early[self.trees[place.tree].tree.task.id]
 
     def _with_credits(self, batch: dict[str, Any]) -> dict[str, Any]:
         """The batch with the advantages of the trees in place of TRL's, and without masked trajectories."""

@@ -1,4 +1,7 @@
-"""One rank of a training step in TRL: writes its trees, and rank 0 the gradients of all ranks. Started by torchrun."""
+"""One rank of a training step in TRL, for each loss: writes its trees, and rank 0 the gradients of all ranks.
+
+Started by torchrun with a folder, a preset and losses.
+"""
 
 from __future__ import annotations
 
@@ -68,4 +71,7 @@ def main(folder: Path, preset: str, loss: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3])
+    for loss in sys.argv[3:]:
+        folder = Path(sys.argv[1], loss)
+        folder.mkdir(exist_ok=True)
+        main(folder, sys.argv[2], loss)
