@@ -35,7 +35,7 @@ ORDER = (
     "trainer",
     "evaluation",
     "training",
-    "cluster studies plan serve",
+    "cluster studies plan serve integrations",
     "api",
     "viewer",
     "builtin",

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 import numpy as np
 import numpy.typing as npt
@@ -86,15 +87,20 @@ def build_batch(
             if group:
                 total += _add_tree(spans, scored.tree, group, len(trajectory_tokens))
                 trajectory_tokens.extend(one.model_tokens for one in group)
-    visited = sorted({(number, index) for number, trajectory, _ in used for index in trajectory.indices})
-    weights = _entropy_weights([trees[number].tree.nodes[index] for number, index in visited], entropy_weight)
-    return _flatten(spans, trajectory_tokens, total, weights)
+    return _flatten(spans, trajectory_tokens, total, entropy_weights(trees, entropy_weight))
 
 
-def _entropy_weights(nodes: Sequence[Node], weight: float) -> Callable[[Node], Floats]:
-    """A function from a model node to the weights of its tokens, normalized over all `nodes`."""
+def entropy_weights(trees: Sequence[ScoredTree], weight: float) -> Callable[[Node], Floats]:
+    """A function from a model node to the weights of its tokens, normalized over all nodes of unmasked leaves."""
     if not weight:
         return lambda node: np.ones(len(node.tokens))
+    visited = {
+        (number, index)
+        for number, scored in enumerate(trees)
+        for trajectory in compress(scored.tree.trajectories, scored.mask)
+        for index in trajectory.indices
+    }
+    nodes = [trees[number].tree.nodes[index] for number, index in sorted(visited)]
     every = np.concatenate([*(np.asarray(node.entropies) for node in nodes), np.empty(0)])
     mean, std = (every.mean(), max(every.std(), MIN_STD)) if len(every) else (0.0, 1.0)
     return lambda node: np.maximum(0.0, 1 + weight * (np.asarray(node.entropies) - mean) / std)

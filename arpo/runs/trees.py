@@ -115,7 +115,7 @@ def tree_to_json(scored: ScoredTree) -> dict[str, Any]:
     tree = scored.tree
     return {
         "task": {**_shallow(tree.task), "meta": dict(tree.task.meta)},
-        "nodes": [_node_to_json(node) for node in tree.nodes],
+        "nodes": [node_to_json(node) for node in tree.nodes],
         "leaves": [_leaf_to_json(leaf) for leaf in tree.leaves],
         "format": tree.format,
         "rewards": [_reward_to_json(reward) for reward in scored.rewards],
@@ -127,7 +127,7 @@ def tree_to_json(scored: ScoredTree) -> dict[str, Any]:
 def tree_from_json(data: Mapping[str, Any]) -> ScoredTree:
     """The inverse of `tree_to_json`."""
     task = Task(**{**data["task"], "answers": tuple(data["task"]["answers"])})
-    nodes = tuple(_node_from_json(node) for node in data["nodes"])
+    nodes = tuple(node_from_json(node) for node in data["nodes"])
     leaves = tuple(_leaf_from_json(leaf) for leaf in data["leaves"])
     return ScoredTree(
         RolloutTree(task, nodes, leaves, data.get("format", "tags")),
@@ -141,7 +141,8 @@ def _shallow(value: Any) -> dict[str, Any]:
     return {field.name: getattr(value, field.name) for field in fields(value)}
 
 
-def _node_to_json(node: Node) -> dict[str, Any]:
+def node_to_json(node: Node) -> dict[str, Any]:
+    """A value that `json.dumps` takes."""
     nested = {
         "call": node.call and {**_shallow(node.call), "args": dict(node.call.args)},
         "result": node.result and _shallow(node.result),
@@ -150,7 +151,8 @@ def _node_to_json(node: Node) -> dict[str, Any]:
     return _without(_shallow(node) | nested, "context")
 
 
-def _node_from_json(data: Mapping[str, Any]) -> Node:
+def node_from_json(data: Mapping[str, Any]) -> Node:
+    """The inverse of `node_to_json`."""
     call, result, decision = data["call"], data["result"], data["decision"]
     exact = {
         "kind": Kind(data["kind"]),
