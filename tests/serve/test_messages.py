@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from arpo.serve.http import Refused
 from arpo.serve.messages import MAX_MESSAGES, NEUTRAL, ChatRequest, Reply, error_body, read_request
-from arpo.types import StopReason
+from arpo.types import INFRA_STOPS, StopReason
 
 USER = {"role": "user", "content": "Why?"}
 
@@ -182,8 +182,7 @@ def test_nothing_but_refused_is_raised(options: dict[str, Any]) -> None:
 
 def test_every_reason_to_stop_has_a_name_in_openais_form() -> None:
     replied = {reason: Reply("", reason, 1, 2, 0) for reason in StopReason}
-    unanswered = {StopReason.WORKER_LOST, StopReason.ENVIRONMENT_FAILED}
-    found = {reason: reply.finish_reason for reason, reply in replied.items() if reason not in unanswered}
+    found = {reason: reply.finish_reason for reason, reply in replied.items() if reason not in INFRA_STOPS}
     assert found == {
         StopReason.ANSWER: "stop",
         StopReason.EOS: "stop",
