@@ -11,6 +11,7 @@ import typer
 
 from arpo.cli.display import console
 from arpo.cli.options import ModelTarget, Overrides, load_model_config
+from arpo.errors import ArpoError
 
 if TYPE_CHECKING:
     from arpo.serve.app import AgentServer
@@ -46,6 +47,8 @@ def serve(
     if mcp:
         require_sdk()
     config = load_model_config(model, [*SERVE_SETTINGS, *(overrides or [])])
+    if config.program.command or config.program.function is not None:
+        raise ArpoError("serve: this agent is a program, which holds its own conversations; it cannot be served")
     with open_agent(config) as agent:
         name = Path(model).expanduser().resolve().name if Path(model).expanduser().exists() else model
         service = Service(agent, config.rollout, config.branching.probe_tokens, name, conversations)

@@ -49,6 +49,10 @@ def test_a_model_is_served_until_a_signal_comes(model_dir: Path, tmp_path: Path,
         assert key not in shown
 
 
+def test_a_program_is_not_served(arpo: Arpo) -> None:
+    assert "it cannot be served" in mistake(arpo("serve", "small.toml", "program.command=['true']"))
+
+
 def test_other_machines_need_a_key(arpo: Arpo, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("ARPO_API_KEYS", raising=False)
     message = mistake(arpo("serve", "small.toml", "--host", "0.0.0.0"))
