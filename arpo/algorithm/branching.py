@@ -25,6 +25,7 @@ from arpo.config.algorithm import Branching
 from arpo.types import Decision
 
 POSTHOC_POLICIES = ("posthoc_random", "posthoc_entropy", "posthoc_top_entropy", "posthoc_outcome", "posthoc_tail")
+BUDGET_USED_UP = "the budget of trajectories is used up"  # the reason of a decision
 REWARD_POLICIES = ("posthoc_outcome", "posthoc_tail")  # those of them that look at rewards
 
 
@@ -89,7 +90,7 @@ def _num_branches(settings: Branching, probability: float, probed: int, budget: 
     if not by_threshold and not uniform < probability:
         return 0, "not drawn"
     if budget <= 0:
-        return 0, "the budget of trajectories is used up"
+        return 0, BUDGET_USED_UP
     return min(settings.branch_width, budget), "branched"
 
 

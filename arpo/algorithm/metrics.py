@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
-from arpo.config.schema import Rollout
+from arpo.algorithm.branching import BUDGET_USED_UP
+from arpo.config.schema import Config, Rollout
 from arpo.rewards import WRONG_FORMAT, FormatFault, reward_metrics
 from arpo.types import Fault, Kind, RolloutTree, ScoredTree, StopReason, ToolResult, Trajectory, percentile
 
@@ -81,6 +82,22 @@ def stop_warnings(stops: Mapping[str, int], settings: Rollout) -> dict[str, str]
         "before an answer; raise it if the task needs more"
         for reason, name in LIMITS.items()
         if 2 * (cut_off := stops.get(reason, 0)) > total
+    }
+
+
+def bias_warnings(scored: Sequence[ScoredTree], config: Config) -> dict[str, str]:
+    """A sentence under `advantage.attribution` "unbiased", if the budget of trajectories kept trees from branching."""
+    if config.advantage.attribution != "unbiased":
+        return {}
+    decisions = [[node.decision for node in one.tree.nodes if node.decision is not None] for one in scored]
+    width = config.branching.branch_width
+    cut = sum(any(each.reason == BUDGET_USED_UP or 0 < each.branches < width for each in own) for own in decisions)
+    if not cut:
+        return {}
+    return {
+        "attribution": f"{cut} of {len(scored)} trees wanted more branches than rollout.num_trajectories="
+        f"{config.rollout.num_trajectories} allows, so the gradient is not exact; raise it, or make branches rarer "
+        "(docs/method.md)"
     }
 
 

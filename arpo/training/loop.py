@@ -18,10 +18,17 @@ from typing import Any, TypeVar
 
 from arpo.agent.agent import build_prompts
 from arpo.algorithm.advantage import compute_credits
-from arpo.algorithm.metrics import format_warnings, limit_warnings, rollout_metrics, staleness_metrics, tool_metrics
+from arpo.algorithm.metrics import (
+    bias_warnings,
+    format_warnings,
+    limit_warnings,
+    rollout_metrics,
+    staleness_metrics,
+    tool_metrics,
+)
 from arpo.config.files import expand_user
 from arpo.config.plugins import NO_OBJECTS, Objects
-from arpo.config.schema import Config, Rollout
+from arpo.config.schema import Config
 from arpo.data.order import batch_tasks, task_outcome
 from arpo.data.task_set import TaskSet, require_test_tasks
 from arpo.environments.states import pool_of
@@ -207,7 +214,7 @@ async def train(training: Training) -> int:
     tested = bool(records) and any(name.startswith("test_") for name in records[-1])
     if step and config.eval.every and step % config.eval.every == 0 and not tested:
         checkpoints.amend(step, await _evaluate_step(training, step))  # the run was stopped before this evaluation
-    faults = _FaultReport(reporter, config.rollout)
+    faults = _FaultReport(reporter, config)
     optimizer_steps, sampling = 0.0, _SamplingAhead(training, [record.get("outcomes", "") for record in records])
     try:
         with reporter.progress("training", last_step) as bar:
@@ -255,19 +262,20 @@ async def train(training: Training) -> int:
 class _FaultReport:
     """Tells the user about tools that fail: each tool when it first does, and steps that lose all trajectories.
 
-    It also tells once of each limit that cuts off most trajectories of a step, and why most of a step's trajectories
-    have a wrong format.
+    It also tells once of each limit that cuts off most trajectories of a step, why most of a step's trajectories have a
+    wrong format, and that a gradient is not as unbiased as it should be.
     """
 
-    def __init__(self, reporter: Reporter, settings: Rollout) -> None:
-        self._reporter, self._settings = reporter, settings
-        self._warned: set[str] = set()  # limits, and reasons why formats are wrong
+    def __init__(self, reporter: Reporter, config: Config) -> None:
+        self._reporter, self._config = reporter, config
+        self._warned: set[str] = set()  # limits, reasons why formats are wrong, "attribution"
         self._reported: set[str] = set()  # tools, and "" for lost steps
         self._masked = self._trajectories = 0
 
     def report(self, step: int, trees: Sequence[ScoredTree]) -> None:
         """Warn of what is new in the trees of a step."""
-        for name, text in {**limit_warnings(trees, self._settings), **format_warnings(trees)}.items():
+        limits, bias = limit_warnings(trees, self._config.rollout), bias_warnings(trees, self._config)
+        for name, text in {**limits, **format_warnings(trees), **bias}.items():
             if name not in self._warned:
                 self._warned.add(name)
                 self._reporter.warning(f"step {step}: {text}")

@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 from trees import model, prompt, searched, tool, tree, two_branches
 
-from arpo.algorithm.metrics import format_warnings, limit_warnings, rollout_metrics, tool_metrics
-from arpo.config.schema import Rollout
+from arpo.algorithm.branching import BUDGET_USED_UP
+from arpo.algorithm.metrics import bias_warnings, format_warnings, limit_warnings, rollout_metrics, tool_metrics
+from arpo.config.algorithm import Advantage, Branching
+from arpo.config.schema import Config, Rollout
 from arpo.types import Decision, Fault, Node, Reward, RolloutTree, ScoredTree, StopReason, ToolResult
 
 
@@ -172,3 +174,27 @@ def test_a_limit_that_cuts_off_most_trajectories_is_told() -> None:
     assert list(told(length, length, calls)) == ["max_tokens"]
     assert list(told(StopReason.MAX_SECONDS)) == ["max_seconds"]
     assert told(answer, StopReason.EOS, StopReason.WORKER_LOST) == {}
+
+
+@pytest.mark.parametrize(
+    ("attribution", "width", "reason", "branches", "told"),
+    [
+        ("unbiased", 1, BUDGET_USED_UP, 0, True),
+        ("unbiased", 2, "branched", 1, True),
+        ("unbiased", 2, "branched", 2, False),
+        ("unbiased", 1, "P is not above tau", 0, False),
+        ("soft", 1, BUDGET_USED_UP, 0, False),
+    ],
+)
+def test_a_budget_that_makes_unbiased_trees_biased_is_told(
+    attribution: str, width: int, reason: str, branches: int, told: bool
+) -> None:
+    advantage = {"attribution": attribution, "baseline": "leave_one_out", "scale": "none"}
+    config = Config().model_copy(
+        update={"advantage": Advantage(**advantage), "branching": Branching(branch_width=width)}
+    )
+    decision = Decision(0.0, 0.0, 0.0, 0.5, branches, reason, 1)
+    nodes = [prompt([1]), model(0, [2]), replace(tool(1, [3]), decision=decision), model(2, [4])]
+    found = bias_warnings([ScoredTree(tree(nodes, [3]), (reward(0.0),))], config)
+    assert list(found) == (["attribution"] if told else [])
+    assert all(text.startswith("1 of 1 trees wanted more branches") for text in found.values())
