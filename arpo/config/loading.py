@@ -1,7 +1,8 @@
 """Loading settings: sparse TOML in, one frozen and fully resolved `Config` out.
 
 Later layers win: defaults, preset, file, command line. A preset is one of the package's or a TOML file of the user's
-(`preset = "mine.toml"`). The preset of an algorithm in a comparison lies above the file.
+(`preset = "mine.toml"`). The preset of an algorithm in a comparison lies above the file, and so does one that is named
+with a complete configuration, which has the settings of another.
 
 Guarantees: every value is checked for type and range, and none is converted silently. All mistakes are reported
 together in one `ArpoError`, one line each, with the source of the value. No secret is in a message, and a secret that
@@ -111,14 +112,17 @@ def load_config(
             raise ArpoError(f"got the algorithm {_show(algorithm)}, expected {_preset_choices(algorithm)}")
         from_command["preset"] = algorithm
         layers[2:2] = [(f'preset "{algorithm}"', values), ("defaults of an algorithm", _algorithm_defaults())]
-    elif not complete or "preset" in from_command or "preset" in arguments:
-        preset = from_command.get("preset", arguments.get("preset", from_file.get("preset", "arpo")))
-        values = _preset(preset) if isinstance(preset, str) else {}
+    else:
+        given = from_command.get("preset", arguments.get("preset"))
+        preset = from_file.get("preset", "arpo") if given is None else given
+        values = _preset(preset) if isinstance(preset, str) and not (complete and given is None) else {}
         if values is None:
             expected = _preset_choices(preset)
             problems.append(f"{_source(layers, ['preset'])}: preset: got {_show(preset)}, expected {expected}")
-        else:
+        elif not complete:
             layers.append((f"preset {_show(preset)}", values))
+        elif given not in (None, from_file.get("preset")):  # a complete file has the settings of its own preset
+            layers[2:2] = [(f"preset {_show(preset)}", values), ("defaults of an algorithm", _algorithm_defaults())]
     return _check(layers, problems, allow_masked)
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from arpo.cli.options import load_model_config
-from arpo.config.loading import config_from_resolved, load_config
+from arpo.config.loading import config_from_resolved, load_config, presets
+from arpo.errors import ArpoError
 
 BOTH, PYTHON = ("search", "python"), ("python",)
 
@@ -107,3 +108,20 @@ def test_defaults_follow_what_overrides_a_whole_configuration(
         got = load_config(base, override)
         assert (got.tools.enabled, got.reward.bonus_tools) == (enabled, bonus_tools)
         assert (got.rollout.num_initial, got.rollout.max_tool_calls) == (num_initial, max_tool_calls)
+
+
+@pytest.mark.parametrize("preset", presets())
+def test_another_preset_replaces_that_of_a_complete_configuration(preset: str, tmp_path: Path) -> None:
+    """It is as if the run had been started with it, but for what the command line says."""
+    given = ["train.lr=2e-5", "rollout.num_trajectories=6"]
+    first, wanted = load_config(None, ["preset=dapo", *given]), load_config(None, [f"preset={preset}", *given])
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(first.resolved()))
+    for base in (first, file):
+        assert load_config(base, [f"preset={preset}"]) == wanted
+        assert load_config(base, arguments={"preset": preset}) == wanted
+        assert load_config(base, [f"preset={preset}", "loss.clip_low=0.11"]).loss.clip_low == 0.11
+    changed = load_config(first, ["loss.clip_high=0.4"])
+    assert load_config(changed, ["preset=dapo"]) == changed  # its own: nothing is reset
+    with pytest.raises(ArpoError, match='did you mean "grpo"'):
+        load_config(first, ["preset=grop"])
