@@ -371,3 +371,14 @@ def test_mcp_servers_are_tables(tmp_path: Path) -> None:
     )
     servers = load_config(tmp_path / "run.toml").tools.mcp
     assert servers == (Mcp(command="node", args=("a.js",)), Mcp(url="http://b"))
+
+
+@pytest.mark.parametrize(
+    ("name", "policy", "trajectories"),
+    [("grpo_token_mean", "never", 8), ("one_root", "posthoc_outcome", 4), ("informative", "posthoc_outcome", 4)],
+)
+def test_algorithms_among_the_examples(name: str, policy: str, trajectories: int) -> None:
+    examples = Path(__file__).parents[2] / "examples"
+    config = load_config(examples / "compare_world.toml", [], str(examples / f"{name}.toml"))
+    assert (config.branching.policy, config.rollout.num_trajectories) == (policy, trajectories)
+    assert config.loss.aggregation == "token-mean"
