@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from trees import searched
 
-from arpo.config.schema import Rollout
+from arpo.config.schema import Config
 from arpo.runs.reporter import Reporter
 from arpo.runs.run_dir import open_run_dir as read_run
 from arpo.training.loop import _FaultReport
@@ -150,7 +150,7 @@ def test_broken_tools_and_lost_trajectories_are_reported_when_they_are_new() -> 
         return [ScoredTree(searched(fault=f), (Reward(0.0),), mask=m) for f, m in zip(faults, masks, strict=True)]
 
     warnings = Warnings()
-    report = _FaultReport(warnings, Rollout())
+    report = _FaultReport(warnings, Config())
     report.report(1, step(None, Fault.MODEL))
     assert warnings.texts == [] and report.reason.startswith("for every question, all trajectories earned the same.")
     report.report(2, step(None, Fault.INFRA))
@@ -163,7 +163,7 @@ def test_broken_tools_and_lost_trajectories_are_reported_when_they_are_new() -> 
     assert warnings.texts[2:] == [masked.replace("step 2: 1", "step 4: 2")]
     report.report(5, step(Fault.INFRA, Fault.INFRA))
     assert len(warnings.texts) == 3
-    report = _FaultReport(warnings, Rollout())
+    report = _FaultReport(warnings, Config())
     report.report(1, step(Fault.INFRA))
     assert report.reason.startswith("all trajectories are masked")
 
@@ -174,7 +174,7 @@ def test_why_formats_are_wrong_is_reported_once() -> None:
         return [ScoredTree(searched(), (reward,)) for reward in rewards]
 
     warnings = Warnings()
-    report = _FaultReport(warnings, Rollout())
+    report = _FaultReport(warnings, Config())
     for number, reasons in enumerate([("no_box",), ("no_box", "no_box"), ("no_think", "no_think", "no_box")], 1):
         report.report(number, step(*reasons))
     first, second = warnings.texts
