@@ -26,7 +26,7 @@ from arpo.trainer.dist.sharded import ShardedTrainer
 from arpo.trainer.forward_backward import logits_chunk
 from arpo.trainer.trainer import Trainer
 
-STEPS = [rich_forest(1).trees + rich_forest(2).trees, rich_forest(3).trees + rich_forest(4).trees]
+STEPS = [[one for seed in seeds for one in rich_forest(seed).trees] for seeds in ((1, 2, 3), (4, 5, 6))]
 
 
 class Warnings(Reporter):
