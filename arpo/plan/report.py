@@ -67,8 +67,10 @@ def how_to_run(split: Split, node: int) -> str:
     machines = f"--nnodes {-(-split.training // node)} " if split.training > node else ""
     ranks = f"torchrun {machines}--nproc-per-node {min(split.training, node)} -m arpo train"
     train = ranks if split.training > 1 else "arpo train"
+    if split.shared and split.training == 1:
+        return train
     if split.shared:
-        return f"{train} (docs/sharded.md)"
+        return f"{train} CONFIG rollout.engine=local (docs/sharded.md)"
     if split.tensor_parallel == 1:
         return f"a Ray cluster with cluster.trainers={split.training} (docs/cluster.md)"
     servers = f"{split.replicas} vLLM server{'s' if split.replicas > 1 else ''}"

@@ -42,8 +42,8 @@ Share = tuple[TreeBatch, Sequence[MicroBatch] | None]
 """What this process computes of a mini-batch, and its micro-batches if other ranks do the same passes."""
 OPTIMIZER = "optimizer.safetensors"
 MIN_MICROBATCH_TOKENS = 256  # below this, a pass that needs less memory would hardly be smaller, and very slow
-T = TypeVar("T")
 SHARING_PAYS = 0.95  # unique over total tokens; above this, a tree takes as long as its trajectories one by one
+T = TypeVar("T")
 
 
 class Trainer:

@@ -66,9 +66,9 @@ def test_only_what_can_be_run_is_planned() -> None:
         assert {s.tensor_parallel for s in splits if s.shared} == {1}
         assert {s.tensor_parallel for s in splits if not s.shared} == ({1} if staleness else {1, 2, 4})
     ways = {
-        Split(1, 1, 1, True): "arpo train (docs",
-        Split(8, 8, 1, True): "torchrun --nproc-per-node 8 -m arpo train (docs",
-        Split(64, 64, 1, True): "torchrun --nnodes 8 --nproc-per-node 8 -m arpo train (docs",
+        Split(1, 1, 1, True): "arpo train",
+        Split(8, 8, 1, True): "torchrun --nproc-per-node 8 -m arpo train CONFIG rollout.engine=local",
+        Split(64, 64, 1, True): "torchrun --nnodes 8 --nproc-per-node 8 -m arpo train CONFIG ",
         Split(3, 5, 1, False): "a Ray cluster with cluster.trainers=5",
         Split(4, 1, 4, False): "1 vLLM server with --tensor-parallel-size 4, and arpo train",
         Split(8, 4, 4, False): "2 vLLM servers with --tensor-parallel-size 4, and torchrun --nproc-per-node 4",
