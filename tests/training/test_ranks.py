@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -36,8 +37,9 @@ from arpo.runs.run_dir import RunDir
 from arpo.runs.run_dir import open_run_dir as read_run
 from arpo.runs.trees import MAX_COLUMN_CHARS
 from arpo.trainer.dist.sharded import ranks_sample, trees_to_bytes
+from arpo.training.interrupt import SIGNALS
 from arpo.training.loop import open_training, train
-from arpo.training.ranks import RankSampler, _Worker
+from arpo.training.ranks import RankSampler, _Worker, worker_loop
 from arpo.training.sampler import ignore
 from arpo.types import Reward, ScoredTree, Task
 
@@ -343,6 +345,27 @@ def test_a_rank_with_other_settings_is_refused() -> None:
     worker = _Worker(group, load_config(None, ["train.lr=2e-6"]), ExitStack())
     with pytest.raises(ArpoError, match=r"rank 1 has other settings than rank 0, train.lr: 1e-06 -> 2e-06"):
         worker._build_sampler(load_config(None).resolved(), Model(path="none"), None, None)
+
+
+def test_signals_are_left_to_rank_0_but_not_by_what_tools_start() -> None:
+    seen: list[int] = []
+
+    def receive() -> tuple[str, bytes]:
+        for number in SIGNALS:
+            os.kill(os.getpid(), number)  # no effect here
+        program = subprocess.Popen(["sleep", "600"])
+        program.terminate()
+        seen.append(program.wait())
+        return "end", b""
+
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    group: Any = SimpleNamespace(receive=receive)
+    try:
+        worker_loop(group)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert seen == [-signal.SIGTERM]
 
 
 @pytest.mark.slow
