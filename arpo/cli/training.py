@@ -36,11 +36,11 @@ def train(config: ConfigFile, overrides: Overrides = None, resume: Resume = Fals
         if launch.world_size() > 1:
             from arpo.models.load import pick_device
             from arpo.trainer.dist.process_group import join_process_group
-            from arpo.trainer.dist.worker import worker_loop
+            from arpo.training.ranks import worker_loop
 
             group = stack.enter_context(join_process_group(pick_device(settings.model.device)))
             if not group.is_leader:
-                return worker_loop(group)
+                return worker_loop(group, settings)
         with open_training(settings, resume, group, build_sampler, reporter) as training:
             _run_to_the_end(run_training(training), training.checkpoints.run.directory)
 

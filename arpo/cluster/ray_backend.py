@@ -22,7 +22,7 @@ import numpy as np
 
 from arpo.cluster.sampler import RaySampler, WorkerDied
 from arpo.cluster.scheduler import Machine, Placement
-from arpo.cluster.worker import DONE, MISTAKE, Reply, Worker
+from arpo.cluster.worker import Worker
 from arpo.config.masking import mask_message, masked
 from arpo.config.schema import Config
 from arpo.errors import ArpoError
@@ -30,6 +30,7 @@ from arpo.figures.text import printable
 from arpo.runs.reporter import SILENT, Reporter
 from arpo.trainer.dist import launch
 from arpo.training.loop import check_settings
+from arpo.training.requests import DONE, MISTAKE, Reply
 
 EXIT_SECONDS = 10.0  # that a trainer has to end by itself
 RESERVE_SECONDS = 60.0  # in which a GPU that Ray counts must be free
@@ -266,7 +267,7 @@ class _Trainer:
         os.environ.update(environment)
         from arpo.models.load import pick_device
         from arpo.trainer.dist.process_group import join_process_group
-        from arpo.trainer.dist.worker import worker_loop
+        from arpo.training.ranks import worker_loop
 
         try:
             with join_process_group(pick_device(device)) as ranks:

@@ -16,20 +16,20 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from statistics import fmean
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from arpo.cluster.scheduler import MAX_DEATHS, Assign, Machine, Placement, PoisonTask, Scheduler, missing_workers
-from arpo.cluster.worker import DONE, MISTAKE, Reply, encode_request, weights_of
+from arpo.cluster.worker import weights_of
 from arpo.config.masking import masked
 from arpo.config.schema import Config
 from arpo.errors import ArpoError
 from arpo.evaluation.evaluate import Evaluation
 from arpo.runs.reporter import SILENT, Reporter
 from arpo.runs.trees import unpack_tree
+from arpo.training.requests import DONE, MISTAKE, Reply, encode_request, merge_stats, restore_columns
 from arpo.training.sampler import OnTree, ignore
 from arpo.types import ScoredTree, Task
 
@@ -209,9 +209,7 @@ class RaySampler:
         frame, stats = reply
         for counter, value in stats.items():
             self._worker_stats.setdefault(counter, []).append(value)
-        scored = unpack_tree(frame)
-        task = replace(scored.tree.task, meta=job.task.meta)  # packed trees shorten long columns
-        scored = replace(scored, tree=replace(scored.tree, task=task))
+        scored = restore_columns(unpack_tree(frame), job.task)
         if job.step is not None:
             self._tool_calls.setdefault(job.step, []).append(scored.tree.tool_calls)
         if not job.result.done():
@@ -363,9 +361,3 @@ class RaySampler:
         self._busy_seconds += (now - self._last_tick) * sum(load > 0 for load in loads)
         self._worker_seconds += (now - self._last_tick) * len(loads)
         self._last_tick = now
-
-
-def merge_stats(stats: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Counters of several workers as one: maxima by their maximum, errors by their mean, all others by their sum."""
-    ways = {name: max if name.endswith("_max") else fmean if name.endswith("_error") else sum for name in stats}
-    return {name: float(ways[name](values)) for name, values in stats.items()}

@@ -8,12 +8,8 @@ only while nothing is being sampled.
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 import os
-import traceback
-from collections.abc import Awaitable, Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,31 +17,10 @@ import torch
 from safetensors.torch import load, save
 
 from arpo.config.loading import config_from_resolved
-from arpo.config.masking import mask_message
-from arpo.errors import ArpoError
 from arpo.runs.trees import pack_trees
 from arpo.training.context import open_context
+from arpo.training.requests import decode_request, replies
 from arpo.training.sampler import LocalSampler
-from arpo.types import Task
-
-DONE, MISTAKE, BUG = "done", "mistake", "bug"
-Reply = tuple[str, Any]
-"""The outcome (DONE, MISTAKE or BUG), and its value or error message."""
-
-
-def _replies(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Reply]]:
-    """The method with a `Reply` for its value or error."""
-
-    @functools.wraps(method)
-    async def call(*args: Any) -> Reply:
-        try:
-            return DONE, await method(*args)
-        except ArpoError as error:
-            return MISTAKE, str(error)
-        except Exception:
-            return BUG, mask_message(traceback.format_exc())
-
-    return call
 
 
 class Worker:
@@ -54,7 +29,7 @@ class Worker:
     _sampler: LocalSampler
     _slots: asyncio.Semaphore
 
-    @_replies
+    @replies
     async def open(self, settings: bytes, directory: str, cpus: int) -> int:
         """Load tasks, tools and model; relative paths start at `directory`, if it exists here. Returns the pid."""
         if Path(directory).is_dir():
@@ -65,14 +40,14 @@ class Worker:
         self._slots = asyncio.Semaphore(config.rollout.concurrency)
         return os.getpid()
 
-    @_replies
+    @replies
     async def update(self, version: int, weights: Any) -> int:
         """Load weights from `weights_of`; returns their version."""
         load_weights(self._sampler.context.model, bytes(weights))
         await self._sampler.sync_weights(version)
         return version
 
-    @_replies
+    @replies
     async def sample(self, request: bytes) -> tuple[bytes, dict[str, float]]:
         """Sample and score one tree; returns it packed, and the counters since the last call."""
         task, seed, evaluating = decode_request(request)
@@ -81,18 +56,6 @@ class Worker:
         else:
             [scored] = await self._sampler.sample([task], [seed], slots=self._slots)
         return pack_trees([scored])[0], self._sampler.step_metrics(0)
-
-
-def encode_request(task: Task, seed: int, evaluating: bool) -> bytes:
-    """The request of `Worker.sample`."""
-    values = {"task": {**asdict(task), "meta": dict(task.meta)}, "seed": seed, "evaluating": evaluating}
-    return json.dumps(values).encode()
-
-
-def decode_request(request: bytes) -> tuple[Task, int, bool]:
-    """The inverse of `encode_request`."""
-    data = json.loads(request)
-    return Task(**{**data["task"], "answers": tuple(data["task"]["answers"])}), data["seed"], data["evaluating"]
 
 
 def weights_of(model: Any) -> bytes:

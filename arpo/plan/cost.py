@@ -20,7 +20,7 @@ from arpo.plan.shape import Shape
 
 ELEMENTWISE_BYTES = 260.0  # moved in a forward pass beside the matmuls, per layer, hidden unit and token, in 16 bits
 ACTIVATION_HIDDEN, ACTIVATION_INTERMEDIATE = 23.0, 8.0  # bytes kept for the backward pass, per layer and token
-LOGITS_AT_ONCE = 2048  # tokens whose logits exist at a time
+LOGITS_AT_ONCE, LOGITS_MEMORY = 2048, 1 << 29  # the most tokens and float32 bytes of logits that exist at a time
 LOGITS_BYTES = 8.0  # per logit: 16 bits, its gradient and the log-softmax
 PREFILL_CHUNK = 16384  # prompt tokens computed in one step
 ADAM_BYTES = 32.0  # read and written by an AdamW step, per trained parameter
@@ -215,9 +215,10 @@ def training_memory(config: Config, shape: Shape, gpus: int) -> Memory:
     kept = layer + shape.layers * shape.hidden * size if train.gradient_checkpointing else shape.layers * layer
     states = STATE_BYTES if size == 2 else STATE_BYTES - 4  # float32 weights are their own masters
     gathered = shape.layer_parameters * size if gpus > 1 else 0  # one layer at a time is gathered from its shards
+    logits = min(LOGITS_AT_ONCE, LOGITS_MEMORY // (4 * shape.vocab), train.max_microbatch_tokens)
     return Memory(
         weights=shape.parameters * size / gpus + gathered,
         optimizer=states * trained_parameters(shape, config) / gpus,
         activations=train.max_microbatch_tokens * kept,
-        logits=min(LOGITS_AT_ONCE, train.max_microbatch_tokens) * shape.vocab * LOGITS_BYTES * size / 2,
+        logits=logits * shape.vocab * LOGITS_BYTES * size / 2,
     )

@@ -7,6 +7,8 @@ Either all GPUs sample and then all train (shared), or some sample and the other
 training wait for each other in both cases. With staleness k >= 1 the two sides of a split run at the same time, on
 weights that are up to k updates old: a step takes as long as the slower side, plus the sync. With k >= 2 the next
 batches fill the slots of ended trajectories, so stragglers cost less.
+
+Only splits that `arpo train` can run are options (`is_runnable`).
 """
 
 from __future__ import annotations
@@ -75,6 +77,15 @@ class Split:
         return self.sampling // self.tensor_parallel
 
 
+def is_runnable(split: Split, staleness: int) -> bool:
+    """Whether `arpo train` can run this split.
+
+    GPUs that do both sample with the local engine, which has one GPU (`torchrun`). Replicas of several GPUs are vLLM
+    servers, which wait for training; replicas of one GPU are workers on a Ray cluster.
+    """
+    return split.tensor_parallel == 1 or (not split.shared and staleness == 0)
+
+
 @dataclass(frozen=True, slots=True)
 class Option:
     """A split and the prediction for it, in seconds and bytes per GPU."""
@@ -109,21 +120,21 @@ class Planner:
         return [option for split in self.splits() if (option := self.option(split)) is not None]
 
     def splits(self) -> Iterator[Split]:
-        """All splits, and all replica sizes, with room for at least one trajectory."""
+        """All splits that can be run, and all replica sizes, with room for at least one trajectory."""
         gpus, shape, node = self.setup.gpus, self.setup.shape, self.setup.hardware.node
         every = max(1, gpus // MAX_SPLITS)
         for sampling, shared in [(gpus, True), *((size, False) for size in range(every, gpus, every))]:
             for size in (1, 2, 4, 8):
                 if size <= node and sampling % size == 0 and shape.heads % size == 0:
                     split = Split(sampling, gpus if shared else gpus - sampling, size, shared)
-                    if self._open_trajectories(split):
+                    if is_runnable(split, self.setup.staleness) and self._open_trajectories(split):
                         yield split
 
     def option(self, split: Split) -> Option | None:
         """The prediction for this split; None if it does not fit into memory."""
         setup, workload = self.setup, self.setup.workload
         trajectories = self._open_trajectories(split)
-        training = cost.training_memory(setup.config, setup.shape, split.training)
+        training = self._training_memory(split)
         if not trajectories or training.total > cost.USABLE_MEMORY * setup.hardware.memory:
             return None
         sampled = self._simulate(split, trajectories, 1)
@@ -160,6 +171,14 @@ class Planner:
         existing = questions * workload.num_trajectories * max(1, self.setup.staleness)
         return max(0, min(int(tokens / workload.trajectory_tokens), workload.concurrency, existing))
 
+    def _training_memory(self, split: Split) -> cost.Memory:
+        """Memory of a training GPU; of several that do not sample, that of rank 0, which also has the whole model."""
+        setup = self.setup
+        memory = cost.training_memory(setup.config, setup.shape, split.training)
+        if split.shared or split.training == 1:
+            return memory
+        return replace(memory, weights=memory.weights + setup.shape.parameters * cost.number_size(setup.config))
+
     def _sampling_memory(self, split: Split, trajectories: int) -> cost.Memory:
         setup, shape, size = self.setup, self.setup.shape, cost.number_size(self.setup.config)
         memory = cost.training_memory(setup.config, shape, split.sampling) if split.shared else cost.Memory()
@@ -182,9 +201,8 @@ class Planner:
 
     def fits(self) -> bool:
         """Whether any option fits into memory; nothing is simulated."""
-        setup, limit = self.setup, cost.USABLE_MEMORY * self.setup.hardware.memory
-        needed = (cost.training_memory(setup.config, setup.shape, split.training).total for split in self.splits())
-        return any(memory <= limit for memory in needed)
+        limit = cost.USABLE_MEMORY * self.setup.hardware.memory
+        return any(self._training_memory(split).total <= limit for split in self.splits())
 
 
 def memory_remedies(setup: Setup) -> list[tuple[str, Setup]]:
@@ -240,7 +258,8 @@ def what_helps(planner: Planner, best: Option) -> list[tuple[str, float]]:
             other.simulations = planner.simulations  # the same simulations, combined in another way
             options = other.options()
         else:
-            options = [option for split in _similar(best.split, changed.gpus) if (option := other.option(split))]
+            runnable = (s for s in _similar(best.split, changed.gpus) if is_runnable(s, changed.staleness))
+            options = [option for split in runnable if (option := other.option(split))]
         if options:
             steps = 2 if text == HALF_BATCH else 1
             found.append((text, steps * min(option.step for option in options)))

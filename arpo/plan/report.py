@@ -62,6 +62,21 @@ def describe(split: Split) -> str:
     return f"{split.sampling} sample, {split.training} train{replicas}"
 
 
+def how_to_run(split: Split, node: int) -> str:
+    """How to run a split on machines of `node` GPUs, in a line."""
+    machines = f"--nnodes {-(-split.training // node)} " if split.training > node else ""
+    ranks = f"torchrun {machines}--nproc-per-node {min(split.training, node)} -m arpo train"
+    train = ranks if split.training > 1 else "arpo train"
+    if split.shared and split.training == 1:
+        return train
+    if split.shared:
+        return f"{train} CONFIG rollout.engine=local (docs/sharded.md)"
+    if split.tensor_parallel == 1:
+        return f"a Ray cluster with cluster.trainers={split.training} (docs/cluster.md)"
+    servers = f"{split.replicas} vLLM server{'s' if split.replicas > 1 else ''}"
+    return f"{servers} with --tensor-parallel-size {split.tensor_parallel}, and {train} (docs/vllm.md)"
+
+
 def text_lines(plan: Plan) -> list[str]:
     """The whole plan as text."""
     setup, best = plan.planner.setup, plan.best
@@ -83,6 +98,7 @@ def text_lines(plan: Plan) -> list[str]:
         "",
         f"best of {len(plan.options)} splits: {describe(best.split)}; a replica has {best.open_trajectories} open "
         "trajectories",
+        f"to run it: {how_to_run(best.split, setup.hardware.node)}",
         f"step {_seconds(best.step)}",
     ]
     sides = (("sampling", "rollout_seconds", best.sampling), ("training", "train_seconds", best.update.seconds))

@@ -29,7 +29,7 @@ from arpo.trainer.attention import KV, TreePlan
 from arpo.trainer.logprobs import token_logprobs
 from arpo.types import TreeBatch
 
-LOGITS_CHUNK = 2048  # tokens whose logits exist at the same time
+LOGITS_CHUNK, LOGITS_BYTES = 2048, 1 << 29  # the most tokens and float32 bytes of logits that exist at the same time
 Visit = Callable[[Tensor, Tensor, Tensor], Tensor | None]
 """(target rows, log-probs, entropies) of one micro-batch -> its loss, or None if no gradient is wanted."""
 
@@ -186,17 +186,21 @@ class _Passes:
         if not len(rows_k):
             return None
         tokens_k = self._batch.tokens_N[self._batch.targets_K[rows_k]]
+        size = logits_chunk(self._model.config.vocab_size)
         chunks = [
             checkpoint(self._head, hidden_cE, tokens_c, use_reentrant=False)
-            for hidden_cE, tokens_c in zip(
-                torch.split(hidden_TE[at_k], LOGITS_CHUNK), torch.split(tokens_k, LOGITS_CHUNK), strict=True
-            )
+            for hidden_cE, tokens_c in zip(torch.split(hidden_TE[at_k], size), torch.split(tokens_k, size), strict=True)
         ]
         logprobs_k, entropies_k = (torch.cat(values) for values in zip(*chunks, strict=True))
         return self._visit(rows_k, logprobs_k, entropies_k)
 
     def _head(self, hidden_cE: Tensor, tokens_c: Tensor) -> tuple[Tensor, Tensor]:
         return token_logprobs(self._network.logits(hidden_cE), tokens_c, self._temperature)
+
+
+def logits_chunk(vocabulary: int) -> int:
+    """The number of tokens whose logits are computed at a time: fewer with a large vocabulary."""
+    return max(1, min(LOGITS_CHUNK, LOGITS_BYTES // (4 * vocabulary)))
 
 
 def _extended(context: list[KV], own: list[KV], prefix_length: int) -> list[KV]:

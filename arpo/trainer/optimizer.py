@@ -59,7 +59,7 @@ class Optimizer:
                 group["lr"] = lr
             self._adamw.step()
         finally:
-            self._adamw.zero_grad(set_to_none=True)
+            self.zero_grad()
         for name, master in self._masters.items():
             if master is not self._parameters[name]:
                 self._parameters[name].copy_(master)
@@ -69,8 +69,14 @@ class Optimizer:
     def take_gradients(self) -> dict[str, Tensor]:
         """The accumulated gradients in float32, by parameter, which are cleared; no step is made."""
         taken = {name: master.grad for name, master in self._masters.items() if master.grad is not None}
-        self._adamw.zero_grad(set_to_none=True)
+        self.zero_grad()
         return taken
+
+    def zero_grad(self) -> None:
+        """Clear the gradients, also those that a pass which failed has not added to the master weights' yet."""
+        self._adamw.zero_grad(set_to_none=True)
+        for parameter in self._parameters.values():
+            parameter.grad = None
 
     def tensors(self) -> dict[str, Tensor]:
         """The state for a checkpoint, on the CPU: `exp_avg/NAME`, `master/NAME` etc. Valid until the next step."""

@@ -7,24 +7,32 @@ equal by definition and the ratio is exactly 1. The engine's log-probs are compa
 
 Several epochs are passes over the same mini-batches in the same order, with the old log-probs of before the first.
 
+Where a GPU's memory runs out in a pass over a mini-batch, the pass begins again with half as many tokens in a
+micro-batch, and so do all later ones. Gradients are exact: those of the pass that failed are dropped.
+
 Guarantees: deterministic on a CPU (no dropout, no random numbers).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+import math
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from arpo.algorithm.batch import MicroBatch, build_batch
 from arpo.config.schema import Config
+from arpo.errors import ArpoError
 from arpo.models.load import gradient_checkpointing
 from arpo.models.lora import disable_adapter, has_adapter
+from arpo.runs.reporter import SILENT, Reporter
 from arpo.trainer.dist.shards import read_shards
 from arpo.trainer.forward_backward import compute_logprobs, forward_backward
 from arpo.trainer.optimizer import Optimizer
@@ -33,16 +41,21 @@ from arpo.types import ScoredTree, TreeBatch
 Share = tuple[TreeBatch, Sequence[MicroBatch] | None]
 """What this process computes of a mini-batch, and its micro-batches if other ranks do the same passes."""
 OPTIMIZER = "optimizer.safetensors"
+MIN_MICROBATCH_TOKENS = 256  # below this, a pass that needs less memory would hardly be smaller, and very slow
 SHARING_PAYS = 0.95  # unique over total tokens; above this, a tree takes as long as its trajectories one by one
+T = TypeVar("T")
 
 
 class Trainer:
     """Owns the optimizer of `model`; `reference` is the model of the KL term (none is needed with a LoRA adapter)."""
 
-    def __init__(self, model: Any, tokenizer: Any, config: Config, reference: Any = None) -> None:
+    def __init__(
+        self, model: Any, tokenizer: Any, config: Config, reference: Any = None, reporter: Reporter = SILENT
+    ) -> None:
         if config.loss.kl_coef and reference is None and not has_adapter(model):
             raise ValueError("a KL term needs the model before training")
         self.model, self.tokenizer, self._config = model, tokenizer, config
+        self._reporter, self._fitting_tokens = reporter, math.inf  # in a micro-batch, since memory ran out
         self._policy, self._reference = self._prepare(model, reference)
         train = config.train
         self.optimizer = Optimizer(self._policy, train.lr, train.weight_decay, train.betas)
@@ -106,10 +119,14 @@ class Trainer:
             return batch
         return build_batch(trees, loss, max_tokens, shared=False, entropy_weight=entropy_weight)
 
+    @property
+    def _budget(self) -> int:
+        """Tokens in a micro-batch."""
+        return int(min(self._config.train.max_microbatch_tokens, self._fitting_tokens))
+
     def _logprobs(self, model: Any, share: Share) -> Tensor:
-        (batch, matched), config = share, self._config
-        budget = config.train.max_microbatch_tokens
-        return compute_logprobs(model, batch, config.rollout.temperature, budget, matched)[0]
+        (batch, matched), temperature = share, self._config.rollout.temperature
+        return self._fit(batch, lambda: compute_logprobs(model, batch, temperature, self._budget, matched)[0])
 
     def _reference_logprobs(self, share: Share) -> Tensor | None:
         if not self._config.loss.kl_coef:
@@ -121,17 +138,54 @@ class Trainer:
 
     def _forward_backward(self, share: Share, old_K: Tensor | None, reference_K: Tensor | None) -> dict[str, float]:
         (batch, matched), config = share, self._config
-        with gradient_checkpointing(self._policy) if config.train.gradient_checkpointing else nullcontext():
-            return forward_backward(
-                self._policy,
-                batch,
-                config.loss,
-                config.rollout.temperature,
-                config.train.max_microbatch_tokens,
-                old_K,
-                reference_K,
-                matched,
+
+        def run() -> dict[str, float]:
+            with gradient_checkpointing(self._policy) if config.train.gradient_checkpointing else nullcontext():
+                return forward_backward(
+                    self._policy,
+                    batch,
+                    config.loss,
+                    config.rollout.temperature,
+                    self._budget,
+                    old_K,
+                    reference_K,
+                    matched,
+                )
+
+        return self._fit(batch, run)
+
+    def _fit(self, batch: TreeBatch, run: Callable[[], T]) -> T:
+        """The result of passes over a mini-batch; while memory runs out, they are repeated in smaller micro-batches."""
+        while True:
+            try:
+                return run()
+            except torch.OutOfMemoryError as error:
+                problem = str(error).partition("\n")[0]
+            # not in the handler, where the error holds what the passes had in memory
+            self.optimizer.zero_grad()
+            gc.collect()
+            torch.cuda.empty_cache()
+            self._shrink(min(self._budget, batch.unique_tokens), problem)
+
+    def _shrink(self, tokens: int, problem: str) -> None:
+        """Use half of `tokens` in micro-batches from now on: for so many there is not enough memory."""
+        if tokens // 2 < MIN_MICROBATCH_TOKENS:
+            train, model = self._config.train, self._config.model
+            remedies = {
+                "train.gradient_checkpointing=true": not train.gradient_checkpointing,
+                "model.dtype=bfloat16": model.dtype != "bfloat16",
+                "train.lora_rank=16": not train.lora_rank,
+            }
+            helps = [remedy for remedy, applies in remedies.items() if applies]
+            raise ArpoError(
+                f"a pass over {tokens} tokens does not fit into memory ({problem}): use "
+                f"{', '.join([*helps, 'a smaller rollout.kv_cache_tokens'])}, or several GPUs, and --resume"
             )
+        self._fitting_tokens = tokens // 2
+        self._reporter.warning(
+            f"memory ran out in a pass over {tokens:,} tokens; it is repeated with at most {tokens // 2:,} at a time, "
+            f"and so are later ones. train.max_microbatch_tokens={tokens // 2} does that from the start"
+        )
 
     def _step(self) -> float:
         """One optimizer step; returns the gradient norm before clipping."""

@@ -40,12 +40,12 @@ from arpo.rewards import fault_metrics, unjudged
 from arpo.runs.reporter import SILENT, Reporter
 from arpo.tools.executor import Toolset
 from arpo.trainer.dist.process_group import ProcessGroup
-from arpo.trainer.dist.sharded import ShardedTrainer
-from arpo.trainer.dist.worker import open_message
+from arpo.trainer.dist.sharded import ShardedTrainer, ranks_sample
 from arpo.trainer.trainer import Trainer
 from arpo.training.checkpoints import CheckpointManager, RunStart, find_start
 from arpo.training.collapse import CollapseMonitor
 from arpo.training.context import build_context, build_reward_fn, fit_tasks, load_tasks_and_tools
+from arpo.training.ranks import RankSampler, open_message
 from arpo.training.sampler import LocalSampler, Sampler
 from arpo.types import Fault, ScoredTree, ToolResult, derive_seed
 
@@ -101,11 +101,18 @@ class Prepared:
 
     @contextmanager
     def open(self, group: ProcessGroup | None = None) -> Iterator[Training]:
-        """Open the run: a new one gets its directory. With a process `group`, of which this is rank 0, all train."""
-        start = self.start
-        trainer = build_trainer(start.requested, start.config, self.model, self.tokenizer, group, self.objects)
+        """Open the run: a new one gets its directory.
+
+        With a process `group`, of which this is rank 0, all ranks train, and with the local engine all sample.
+        """
+        start, sampler = self.start, self.sampler
+        trainer = build_trainer(
+            start.requested, start.config, self.model, self.tokenizer, group, self.objects, self.reporter
+        )
+        if group is not None and ranks_sample(start.config) and isinstance(sampler, LocalSampler):
+            sampler = RankSampler(sampler, group, self.reporter.tree)
         with start.open(trainer, self.reporter) as checkpoints:
-            yield Training(start.config, self.tasks, self.sampler, trainer, checkpoints, self.reporter)
+            yield Training(start.config, self.tasks, sampler, trainer, checkpoints, self.reporter)
 
 
 @contextmanager
@@ -118,7 +125,7 @@ def open_training(
 ) -> Iterator[Training]:
     """A new run in `run.dir`, or the run there from its last checkpoint. The directory is locked inside the block.
 
-    With a process `group`, of which this is rank 0, all ranks train. Without `build_sampler`, this process samples.
+    With a process `group`, of which this is rank 0, all ranks train, and without `build_sampler` they sample, too.
     """
     with prepare_training(config, resume, build_sampler, reporter) as prepared, prepared.open(group) as training:
         yield training
@@ -161,6 +168,7 @@ def build_trainer(
     tokenizer: Any,
     group: ProcessGroup | None,
     objects: Objects = NO_OBJECTS,
+    reporter: Reporter = SILENT,
 ) -> Trainer:
     """The trainer of `model`, which `latest` names; `config` names the model before training, the KL reference."""
     needs_reference = bool(config.loss.kl_coef and not config.train.lora_rank)
@@ -171,7 +179,7 @@ def build_trainer(
         if reference is model:  # one that was given: it is trained, so the reference is a copy
             reference = copy.deepcopy(model)
     if group is None:
-        return Trainer(model, tokenizer, config, reference)
+        return Trainer(model, tokenizer, config, reference, reporter)
     before = resolve_model(config) if needs_reference else None
     with group.collective("open", open_message(config, resolve_model(latest), before)):
         return ShardedTrainer(model, tokenizer, config, reference, group)

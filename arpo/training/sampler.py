@@ -26,7 +26,7 @@ def ignore(scored: ScoredTree) -> None:
 
 
 class Sampler(Protocol):
-    """Samples and scores trees: `LocalSampler`, or `arpo.cluster.sampler.RaySampler`."""
+    """Samples and scores trees: here, on all ranks (`arpo.training.ranks`) or on a cluster (`arpo.cluster.sampler`)."""
 
     async def sync_weights(self, version: int) -> None:
         """Sample from the model's current weights from now on; they are policy version `version`."""

@@ -75,7 +75,8 @@ def open_sft(config: Config, resume: bool = False, reporter: Reporter = SILENT) 
             encode_trace(trace, tokenizer, prompts.format, limit, prompts.system_prompt(trace.task)) for trace in traces
         ]
         examples = _fitting(encoded, model.config.max_position_embeddings, config, problems, reporter)
-        checkpoints = stack.enter_context(start.open(Trainer(model, tokenizer, objective(config)), reporter))
+        trainer = Trainer(model, tokenizer, objective(config), reporter=reporter)
+        checkpoints = stack.enter_context(start.open(trainer, reporter))
         counts = [example.num_tokens for example in examples]
         batches = plan_steps(counts, config.sft.batch_tokens, config.sft.epochs, config.seed)
         yield SFTRun(examples, batches, checkpoints, reporter)

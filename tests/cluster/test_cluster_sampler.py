@@ -30,9 +30,9 @@ from arpo.algorithm.advantage import compute_credits
 from arpo.algorithm.metrics import staleness_metrics
 from arpo.builtin.model import build_model
 from arpo.cluster.ray_backend import RayBackend, connect, failure_reason
-from arpo.cluster.sampler import IDLE_SECONDS, MAX_FAILED_STARTS, RaySampler, WorkerDied, _Worker, merge_stats
+from arpo.cluster.sampler import IDLE_SECONDS, MAX_FAILED_STARTS, RaySampler, WorkerDied, _Worker
 from arpo.cluster.scheduler import Machine, Placement
-from arpo.cluster.worker import BUG, DONE, MISTAKE, Worker, decode_request, encode_request, load_weights, weights_of
+from arpo.cluster.worker import Worker, load_weights, weights_of
 from arpo.config.algorithm import Advantage, Loss
 from arpo.config.loading import config_from_resolved, load_config
 from arpo.config.schema import Config
@@ -42,10 +42,11 @@ from arpo.models.save import save_pretrained
 from arpo.runs.reporter import SILENT, Reporter
 from arpo.runs.run_dir import open_run_dir as read_run
 from arpo.runs.trees import MAX_COLUMN_CHARS, pack_trees
-from arpo.trainer.dist.worker import open_message
 from arpo.trainer.forward_backward import forward_backward
 from arpo.trainer.trainer import Trainer
 from arpo.training.loop import check_settings, in_thread, open_training, sample_step, train
+from arpo.training.ranks import open_message
+from arpo.training.requests import BUG, DONE, MISTAKE, decode_request, encode_request, merge_stats
 from arpo.training.sampler import LocalSampler
 from arpo.types import Kind, Reward, ScoredTree, Task
 

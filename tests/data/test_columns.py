@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from questions import bare, rows, verl
 from trees import searched
 
-from arpo.cluster.worker import decode_request, encode_request
 from arpo.config.schema import Config, Data, Rewards
 from arpo.data.benchmarks import load_benchmark
 from arpo.data.task_set import TaskSet, load_task_set, needs_answers, require_answers
@@ -27,6 +26,7 @@ from arpo.errors import ArpoError
 from arpo.rewards import hierarchical_reward
 from arpo.runs.json_values import json_value
 from arpo.runs.trees import MAX_COLUMN_CHARS, pack_trees, unpack_tree
+from arpo.training.requests import decode_request, encode_request
 from arpo.types import Reward, ScoredTree, Task
 
 ROW: dict[str, Any] = {

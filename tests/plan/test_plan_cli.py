@@ -19,7 +19,7 @@ from arpo.errors import ArpoError
 from arpo.plan.cost import USABLE_MEMORY, Decoder, Memory, UpdateTime, sync_time, training_memory, update_time
 from arpo.plan.hardware import GPUS
 from arpo.plan.planner import Option, Planner, Setup, Split, changes, what_helps
-from arpo.plan.report import bottleneck, describe, parts
+from arpo.plan.report import bottleneck, describe, how_to_run, parts
 from arpo.plan.shape import find_shape
 from arpo.plan.simulate import Sampled, simulate
 from arpo.plan.workload import guess_workload
@@ -57,6 +57,32 @@ def test_all_splits_are_tried_and_the_fastest_is_best() -> None:
         2,
         4,
     }  # 141 GB; 8 are a half of none
+
+
+def test_only_what_can_be_run_is_planned() -> None:
+    """The local engine has one GPU. vLLM servers of several wait for training."""
+    for staleness in (0, 1):
+        splits = list(Planner(setup("3B", 8, staleness)).splits())
+        assert {s.tensor_parallel for s in splits if s.shared} == {1}
+        assert {s.tensor_parallel for s in splits if not s.shared} == ({1} if staleness else {1, 2, 4})
+    ways = {
+        Split(1, 1, 1, True): "arpo train",
+        Split(8, 8, 1, True): "torchrun --nproc-per-node 8 -m arpo train CONFIG rollout.engine=local",
+        Split(64, 64, 1, True): "torchrun --nnodes 8 --nproc-per-node 8 -m arpo train CONFIG ",
+        Split(3, 5, 1, False): "a Ray cluster with cluster.trainers=5",
+        Split(4, 1, 4, False): "1 vLLM server with --tensor-parallel-size 4, and arpo train",
+        Split(8, 4, 4, False): "2 vLLM servers with --tensor-parallel-size 4, and torchrun --nproc-per-node 4",
+    }
+    assert [how_to_run(split, 8).startswith(way) for split, way in ways.items()] == [True] * 6
+
+
+def test_rank_0_of_several_trainers_has_the_whole_model() -> None:
+    given = setup("3B", 4)
+    apart, together = (Planner(given).option(split) for split in (Split(2, 2, 1, False), Split(4, 4, 1, True)))
+    assert apart is not None and together is not None
+    whole, layer = 2 * given.shape.parameters, 2 * given.shape.layer_parameters
+    assert apart.training_memory.weights == pytest.approx(whole / 2 + layer + whole)
+    assert together.sampling_memory.weights == pytest.approx(whole / 4 + layer + whole)  # every one samples
 
 
 def test_a_step_is_what_its_parts_say() -> None:
@@ -150,7 +176,7 @@ def test_kv_heads_are_not_divided() -> None:
 
 
 def test_if_nothing_fits_the_error_says_what_would() -> None:
-    with pytest.raises(ArpoError, match=r"Qwen3-14B does not fit on 2 x h100 .80 GB.*it fits with --gpus 8"):
+    with pytest.raises(ArpoError, match=r"Qwen3-14B does not fit on 2 x h100 .80 GB.*it fits with --gpus 16"):
         Planner(setup("14B", 2)).best()
     with pytest.raises(
         ArpoError, match=r"it fits with train.max_microbatch_tokens=4096, or with train.gradient_checkpointing=true"

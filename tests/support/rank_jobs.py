@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -160,6 +161,27 @@ def busy_leader(folder: Path) -> None:
 
         dist.broadcast = counted
         assert ranks.receive() == ("save", b"now")
+
+
+def busy_workers(folder: Path) -> None:
+    """The others are busy until rank 0 has their messages; they come in their order, however long."""
+    messages = [b"first", b"x" * 3_000_000, b"last"]
+    with join_process_group(CPU) as ranks:
+        if ranks.is_leader:
+            found: dict[bytes, list[bytes]] = {b"1": [], b"2": []}
+            while any(len(of_rank) < len(messages) for of_rank in found.values()):
+                for message in ranks.poll():
+                    found[message[:1]].append(message[1:])
+            assert found == {b"1": messages, b"2": messages}
+            (folder / "heard").touch()
+            return
+        with ThreadPoolExecutor(1) as thread:
+            command = thread.submit(ranks.receive)
+            for message in messages:
+                ranks.post(b"%d" % ranks.rank + message)
+            while not (folder / "heard").exists():
+                time.sleep(0.01)
+            assert command.result()[0] == "end"
 
 
 def silent_leader() -> None:

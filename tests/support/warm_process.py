@@ -20,7 +20,7 @@ from pathlib import Path
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
-    ["arpo.cli.main", "arpo.training.loop", "arpo.trainer.dist.worker", "arpo.builtin.model", "peft"]
+    ["arpo.cli.main", "arpo.training.loop", "arpo.training.ranks", "arpo.builtin.model", "peft"]
 )
 CLI = "from arpo.cli.main import main; main()"
 

@@ -1,1 +1,1 @@
-"""Sharded training over several processes (FSDP2): process group, load balancing, sharded trainer, worker loop."""
+"""Sharded training over several processes (FSDP2): process group, load balancing, sharded trainer."""

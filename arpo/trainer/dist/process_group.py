@@ -3,10 +3,12 @@
     with join_process_group(device) as group:
         group.collective("update", payload)    rank 0: all ranks do the same until the end of the block
         group.receive()                        other ranks: the next command and its payload
+        group.post(message)                    other ranks: for rank 0, which takes it with
+        group.poll()                           while they are in `receive`
 
 Guarantees: messages are bytes, never pickles. While rank 0 works alone it sends a heartbeat every few seconds, so
 silence means failure. A rank that dies or hangs ends the others with a message that says how to resume: at once if its
-connections break, after `TIMEOUT` if they only fall silent.
+connections break, after `TIMEOUT` if they only fall silent. `post`, `poll` and `receive` may be called in any thread.
 Not covered: continuing without the lost rank.
 """
 
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -28,8 +31,8 @@ from arpo.trainer.dist import launch
 
 TIMEOUT = 600.0  # seconds without a message from another rank
 HEARTBEAT = 20.0  # seconds between heartbeats of rank 0
-_WAIT, _END = "wait", "end"
-_COMMANDS = (_WAIT, _END, "open", "load", "update", "save")
+_WAIT, _POLL, _END = "wait", "poll", "end"
+_COMMANDS = (_WAIT, _POLL, _END, "open", "load", "update", "save", "sync", "sample", "cancel")
 _LOSS_WORDS = ("gloo", "nccl", "connection closed", "connection reset", "broken pipe", "timed out", "timeout")
 """Words in the errors of collective operations, which have no type of their own."""
 
@@ -41,7 +44,8 @@ class ProcessGroup:
         self.handle, self.rank, self.world_size = handle, dist.get_rank(), dist.get_world_size()
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._in_collective = False
-        self._lost: RuntimeError | None = None  # noticed by a heartbeat
+        self._lost: RuntimeError | None = None  # the next collective raises it
+        self._posted: deque[bytes] = deque()
 
     @property
     def is_leader(self) -> bool:
@@ -55,12 +59,15 @@ class ProcessGroup:
             self._in_collective = True
             if self._lost is not None:
                 raise self._lost
-            if self.is_leader:
-                self._broadcast(command, payload)
             try:
+                if self.is_leader:
+                    self._broadcast(command, payload)
                 yield
             except Diverged:  # raised on all ranks alike
                 self._in_collective = False
+                raise
+            except RuntimeError as error:
+                self._lost = error if is_lost_rank(error) else None
                 raise
             self._in_collective = False
 
@@ -74,8 +81,36 @@ class ProcessGroup:
                 body = torch.empty(length, dtype=torch.uint8)
                 if length:
                     dist.broadcast(body, 0, group=self.handle)
-                if command != _WAIT:
+                if command == _POLL:
+                    self._exchange(self._posted.popleft() if self._posted else b"")
+                elif command != _WAIT:
                     return command, body.numpy().tobytes()
+
+    def post(self, message: bytes) -> None:
+        """Leave a message for rank 0."""
+        self._posted.append(message)
+
+    def poll(self) -> list[bytes]:
+        """On rank 0: the oldest message of each other rank that has left one."""
+        with self.collective(_POLL):
+            return self._exchange(b"")
+
+    def _exchange(self, message: bytes) -> list[bytes]:
+        """Send a message to rank 0, none if it is empty; returns those of all other ranks there."""
+        length, found = torch.tensor([len(message)]), list[bytes]()
+        if not self.is_leader:
+            dist.gather(length, dst=0, group=self.handle)
+            if message:
+                dist.send(torch.frombuffer(bytearray(message), dtype=torch.uint8), 0, group=self.handle)
+            return found
+        lengths = [torch.zeros_like(length) for _ in range(self.world_size)]
+        dist.gather(length, lengths, dst=0, group=self.handle)
+        for rank, size in enumerate(lengths):
+            if int(size):
+                body = torch.empty(int(size), dtype=torch.uint8)
+                dist.recv(body, rank, group=self.handle)
+                found.append(body.numpy().tobytes())
+        return found
 
     def all_sum(self, numbers: Mapping[str, float]) -> dict[str, float]:
         """Each value summed over all ranks, which must have the same names."""
@@ -93,7 +128,7 @@ class ProcessGroup:
             with self._lock:
                 try:
                     self._broadcast(_WAIT)
-                except RuntimeError as error:  # the next collective raises it
+                except RuntimeError as error:
                     self._lost = error
                     return
 

@@ -1,13 +1,14 @@
 """Sharded training (FSDP2): every rank holds a part of the weights, gradients and optimizer state.
 
-Rank 0 also has the whole model in its own dtype: the engine samples from it, and checkpoints hold it. It receives the
-new weights after every step. The ranks train another copy, with trainable weights in float32 that are gathered layer by
-layer in the model's dtype; gradients are summed over ranks in float32.
+Every rank that samples also has the whole model in its own dtype (`ranks_sample`): its engine samples from it, and
+checkpoints hold that of rank 0. It receives the new weights after every step. The ranks train another copy, with
+trainable weights in float32 that are gathered layer by layer in the model's dtype; gradients are summed over ranks in
+float32.
 
 Guarantees: every rank builds the whole batch and takes its trees from it (`arpo.trainer.dist.balance`), so all weights
 and means are those of the batch; gradients are sums, never means over ranks. All ranks do the same passes in the same
 order. A checkpoint can be resumed by any number of ranks, and by a single process.
-Not covered: models that do not fit rank 0's device; sampling on the other ranks.
+Not covered: models that do not fit one device.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 
 from arpo.algorithm.batch import split_microbatches
 from arpo.config.schema import Config
+from arpo.errors import ArpoError
 from arpo.models.network import SHARDED_DECODER
 from arpo.runs.trees import pack_trees, unpack_tree
 from arpo.trainer.dist.balance import attention_cost, balance, match_microbatches, select_trees, tree_costs
@@ -36,18 +38,26 @@ from arpo.trainer.trainer import OPTIMIZER, Share, Trainer
 from arpo.types import ScoredTree, TreeBatch
 
 
+def ranks_sample(config: Config) -> bool:
+    """Whether every rank samples: with the local engine, and not where a cluster does.
+
+    vLLM on rank 0 or on servers of its own serves the whole run.
+    """
+    return config.rollout.engine == "local" and config.cluster.address is None
+
+
 class ShardedTrainer(Trainer):
-    """A trainer in a process group: rank 0 leads, the others run `arpo.trainer.dist.worker`."""
+    """A trainer in a process group: rank 0 leads, the others run `arpo.training.ranks.worker_loop`."""
 
     def __init__(self, model: Any, tokenizer: Any, config: Config, reference: Any, group: ProcessGroup) -> None:
-        self._group = group
+        self._group, self._keeps_whole = group, group.is_leader or ranks_sample(config)
         self._has_masters = model.dtype != torch.float32
         self._attention_cost = _attention_cost(model)
         super().__init__(model, tokenizer, config, reference)
 
     def _prepare(self, model: Any, reference: Any) -> tuple[Any, Any]:
         mesh = init_device_mesh(model.device.type, (self._group.world_size,))
-        policy = shard(copy.deepcopy(model) if self._group.is_leader else model, mesh)
+        policy = shard(copy.deepcopy(model) if self._keeps_whole else model, mesh)
         return policy, None if reference is None else shard(reference.requires_grad_(False), mesh)
 
     def update(self, trees: Sequence[ScoredTree]) -> dict[str, float]:
@@ -83,9 +93,15 @@ class ShardedTrainer(Trainer):
     def _share(self, batch: TreeBatch) -> Share:
         trees = balance(tree_costs(batch, self._attention_cost), self._group.world_size)
         batches = [select_trees(batch, own) for own in trees]
-        budget = self._config.train.max_microbatch_tokens
-        matched = match_microbatches([split_microbatches(own, budget) for own in batches])
+        matched = match_microbatches([split_microbatches(own, self._budget) for own in batches])
         return batches[self._group.rank], matched[self._group.rank]
+
+    def _shrink(self, tokens: int, problem: str) -> None:
+        """End the run: the other ranks are in the middle of the same passes."""
+        raise ArpoError(
+            f"rank {self._group.rank}: memory ran out in a pass over {tokens:,} tokens ({problem}); use a smaller "
+            f"train.max_microbatch_tokens, {max(1, tokens // 2)} for example, and --resume"
+        )
 
     def _step(self) -> float:
         self._policy.reshard()
@@ -96,11 +112,11 @@ class ShardedTrainer(Trainer):
 
     @torch.no_grad()
     def _publish(self) -> None:
-        """Copy the new weights into rank 0's whole model, in place."""
-        whole = dict(self.model.named_parameters()) if self._group.is_leader else {}
+        """Copy the new weights into the whole models, in place."""
+        whole = dict(self.model.named_parameters()) if self._keeps_whole else {}
         for name, parameter in self.optimizer.parameters.items():
             gathered = parameter.full_tensor()  # type: ignore[attr-defined]
-            if self._group.is_leader:
+            if self._keeps_whole:
                 whole[name].copy_(gathered)
 
 
