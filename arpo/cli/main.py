@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
+from typing import NoReturn
 
 import typer
 
@@ -47,6 +49,14 @@ app.add_typer(index_app, name="index")
 app.add_typer(data_app, name="data")
 
 
+def _fail(problem: object) -> NoReturn:
+    """Print what is wrong, with paths inside the current directory as relative ones, and exit."""
+    here = os.path.join(os.getcwd(), "")
+    text = mask_message(str(problem))
+    print(f"error: {text.replace(here, '') if here != '/' else text}", file=sys.stderr)
+    sys.exit(2)
+
+
 def main() -> None:
     """Run the command line."""
     try:
@@ -59,16 +69,14 @@ def main() -> None:
         print(f"stopped: {collapse}", file=sys.stderr)
         sys.exit(3)
     except ArpoError as error:
-        print(f"error: {mask_message(str(error))}", file=sys.stderr)
-        sys.exit(2)
+        _fail(error)
     except Exception as error:  # a full disk, a folder without permission
         problem: object = disk_error(error)
         if problem is None and isinstance(error, OSError) and error.filename is not None:
             problem = f"{error.filename}: {error.strerror}"
         if problem is None:
             raise
-        print(f"error: {mask_message(str(problem))}", file=sys.stderr)
-        sys.exit(2)
+        _fail(problem)
     except (KeyboardInterrupt, asyncio.CancelledError):
         print("stopped", file=sys.stderr)
         sys.exit(130)

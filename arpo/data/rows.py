@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from arpo.config.files import expand_user, parse_json, read_limited, require_regular_file
+from arpo.config.files import expand_user, no_such_file, parse_json, read_limited, require_regular_file
 from arpo.errors import ArpoError
 
 HUB = "hf:"
@@ -91,7 +91,7 @@ def reading(path: str | Path, expected: str) -> Iterator[Path]:
     try:
         yield require_regular_file(expand_user(path))
     except FileNotFoundError:
-        raise ArpoError(f"{path}: there is no such file (relative paths start in {Path.cwd()})") from None
+        raise ArpoError(no_such_file(path)) from None
     except IsADirectoryError:
         raise ArpoError(f"{path}: is a directory, expected a file of {expected}") from None
     except OSError as error:

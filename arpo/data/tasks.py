@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from arpo.config.files import shown_path
 from arpo.config.schema import Data, Mix
 from arpo.data.rows import RawRow, read_rows, refuse_bad_rows, source_name
 from arpo.runs.json_values import json_value
@@ -90,7 +91,7 @@ class Trace:
 
 def read_tasks(source: str, columns: Columns, prepare: Callable[[Row], Row | None] | None = None) -> Reading:
     """Read every row of a file or data set. `prepare` may change a row, or return None to leave it out."""
-    return _read(read_rows(source), source, columns, prepare)
+    return _read(read_rows(source), shown_path(source), columns, prepare)
 
 
 def tasks_from_rows(rows: Iterable[Row | Task], columns: Columns, source: str = "rows") -> Reading:

@@ -307,7 +307,7 @@ def test_a_prompt_longer_than_the_context(arpo: Arpo) -> None:
 @pytest.mark.parametrize("path", ["./nowhere", "a/b/nowhere", "/nowhere"])
 def test_a_missing_model_directory(arpo: Arpo, path: str) -> None:
     assert mistake(arpo("eval", "small.toml", f"model.path={path}")) == (
-        f"model.path: {path!r} is not a model: there is no such directory; "
+        f"model.path: {path.removeprefix('./')!r} is not a model: there is no such directory; "
         'give a Hugging Face directory, a hub name or "tiny"'
     )
 

@@ -84,7 +84,7 @@ def test_a_byte_order_mark_is_ignored(tmp_path: Path) -> None:
 
 def test_a_missing_file(tmp_path: Path) -> None:
     path = str(tmp_path / "none.jsonl")
-    assert complaint(path) == f"{path}: there is no such file (relative paths start in {Path.cwd()})"
+    assert complaint(path) == f"{path}: there is no such file (relative paths in a settings file start in its folder)"
 
 
 def test_a_directory(tmp_path: Path) -> None:
