@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 import arpo
-from arpo.cli.display import console
+from arpo.cli.display import print_hanging
 from arpo.errors import ArpoError
 
 TIERS = {
@@ -21,8 +21,7 @@ TIERS = {
 def doctor() -> None:
     """Check this machine: versions, devices, memory, which engines and tools can run, and why not."""
     for what, usable, details in _checks():
-        console.print("ok " if usable else "no ", style="green" if usable else "yellow", end="")
-        console.print(f" {what:<18} {details}")
+        print_hanging(f"{'ok ' if usable else 'no '} {what:<18} {details}", 23)
 
 
 def _checks() -> list[tuple[str, bool, str]]:

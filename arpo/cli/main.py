@@ -8,6 +8,7 @@ import sys
 from typing import NoReturn
 
 import typer
+from rich.console import Console
 
 from arpo.cli.data import data_app, index_app
 from arpo.cli.doctor import doctor
@@ -53,7 +54,8 @@ def _fail(problem: object) -> NoReturn:
     """Print what is wrong, with paths inside the current directory as relative ones, and exit."""
     here = os.path.join(os.getcwd(), "")
     text = mask_message(str(problem))
-    print(f"error: {text.replace(here, '') if here != '/' else text}", file=sys.stderr)
+    errors = Console(stderr=True, highlight=False, markup=False, emoji=False)
+    errors.print(f"error: {text.replace(here, '') if here != '/' else text}", soft_wrap=not errors.is_terminal)
     sys.exit(2)
 
 

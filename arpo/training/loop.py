@@ -146,7 +146,7 @@ def prepare_training(
         sampler: Sampler
         if build_sampler is None:
             context = build_context(start.config, tasks, tools, reward, model, tokenizer, reporter, objects)
-            tasks, sampler = context.tasks, LocalSampler(context, reporter.tree)
+            tasks, sampler = context.tasks, LocalSampler(context, reporter.tree, reporter.sampled)
         else:
             prompts = build_prompts(config, tools, tokenizer, model.config.max_position_embeddings, objects)
             tasks = fit_tasks(tasks, prompts, config, reporter)
@@ -221,8 +221,10 @@ async def train(training: Training) -> int:
             while step < last_step and spent < budget:
                 bar.update(step)
                 started = time.monotonic()
+                reporter.sampling_starts(config.train.batch_size * config.rollout.num_trajectories)
                 with checkpoints.save_on_error(step):
                     trees = await sampling.trees_of(step + 1)
+                bar.update(step, note="updating the weights")
                 sampled = {"rollout_seconds": time.monotonic() - started, **sampler.step_metrics(step + 1)}
                 try:
                     if config.cluster.max_off_policy_steps:
@@ -234,6 +236,7 @@ async def train(training: Training) -> int:
                     raise
                 metrics |= sampled
                 step += 1
+                bar.update(step)
                 with checkpoints.save_on_error(step):
                     try:
                         await sampler.sync_weights(step)
