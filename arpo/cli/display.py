@@ -269,10 +269,18 @@ def print_reading(reading: Reading, skip: bool) -> None:
     for part, used in reading.columns.items():
         names = ", ".join(f"{name} ({count:,})" if len(used) > 1 else name for name, count in used.items())
         console.print(printable(f"  {part:<10} {names or ('file and line' if part == 'id' else 'none')}"))
+    if reading.unused:
+        names = ", ".join(reading.unused)
+        console.print(printable(f"  {'not used':<10} {names} (task.meta has them, for rewards and tools of your own)"))
     for task in reading.tasks[:3]:
         kind = f" [{task.kind}]" if task.kind else ""
         console.print(printable(f"{task.id}{kind}: {textwrap.shorten(task.question, 200)}"))
         console.print(printable(f"  answer: {textwrap.shorten(' | '.join(task.answers) or 'none', 200)}"))
+    if mark := reading.answer_mark:
+        console.print(
+            f"Most answers have {mark} in them: if the answer is what follows it, as in GSM8K, set "
+            f"'data.answer_after={mark}'. As it is, the whole text counts as the answer."
+        )
     if reading.problems:
         fate = "are skipped" if skip else "are refused; data.bad_rows=skip skips them"
         console.print(f"rows that cannot be used and {fate}: {len(reading.problems):,}")

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
 
+from arpo import __version__
 from arpo.cli.data import data_app, index_app
 from arpo.cli.doctor import doctor
 from arpo.cli.evaluation import evaluate
+from arpo.cli.init import init
 from arpo.cli.plan import plan
 from arpo.cli.sampling import chat, rollout
 from arpo.cli.serve import serve
@@ -26,10 +28,19 @@ from arpo.errors import ArpoError, Collapsed
 from arpo.runs.storage import disk_error
 from arpo.trainer.dist import launch
 
-HELP = "Train language models that use tools, with ARPO. Start with `arpo demo`."
+HELP = "Train language models that use tools, with ARPO. Start with `arpo demo`, then `arpo init`."
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"arpo {__version__}")
+        raise typer.Exit()
+
+
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=HELP)
 for command in (
     demo,
+    init,
     train,
     sft,
     evaluate,
@@ -46,6 +57,17 @@ for command in (
     doctor,
 ):
     app.command(name="eval" if command is evaluate else None)(command)
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="print the version and exit", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    pass
+
+
 app.add_typer(index_app, name="index")
 app.add_typer(data_app, name="data")
 

@@ -32,7 +32,7 @@ from arpo.config.schema import Config
 from arpo.data.order import batch_tasks, task_outcome
 from arpo.data.task_set import TaskSet, require_test_tasks
 from arpo.environments.states import pool_of
-from arpo.errors import ArpoError, Diverged
+from arpo.errors import Diverged
 from arpo.evaluation.evaluate import Evaluation, select_tasks
 from arpo.models.resolve import load_policy, resolve_model
 from arpo.models.threads import describe_threads
@@ -44,6 +44,7 @@ from arpo.trainer.dist.sharded import ShardedTrainer
 from arpo.trainer.dist.worker import open_message
 from arpo.trainer.trainer import Trainer
 from arpo.training.checkpoints import CheckpointManager, RunStart, find_start
+from arpo.training.checks import check_settings
 from arpo.training.collapse import CollapseMonitor
 from arpo.training.context import build_context, build_reward_fn, fit_tasks, load_tasks_and_tools
 from arpo.training.sampler import LocalSampler, Sampler
@@ -274,6 +275,7 @@ class _FaultReport:
         self._warned: set[str] = set()  # limits, reasons why formats are wrong, "attribution"
         self._reported: set[str] = set()  # tools, and "" for lost steps
         self._masked = self._trajectories = 0
+        self._outcomes: set[str] = set()  # of all trees: "1" all right, "0" all wrong, else neither
 
     def report(self, step: int, trees: Sequence[ScoredTree]) -> None:
         """Warn of what is new in the trees of a step."""
@@ -284,6 +286,7 @@ class _FaultReport:
                 self._reporter.warning(f"step {step}: {text}")
         masked, total = sum(one.mask.count(False) for one in trees), sum(len(one.mask) for one in trees)
         self._masked, self._trajectories = self._masked + masked, self._trajectories + total
+        self._outcomes |= set(map(_correctness, trees))
         results: dict[str, list[ToolResult]] = {}
         for node in (node for one in trees for node in one.tree.nodes):
             if node.call is not None and node.result is not None:
@@ -312,7 +315,11 @@ class _FaultReport:
         masked = (
             f", apart from {self._masked} that are masked because a tool or the judge failed" if self._masked else ""
         )
+        if self._outcomes == {"1"}:
+            return f"all trajectories were right{masked}. The questions are too easy for this model: take harder ones."
         look = "`arpo rollout`, in Python trainer.rollout(row), shows examples."
+        if self._outcomes == {"0"}:
+            return f"all trajectories were wrong{masked}, and all of a question earned the same. {look}"
         return f"for every question, all trajectories earned the same{masked}. {look}"
 
 
@@ -406,6 +413,14 @@ def learn_step(training: Training, step: int, scored: Sequence[ScoredTree]) -> d
     return {**sampled, **update, "train_seconds": time.monotonic() - started}
 
 
+def _correctness(scored: ScoredTree) -> str:
+    """The letter 1 if all trajectories that count were right, 0 if all were wrong, else nothing."""
+    valid = [reward.parts.get("correct") for reward, used in zip(scored.rewards, scored.mask, strict=True) if used]
+    if not valid or None in valid:
+        return ""
+    return task_outcome([value for value in valid if value is not None]).replace("m", "")
+
+
 def _outcome(scored: ScoredTree) -> str:
     """The outcome letter of a task for the curriculum, without trajectories that a broken tool or judge spoiled.
 
@@ -438,84 +453,3 @@ async def evaluate_policy(sampler: Sampler, tasks: TaskSet, config: Config, repo
         result = await sampler.evaluate(chosen, seeds, lambda scored: bar.advance())
     reporter.evaluation(result)
     return result
-
-
-def check_settings(config: Config, on_cluster: bool) -> None:
-    """Raise if settings do not go together, or need a cluster that is not there."""
-    cluster, rounds = config.cluster, config.train.dynamic_sampling_rounds
-    if cluster.address is None:
-        changed = [
-            name for name, field in type(cluster).model_fields.items() if getattr(cluster, name) != field.default
-        ]
-        if changed:
-            name, default = changed[0], type(cluster).model_fields[changed[0]].default
-            raise ArpoError(
-                f"cluster.{name}: needs a cluster; give cluster.address as well, or cluster.{name}={default}"
-            )
-    elif not on_cluster:
-        raise ArpoError("cluster.address: only `arpo train` works on a cluster; use cluster.address=none")
-    elif config.rollout.servers:
-        raise ArpoError(
-            "rollout.servers: every actor would load its own weights there; use rollout.servers=[] on a cluster, where "
-            "rollout.engine=vllm starts one vLLM in each actor"
-        )
-    if cluster.max_off_policy_steps and config.loss.importance_cap is None:
-        raise ArpoError(
-            "cluster.max_off_policy_steps: trees sampled by older weights need importance weights; "
-            "give loss.importance_cap=2 as well"
-        )
-    if cluster.max_off_policy_steps and config.data.curriculum:
-        raise ArpoError(
-            "cluster.max_off_policy_steps: use 0 with data.curriculum, which waits for the outcomes of every step"
-        )
-    if config.loss.kl_coef and config.train.lora_rank and config.model.adapter is not None:
-        raise ArpoError(
-            "loss.kl_coef: with train.lora_rank the reference is the base model without model.adapter; "
-            "use loss.kl_coef=0, or train.lora_rank=0 to train all weights"
-        )
-    if rounds and config.data.curriculum:
-        raise ArpoError(
-            "train.dynamic_sampling_rounds: use 0 with data.curriculum, which already skips settled questions"
-        )
-    if rounds and config.advantage.baseline == "batch":
-        raise ArpoError(
-            'train.dynamic_sampling_rounds: use 0 with advantage.baseline="batch", where trajectories of a task that '
-            "all earned the same have advantages, too"
-        )
-    if rounds and config.advantage.attribution == "same_state":
-        raise ArpoError(
-            'train.dynamic_sampling_rounds: use 0 with advantage.attribution="same_state", where trajectories of a '
-            "task that all earned the same have advantages, too"
-        )
-    if config.advantage.attribution == "unbiased":
-        _check_unbiased(config)
-
-
-def _check_unbiased(config: Config) -> None:
-    """Raise if the tree or the loss would make `advantage.attribution = "unbiased"` biased."""
-    branching = config.branching
-    if config.loss.aggregation != "constant":
-        raise ArpoError(
-            'advantage.attribution: "unbiased" needs loss.aggregation="constant": the others divide by the lengths of '
-            "the trajectories that were sampled"
-        )
-    by_state = branching.policy in ("random", "always", "oracle", "entropy") and branching.probe != "trajectory"
-    if not (by_state or branching.policy == "never") or branching.balance is not None:
-        raise ArpoError(
-            'advantage.attribution: "unbiased" needs a tree that grows by decisions on the state alone; use '
-            'branching.policy="never", or "random", "always", "oracle" or "entropy" with '
-            'branching.probe="first_token"; and branching.balance=none'
-        )
-    if branching.policy != "never" and branching.fill != "none":
-        raise ArpoError(
-            'advantage.attribution: "unbiased" needs a fixed number of trajectories from the prompt; use '
-            'branching.fill="none"'
-        )
-    others = {
-        'loss.kind="ppo" or "cispo"': config.loss.kind in ("ppo", "cispo"),
-        "advantage.entropy_weight=0": config.advantage.entropy_weight == 0,
-        "train.dynamic_sampling_rounds=0": config.train.dynamic_sampling_rounds == 0,
-        "rollout.top_p=1": config.rollout.top_p == 1,
-    }
-    if missing := [needed for needed, given in others.items() if not given]:
-        raise ArpoError(f'advantage.attribution: "unbiased" needs {" and ".join(missing)}')

@@ -45,7 +45,8 @@ from arpo.runs.trees import MAX_COLUMN_CHARS, pack_trees
 from arpo.trainer.dist.worker import open_message
 from arpo.trainer.forward_backward import forward_backward
 from arpo.trainer.trainer import Trainer
-from arpo.training.loop import check_settings, in_thread, open_training, sample_step, train
+from arpo.training.checks import check_settings
+from arpo.training.loop import in_thread, open_training, sample_step, train
 from arpo.training.sampler import LocalSampler
 from arpo.types import Kind, Reward, ScoredTree, Task
 
