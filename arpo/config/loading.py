@@ -391,7 +391,9 @@ def _setting_path(path: tuple[str | int, ...]) -> tuple[str | int, ...]:
 
 
 def _choices(given: Any, valid: Sequence[str]) -> str:
-    near = difflib.get_close_matches(given[:100] if isinstance(given, str) else "", valid, 1)
+    text = given[:100] if isinstance(given, str) else ""
+    swapped = [name for name in valid if sorted(name) == sorted(text)]  # gpro: two letters in the wrong order
+    near = swapped or difflib.get_close_matches(text, valid, 1)
     hint = f" (did you mean {_show(near[0])}?)" if near else ""
     return "one of " + ", ".join(_show(choice) for choice in valid) + hint
 

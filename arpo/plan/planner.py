@@ -74,6 +74,11 @@ class Split:
         """The number of sampling replicas of the model."""
         return self.sampling // self.tensor_parallel
 
+    @property
+    def runnable(self) -> bool:
+        """Whether `arpo train` can do this today: several GPUs do not take turns at sampling and training."""
+        return not self.shared or self.sampling == 1
+
 
 @dataclass(frozen=True, slots=True)
 class Option:

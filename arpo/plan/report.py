@@ -84,6 +84,7 @@ def text_lines(plan: Plan) -> list[str]:
         f"best of {len(plan.options)} splits: {describe(best.split)}; a replica has {best.open_trajectories} open "
         "trajectories",
         f"step {_seconds(best.step)}",
+        *_not_yet(plan),
     ]
     sides = (("sampling", "rollout_seconds", best.sampling), ("training", "train_seconds", best.update.seconds))
     for side, metric, predicted in sides:
@@ -108,11 +109,26 @@ def text_lines(plan: Plan) -> list[str]:
     lines += ["splits, fastest first (step = sampling, training, sync):"]
     for option in sorted(plan.options, key=lambda option: option.step)[:8]:
         times = f"{_seconds(option.sampling)}, {_seconds(option.update.seconds)}, {_seconds(option.sync)}"
-        lines.append(f"  {_seconds(option.step)} = {times}  {describe(option.split)}")
+        mark = "" if option.split.runnable else " (not possible yet)"
+        lines.append(f"  {_seconds(option.step)} = {times}  {describe(option.split)}{mark}")
     lines += ["", "what would change the step time most (each is predicted separately):"]
     for change, seconds in what_helps(plan.planner, best):
         lines.append(f"  {_seconds(seconds)} {seconds / best.step - 1:+.0%}  {change}")
     return lines
+
+
+def _not_yet(plan: Plan) -> list[str]:
+    """What to say if `arpo train` cannot use the fastest split."""
+    if plan.best.split.runnable:
+        return []
+    options = [option for option in plan.options if option.split.runnable]
+    best = min(options, key=lambda option: option.step, default=None)
+    instead = (
+        "no split that it can run fits into memory"
+        if best is None
+        else f"the fastest split that it can run: {describe(best.split)}, step {_seconds(best.step).strip()}"
+    )
+    return [f"arpo train cannot do this yet (several GPUs sample and train by turns); {instead}"]
 
 
 def _memory(memory: Memory, limit: float) -> str:
@@ -138,7 +154,10 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "sources": dict(plan.sources),
         "best": {**asdict(best), "training": best.update.seconds, "parts": parts(best)},
         "bottleneck": bottleneck(best, setup.staleness),
-        "splits": [{**asdict(option), "training": option.update.seconds} for option in splits],
+        "splits": [
+            {**asdict(option), "training": option.update.seconds, "runnable": option.split.runnable}
+            for option in splits
+        ],
         "helps": [{"change": change, "step": seconds} for change, seconds in what_helps(plan.planner, best)],
         "measured": None if plan.measured is None else dict(plan.measured),
     }

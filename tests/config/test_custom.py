@@ -228,6 +228,8 @@ def test_custom_tool(file: Path) -> None:
         tools(f'tools.enabled=["{file}:plain"]')
     with pytest.raises(ArpoError, match=r"no tool 'lenght'; there are: search, python, browse, or your own as"):
         tools('tools.enabled=["lenght"]')
+    with pytest.raises(ArpoError, match=r"no tool 'serch' \(did you mean 'search'\?\); there are: search"):
+        tools('tools.enabled=["serch"]')
 
 
 def test_the_example_is_short_and_trains(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,3 +125,5 @@ def test_another_preset_replaces_that_of_a_complete_configuration(preset: str, t
     assert load_config(changed, ["preset=dapo"]) == changed  # its own: nothing is reset
     with pytest.raises(ArpoError, match='did you mean "grpo"'):
         load_config(first, ["preset=grop"])
+    with pytest.raises(ArpoError, match='did you mean "grpo"'):
+        load_config(first, ["preset=gpro"])

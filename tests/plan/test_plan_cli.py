@@ -240,6 +240,26 @@ def test_the_report_is_complete(tmp_path: Path) -> None:
     assert "measured" not in done.output
 
 
+def test_a_plan_says_what_cannot_be_run_yet() -> None:
+    demo = str(ROOT / "arpo" / "builtin" / "demo.toml")
+    shared = plan(demo, "--gpus", "4", "--model", "1.5B", "model.dtype=bfloat16").output
+    assert "all 4 sample, then all train; a replica" in shared
+    assert "arpo train cannot do this yet (several GPUs sample and train by turns); the fastest split that" in shared
+    rows = [line for line in shared.splitlines() if " s = " in line]
+    assert all(line.endswith("(not possible yet)") == ("all 4 sample" in line) for line in rows) and len(rows) > 3
+    assert "not possible yet" not in plan(demo, "--gpus", "1", "--model", "1.5B").output
+
+
+def test_the_shape_of_a_model_in_the_cache_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tmp_path / "config.json"
+    config.write_text((ROOT / "arpo" / "builtin" / "base" / "config.json").read_text())
+    cached = {("somebody/some-model", "config.json"): str(config)}
+    monkeypatch.setattr("arpo.plan.shape.try_to_load_from_cache", lambda *key: cached.get(key))
+    assert replace(find_shape("somebody/some-model"), name="tiny") == find_shape("tiny")
+    with pytest.raises(ArpoError, match="the shape of this model is not known"):
+        find_shape("somebody/other")
+
+
 def test_json_has_the_same_numbers(tmp_path: Path) -> None:
     done = plan(
         str(ROOT / "arpo" / "builtin" / "demo.toml"), "--gpus", "2", "--json", "--assume", "calls=1", "--network", "12"
