@@ -545,7 +545,7 @@ class _TreeBuilder:
     def add(self, node: Node) -> int:
         """Add a node and return its index."""
         self.nodes.append(node)
-        if node.call is not None:
+        if node.result is not None and node.result.attempts > 0:  # as `RolloutTree.tool_calls` counts
             self.on_sampled(tool_calls=1)
         return len(self.nodes) - 1
 
