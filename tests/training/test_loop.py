@@ -144,6 +144,24 @@ def test_an_error_while_learning_saves_nothing_half_learnt(
     assert_same(tmp_path / "whole", tmp_path / "broken")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("reward", "reason"),
+    [
+        (Reward(1.0, {"correct": 1.0}), "all trajectories were right. The questions are too easy"),
+        (Reward(-1.0, {"correct": 0.0}), "all trajectories were wrong, and all of a question earned the same"),
+        (Reward(0.5), "for every question, all trajectories earned the same. "),
+    ],
+)
+def test_a_run_that_learned_nothing_says_why(
+    reward: Reward, reason: str, model_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with open_training(config_for(model_path, tmp_path / "run", "train.steps=1")) as training:
+        asyncio.run(train(with_reward(training, lambda trajectory: reward)))
+    [said] = [line for line in caplog.messages if line.startswith("nothing was learned: ")]
+    assert said.removeprefix("nothing was learned: ").startswith(reason)
+
+
 class Counter(Reporter):
     """Adds up what a run reports of its sampling."""
 
