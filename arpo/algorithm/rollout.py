@@ -27,6 +27,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from arpo.agent.agent import Agent
 from arpo.agent.detokenize import token_char_offsets
@@ -82,6 +83,16 @@ ScoreFn = Callable[[RolloutTree, Sequence[State]], Awaitable[ScoredTree]]
 A tree may come in parts: with all nodes so far, and the leaves that were not scored before."""
 
 
+class OnSampled(Protocol):
+    """Called when tokens, tool calls and trajectories are done, with how many; it changes nothing."""
+
+    def __call__(self, tokens: int = 0, tool_calls: int = 0, trajectories: int = 0) -> None: ...
+
+
+def _ignore(tokens: int = 0, tool_calls: int = 0, trajectories: int = 0) -> None:
+    """Count nothing."""
+
+
 async def sample_trees(
     agent: Agent,
     tasks: Sequence[Task],
@@ -91,8 +102,11 @@ async def sample_trees(
     score: ScoreFn,
     slots: asyncio.Semaphore | None = None,
     on_tree: Callable[[ScoredTree], None] = lambda scored: None,
+    on_sampled: OnSampled = _ignore,
 ) -> list[ScoredTree]:
     """The scored trees of many tasks, in their order; `on_tree` is called with each one as soon as it is scored.
+
+    `on_sampled` is called inside trees, to show how far they are.
 
     At most `settings.concurrency` trajectories are sampled at a time over all tasks, or as many as the semaphore
     `slots` allows. If one tree fails, the others are cancelled.
@@ -100,7 +114,7 @@ async def sample_trees(
     slots = slots or asyncio.Semaphore(settings.concurrency)
 
     async def sample(task: Task, seed: int) -> ScoredTree:
-        scored = await sample_tree(agent, task, settings, branching, seed, score, slots)
+        scored = await sample_tree(agent, task, settings, branching, seed, score, slots, on_sampled)
         on_tree(scored)
         return scored
 
@@ -120,12 +134,13 @@ async def sample_tree(
     seed: int,
     score: ScoreFn,
     slots: asyncio.Semaphore | None = None,
+    on_sampled: OnSampled = _ignore,
 ) -> ScoredTree:
     """The tree of `task`, sampled and scored.
 
     With `branching.fill = "informative"`, a tree whose first trajectories all earned the same is not filled.
     """
-    async with _open_builder(agent, task, settings, branching, seed, slots, score) as builder:
+    async with _open_builder(agent, task, settings, branching, seed, slots, score, on_sampled) as builder:
         await builder.sample_initial()
         if branching.fill == "informative" and (builder.budget or builder.not_opened):
             scored = await builder.scored()
@@ -168,6 +183,7 @@ async def _open_builder(
     seed: int,
     slots: asyncio.Semaphore | None,
     score: ScoreFn | None = None,
+    on_sampled: OnSampled = _ignore,
 ) -> AsyncIterator[_TreeBuilder]:
     """The builder of a task's tree, and the states of its trajectories, which are closed at the end of the block."""
     if branching.policy == "oracle":
@@ -180,7 +196,7 @@ async def _open_builder(
                 "take other tasks or another policy"
             )
         task = task if root is None else root.with_opening(task)
-        yield _TreeBuilder(agent, task, settings, branching, seed, slots, root, failed, score, program)
+        yield _TreeBuilder(agent, task, settings, branching, seed, slots, root, failed, score, program, on_sampled)
 
 
 @asynccontextmanager
@@ -227,7 +243,9 @@ class _TreeBuilder:
         failed: bool,
         score: ScoreFn | None = None,
         program: ProgramRuns | None = None,
+        on_sampled: OnSampled = _ignore,
     ) -> None:
+        self.on_sampled = on_sampled
         self.score = score  # None: the tree is not scored
         self.program = program  # None: the turns are run here
         self.has_prompt = program is None  # that of a program is its first request
@@ -336,7 +354,7 @@ class _TreeBuilder:
                 stop_reason = await run_turns(trajectory, self.agent.format, max_tool_calls, trajectory.deadline)
             else:
                 return
-            self.leaves.append(Leaf(trajectory.node, stop_reason, self._answer(trajectory.node)))
+            self._add_leaf(Leaf(trajectory.node, stop_reason, self._answer(trajectory.node)))
             if trajectory.state is not None:
                 self.final_states.append(trajectory.state)
 
@@ -346,7 +364,11 @@ class _TreeBuilder:
         answer = end.answer
         if answer is None and end.stop_reason is StopReason.ANSWER:
             answer = self._answer(trajectory.node)
-        self.leaves.append(Leaf(trajectory.node, end.stop_reason, answer, end.reward))
+        self._add_leaf(Leaf(trajectory.node, end.stop_reason, answer, end.reward))
+
+    def _add_leaf(self, leaf: Leaf) -> None:
+        self.leaves.append(leaf)
+        self.on_sampled(trajectories=1)
 
     async def _has_state(self, trajectory: _ActiveTrajectory) -> bool:
         """Whether a branch has the state that it starts with. If it cannot be made, the branch is not opened."""
@@ -523,6 +545,8 @@ class _TreeBuilder:
     def add(self, node: Node) -> int:
         """Add a node and return its index."""
         self.nodes.append(node)
+        if node.result is not None and node.result.attempts > 0:  # as `RolloutTree.tool_calls` counts
+            self.on_sampled(tool_calls=1)
         return len(self.nodes) - 1
 
 
@@ -566,6 +590,7 @@ class _ActiveTrajectory:
 
         def on_token(token: int, logprob: float, entropy: float) -> None:
             nonlocal undecided
+            builder.on_sampled(tokens=1)
             if undecided:
                 probe.append(entropy)
                 if len(probe) == builder.branching.probe_length:

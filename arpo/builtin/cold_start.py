@@ -13,8 +13,10 @@ import math
 import os
 import random
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from importlib import resources
 from itertools import chain, islice
@@ -96,12 +98,22 @@ def _cold_start(
             unfinished.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ArpoError(f"{cache_dir()}: {error.strerror}; set ARPO_CACHE to a folder to write to") from None
-        save_pretrained(*_train_from_base(settings, write, tools, progress, words), unfinished)
         try:
-            unfinished.rename(directory)
-        except OSError:  # another process was faster; its model is the same
-            shutil.rmtree(unfinished)
+            _remove_abandoned(directory)
+            save_pretrained(*_train_from_base(settings, write, tools, progress, words), unfinished)
+            with suppress(OSError):  # another process was faster; its model is the same
+                unfinished.rename(directory)
+        finally:  # also after Ctrl-C
+            shutil.rmtree(unfinished, ignore_errors=True)
     return directory
+
+
+def _remove_abandoned(directory: Path) -> None:
+    """Remove what processes left that were killed while they made this directory: a day without a change."""
+    for left in directory.parent.glob(f"{directory.name}.*.tmp"):
+        with suppress(OSError):
+            if time.time() - left.stat().st_mtime > 86_400:
+                shutil.rmtree(left)
 
 
 def _train_from_base(

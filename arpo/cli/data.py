@@ -91,9 +91,9 @@ def check_data(
     if not readings:
         console.print("all questions are the built-in world's")
     for reading in readings:
-        if not reading.tasks:
+        if not reading.rows:
             raise ArpoError(f"{reading.source}: holds no questions")
-    if not skip and any(reading.problems for reading in readings):
+    if any(not reading.tasks or (reading.problems and not skip) for reading in readings):
         raise typer.Exit(1)
 
 

@@ -5,15 +5,17 @@ Text of models and tools is untrusted: it is printed through `printable`, never 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from textwrap import shorten
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 from rich.tree import Tree
 
@@ -27,11 +29,11 @@ from arpo.types import Kind, Node, ScoredTree, Task
 if TYPE_CHECKING:
     from arpo.tools.executor import ToolStats
 
-console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
-HEADER = (
-    "step reward   acc format  calls branches  entropy: start tool  tokens: unique/total  seconds: sample tools train"
-)
+console = Console(highlight=False, markup=False, emoji=False)
+console.soft_wrap = not console.is_terminal  # a terminal gets lines that are wrapped between words
+PLAIN_WIDTH = 200  # of tables where there is no terminal
 SFT_HEADER = "step  epoch   loss  grad norm  traces  tokens: trained/all  seconds"
+NOTE_SECONDS = 0.2  # between changes of what a bar says of a step
 COLORS = {Kind.PROMPT: "bold", Kind.MODEL: "cyan", Kind.TOOL: "yellow"}
 
 
@@ -40,12 +42,12 @@ def progress_bar(what: str, total: int) -> Iterator[Progress]:
     """A progress bar with one task, the first of `task_ids`; shown on a terminal only."""
     columns = (
         TextColumn("{task.description}"),
-        BarColumn(),
+        BarColumn(40 if console.width >= 120 else 6),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}"),
+        TextColumn("{task.fields[note]}", table_column=Column(no_wrap=True, overflow="ellipsis")),
     )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         bar.add_task(what, total=total, note="")
@@ -53,15 +55,46 @@ def progress_bar(what: str, total: int) -> Iterator[Progress]:
 
 
 def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table with the first column left-aligned; 200 characters wide unless on a terminal."""
+    """Print a table with the first column left-aligned; 200 characters wide unless on a terminal.
+
+    Where it is too wide, it is printed in parts, each with the first column, so that no word is broken.
+    """
+    wide = console
+    if not console.is_terminal:
+        wide = Console(file=console.file, width=PLAIN_WIDTH, markup=False, emoji=False)
+    columns = [0]
+    for column in range(1, len(head)):
+        if len(columns) > 1 and _min_width(wide, _table(head, rows, [*columns, column])) > wide.width:
+            wide.print(_table(head, rows, columns), soft_wrap=False)
+            columns = [0]
+        columns.append(column)
+    wide.print(_table(head, rows, columns), soft_wrap=False)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], columns: Sequence[int]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column, title in enumerate(head):
+    for column in columns:
         short = all(len(row[column]) <= 30 for row in rows)
-        table.add_column(title, justify="right" if column else "left", no_wrap=column == 0 and short)
+        table.add_column(head[column], justify="right" if column else "left", no_wrap=column == 0 and short)
     for row in rows:
-        table.add_row(*row)
-    wide = console if console.is_terminal else Console(file=console.file, width=200, markup=False, emoji=False)
-    wide.print(table, soft_wrap=False)
+        table.add_row(*(row[column] for column in columns))
+    return table
+
+
+def _min_width(wide: Console, table: Table) -> int:
+    """The width of a table that breaks no word."""
+    return Measurement.get(wide, wide.options.update(width=10 * PLAIN_WIDTH), table).minimum
+
+
+def print_hanging(line: str, indent: int | None = None) -> None:
+    """Print a line; on a terminal what does not fit goes on below its text, or below column `indent`."""
+    if not console.is_terminal:
+        console.print(line)
+        return
+    at = len(line) - len(line.lstrip(" ")) if indent is None else indent
+    wrapped = textwrap.wrap(line, console.width, subsequent_indent=" " * at, break_on_hyphens=False)
+    for part in wrapped or [""]:
+        console.print(part)
 
 
 class _Bar(reporting.Progress):
@@ -76,6 +109,10 @@ class _Bar(reporting.Progress):
             self._bar.update(self._task, total=total)
         self._bar.update(self._task, completed=completed, note=note, visible=True)
 
+    def note(self, text: str) -> None:
+        """Change the note alone."""
+        self._bar.update(self._task, note=text)
+
     def advance(self) -> None:
         """Count one more unit as done."""
         self._bar.update(self._task, advance=1, visible=True)
@@ -83,6 +120,10 @@ class _Bar(reporting.Progress):
 
 class ConsoleReporter(reporting.Reporter):
     """Prints messages and training steps; shows progress bars on a terminal."""
+
+    def __init__(self) -> None:
+        self._bar: _Bar | None = None  # of the training
+        self._sampled = _Sampled(0)
 
     @property
     def has_bars(self) -> bool:  # type: ignore[override]
@@ -102,28 +143,115 @@ class ConsoleReporter(reporting.Reporter):
         """Show a progress bar on a terminal."""
         with progress_bar(what, total) as bar:
             bar.update(bar.task_ids[0], visible=False)
-            yield _Bar(bar)
+            shown = _Bar(bar)
+            if what == "training":
+                self._bar = shown
+            yield shown
+
+    def sampling_starts(self, trajectories: int) -> None:
+        """Count what is sampled from now on."""
+        self._sampled = _Sampled(trajectories)
+
+    def sampled(self, tokens: int = 0, tool_calls: int = 0, trajectories: int = 0) -> None:
+        """Say on the training bar how far the step is."""
+        note = self._sampled.add(tokens, tool_calls, trajectories)
+        if note and self._bar is not None:
+            self._bar.note(note)
 
     def training_starts(self, kind: str) -> None:
         """Print the heading of the table of steps."""
-        console.print(HEADER if kind == "train" else SFT_HEADER)
+        console.print(step_header(_line_width()) if kind == "train" else SFT_HEADER)
 
     def training_step(self, kind: str, step: int, metrics: Mapping[str, Any]) -> None:
         """Print one line per step."""
-        console.print(step_line(step, metrics) if kind == "train" else sft_line(step, metrics))
+        console.print(step_line(step, metrics, _line_width()) if kind == "train" else sft_line(step, metrics))
 
 
-def step_line(step: int, m: Mapping[str, float]) -> str:
-    """The metrics of a training step as a line under `HEADER`."""
-    tokens = f"{m['unique_tokens'] / 1000:.1f}k/{m['total_tokens'] / 1000:.1f}k"
+class _Sampled:
+    """What was sampled of a step, and how fast."""
+
+    def __init__(self, expected: int) -> None:
+        self._expected, self._tokens, self._tool_calls, self._trajectories = expected, 0, 0, 0
+        self._started = self._shown = time.monotonic()
+
+    def add(self, tokens: int, tool_calls: int, trajectories: int) -> str:
+        """Count more, and say what there is; nothing if that was said just now."""
+        self._tokens += tokens
+        self._tool_calls += tool_calls
+        self._trajectories += trajectories
+        now = time.monotonic()
+        if now - self._shown < NOTE_SECONDS:
+            return ""
+        self._shown = now
+        return self.describe(now - self._started)
+
+    def describe(self, seconds: float) -> str:
+        """What was sampled in this time."""
+        done = f"{self._trajectories}/{max(self._expected, self._trajectories)} trajectories"
+        return f"{done}, {self._tool_calls} calls, {self._tokens / max(seconds, 1e-9):.0f} tokens/s"
+
+
+class _Group(NamedTuple):
+    """Neighbouring columns of the table of steps, which are shown together or not at all."""
+
+    head: str
+    rank: int  # the highest is left out first where the line is too long
+    show: Callable[[int, Mapping[str, float]], str]
+
+
+def _share(m: Mapping[str, float], name: str) -> str:
+    return f"{m[name]:.0%}" if name in m else "-"
+
+
+def _tokens(m: Mapping[str, float]) -> str:
+    return f"{m['unique_tokens'] / 1000:.1f}k/{m['total_tokens'] / 1000:.1f}k"
+
+
+STEP_GROUPS = (
+    _Group("step", 0, lambda step, m: f"{step:>4}"),
+    _Group(" reward", 0, lambda step, m: f" {m['reward']:>6.2f}"),
+    _Group("   acc", 0, lambda step, m: f" {_share(m, 'accuracy'):>5}"),
+    _Group(" format", 1, lambda step, m: f" {_share(m, 'format'):>6}"),
+    _Group("  calls", 2, lambda step, m: f" {m['tool_calls']:>6.0f}"),
+    _Group(" branches", 3, lambda step, m: f" {m['branches']:>8.0f}"),
+    _Group(
+        "  entropy: start tool",
+        5,
+        lambda step, m: f" {m['entropy_start']:>15.2f} {m['entropy_after_tool']:>4.2f}",
+    ),
+    _Group("  tokens: unique/total", 6, lambda step, m: f" {_tokens(m):>21}"),
+    _Group(
+        "  seconds: sample tools train",
+        4,
+        lambda step, m: f" {m['rollout_seconds']:>16.1f} {m['tool_seconds']:>5.1f} {m['train_seconds']:>5.1f}",
+    ),
+)
+
+
+def _line_width() -> int:
+    """How long a line may be: where there is no terminal, lines are not broken."""
+    return console.width if console.is_terminal else PLAIN_WIDTH
+
+
+def _groups(width: int) -> list[_Group]:
+    """The columns of the table of steps that fit into lines of this width, the less important left out first."""
+    shown = list(STEP_GROUPS)
+    while sum(len(group.head) for group in shown) > width and len(shown) > 1:
+        shown.remove(max(shown, key=lambda group: group.rank))
+    return shown
+
+
+def step_header(width: int = PLAIN_WIDTH) -> str:
+    """The heading of the table of training steps."""
+    return "".join(group.head for group in _groups(width))
+
+
+def step_line(step: int, m: Mapping[str, float], width: int = PLAIN_WIDTH) -> str:
+    """The metrics of a training step as a line under `step_header`; those of an evaluation may be on one more."""
+    line = "".join(group.show(step, m) for group in _groups(width))
     tested = f"  held-out reward {m['test_reward']:.3f}" if "test_reward" in m else ""
     tested = f"  held-out accuracy {m['test_accuracy']:.1%}" if "test_accuracy" in m else tested
-    accuracy, form = (f"{m[name]:.0%}" if name in m else "-" for name in ("accuracy", "format"))
-    return (
-        f"{step:>4} {m['reward']:>6.2f} {accuracy:>5} {form:>6} {m['tool_calls']:>6.0f}"
-        f" {m['branches']:>8.0f} {m['entropy_start']:>15.2f} {m['entropy_after_tool']:>4.2f} {tokens:>21}"
-        f" {m['rollout_seconds']:>16.1f} {m['tool_seconds']:>5.1f} {m['train_seconds']:>5.1f}{tested}"
-    )
+    return line + (tested if len(line) + len(tested) <= width else f"\n   {tested}")
 
 
 def sft_line(step: int, m: Mapping[str, float]) -> str:
@@ -141,10 +269,18 @@ def print_reading(reading: Reading, skip: bool) -> None:
     for part, used in reading.columns.items():
         names = ", ".join(f"{name} ({count:,})" if len(used) > 1 else name for name, count in used.items())
         console.print(printable(f"  {part:<10} {names or ('file and line' if part == 'id' else 'none')}"))
+    if reading.unused:
+        names = ", ".join(reading.unused)
+        console.print(printable(f"  {'not used':<10} {names} (task.meta has them, for rewards and tools of your own)"))
     for task in reading.tasks[:3]:
         kind = f" [{task.kind}]" if task.kind else ""
-        console.print(printable(f"{task.id}{kind}: {shorten(task.question, 200)}"))
-        console.print(printable(f"  answer: {shorten(' | '.join(task.answers) or 'none', 200)}"))
+        console.print(printable(f"{task.id}{kind}: {textwrap.shorten(task.question, 200)}"))
+        console.print(printable(f"  answer: {textwrap.shorten(' | '.join(task.answers) or 'none', 200)}"))
+    if mark := reading.answer_mark:
+        console.print(
+            f"Most answers have {mark} in them: if the answer is what follows it, as in GSM8K, set "
+            f"'data.answer_after={mark}'. As it is, the whole text counts as the answer."
+        )
     if reading.problems:
         fate = "are skipped" if skip else "are refused; data.bad_rows=skip skips them"
         console.print(f"rows that cannot be used and {fate}: {len(reading.problems):,}")

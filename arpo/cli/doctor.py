@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -9,8 +10,9 @@ import shutil
 from pathlib import Path
 
 import arpo
-from arpo.cli.display import console
+from arpo.cli.display import print_hanging
 from arpo.errors import ArpoError
+from arpo.runs.trackers import TRACKERS
 
 TIERS = {
     "namespaces": "namespaces, Landlock and a list of system calls (the best tier)",
@@ -21,8 +23,7 @@ TIERS = {
 def doctor() -> None:
     """Check this machine: versions, devices, memory, which engines and tools can run, and why not."""
     for what, usable, details in _checks():
-        console.print("ok " if usable else "no ", style="green" if usable else "yellow", end="")
-        console.print(f" {what:<18} {details}")
+        print_hanging(f"{'ok ' if usable else 'no '} {what:<18} {details}", 23)
 
 
 def _checks() -> list[tuple[str, bool, str]]:
@@ -46,6 +47,13 @@ def _checks() -> list[tuple[str, bool, str]]:
         ("tool: browse", *_needs("trafilatura", "httpx2 trafilatura lxml_html_clean", "reads web pages")),
         ("tools: MCP", *_needs("mcp", "mcp", "stdio and streamable HTTP")),
         ("reward: math", *_needs("math_verify", "math-verify", "compares math answers")),
+        ("engine: vllm", *_needs("vllm", "vllm", "rollout.engine=vllm")),
+        ("cluster: Ray", *_needs("ray", "'arpo[cluster]'", "cluster.address: sampling on other machines")),
+        ("LoRA", *_needs("peft", "'arpo[lora]'", "train.lora_rank: adapters")),
+        ("GGUF models", *_needs("gguf", "'arpo[gguf]'", "model.path=model.gguf")),
+        ("hub data sets", *_needs("datasets", "'arpo[hub]'", "data.train=hf:NAME")),
+        ("parquet files", *_needs("pyarrow", "'arpo[parquet]'", "data.train=questions.parquet")),
+        *((f"tracker: {name}", *_needs(name, f"'arpo[{name}]'", f"run.tracker={name}")) for name in TRACKERS),
         ("figures", *_needs("matplotlib", "matplotlib", "of comparisons, entropy studies and evaluations")),
         ("model cache", *_writable(cache_dir())),
     ]
@@ -97,8 +105,13 @@ def _sandbox() -> tuple[bool, str]:
 
 
 def _needs(module: str, packages: str, what: str) -> tuple[bool, str]:
-    found = importlib.util.find_spec(module) is not None
-    return found, what if found else f"not installed; pip install {packages}"
+    """Whether a package is installed, and its version or how to install it."""
+    if importlib.util.find_spec(module) is None:
+        return False, f"not installed; pip install {packages}"
+    try:
+        return True, f"{what} ({importlib.metadata.version(module)})"
+    except importlib.metadata.PackageNotFoundError:  # the distribution has another name
+        return True, what
 
 
 def _writable(path: Path) -> tuple[bool, str]:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from arpo.cli.display import console
+from arpo.cli.display import console, print_hanging
 from arpo.cli.options import ModelTarget, Overrides, load_model_config
 from arpo.config.files import expand_user
 from arpo.config.loading import load_config
@@ -63,5 +63,8 @@ def plan(
         assumptions=assume or [],
         seed=seed,
     )
-    for line in [json.dumps(report.as_json(found), indent=2)] if as_json else report.text_lines(found):
-        console.print(line)
+    if as_json:
+        console.print(json.dumps(report.as_json(found), indent=2), soft_wrap=True)
+        return
+    for line in report.text_lines(found):
+        print_hanging(line)

@@ -15,6 +15,7 @@ from arpo.cli.display import ConsoleReporter, console
 from arpo.cli.options import ConfigFile, Overrides
 from arpo.config.loading import load_config
 from arpo.trainer.dist import launch
+from arpo.training.checks import check_settings, require_files, require_start
 from arpo.training.interrupt import run_async
 
 Resume = Annotated[bool, typer.Option(help="continue from the run's last checkpoint")]
@@ -22,7 +23,11 @@ Resume = Annotated[bool, typer.Option(help="continue from the run's last checkpo
 
 def train(config: ConfigFile, overrides: Overrides = None, resume: Resume = False) -> None:
     """Train a model as CONFIG says; everything is written to run.dir."""
-    settings = load_config(config, overrides or ())  # before imports that take seconds
+    settings = load_config(config, overrides or ())  # this and the checks come before imports that take seconds
+    if launch.world_size() == 1:  # another rank may have made the directory already
+        check_settings(settings, on_cluster=settings.cluster.address is not None)
+        require_start(settings, resume)
+        require_files(settings)
     from arpo.training.loop import open_training
     from arpo.training.loop import train as run_training
 
@@ -48,6 +53,7 @@ def train(config: ConfigFile, overrides: Overrides = None, resume: Resume = Fals
 def sft(config: ConfigFile, overrides: Overrides = None, resume: Resume = False) -> None:
     """Fine-tune a model on the traces in sft.data, as a cold start; everything is written to run.dir."""
     settings = load_config(config, overrides or ())
+    require_start(settings, resume)
     from arpo.training.sft import open_sft, train_sft
 
     with open_sft(settings, resume, ConsoleReporter()) as run:

@@ -29,7 +29,7 @@ from arpo.errors import ArpoError
 from arpo.figures.text import printable
 from arpo.runs.reporter import SILENT, Reporter
 from arpo.trainer.dist import launch
-from arpo.training.loop import check_settings
+from arpo.training.checks import check_settings
 from arpo.training.requests import DONE, MISTAKE, Reply
 
 EXIT_SECONDS = 10.0  # that a trainer has to end by itself

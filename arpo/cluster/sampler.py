@@ -31,7 +31,7 @@ from arpo.runs.reporter import SILENT, Reporter
 from arpo.runs.trees import unpack_tree
 from arpo.training.requests import DONE, MISTAKE, Reply, encode_request, merge_stats, restore_columns
 from arpo.training.sampler import OnTree, ignore
-from arpo.types import ScoredTree, Task
+from arpo.types import Kind, ScoredTree, Task
 
 SCAN_SECONDS = 3.0  # between looks at which machines there are
 IDLE_SECONDS, STARTING_SECONDS = 300.0, 1800.0  # without a worker, when none is starting and when one is
@@ -215,6 +215,9 @@ class RaySampler:
         if not job.result.done():
             if job.step is not None:
                 self._reporter.tree(scored)
+                tree = scored.tree
+                tokens = sum(len(node.tokens) for node in tree.nodes if node.kind is Kind.MODEL)
+                self._reporter.sampled(tokens, tree.tool_calls, len(tree.leaves))
             job.result.set_result(scored)
 
     # --- workers

@@ -34,6 +34,18 @@ def expand_user(path: str | Path) -> Path:
     return Path(os.path.expanduser(path))
 
 
+def shown_path(path: str | Path) -> str:
+    """The path for messages: relative if it is inside the current directory."""
+    return str(path).removeprefix(os.path.join(os.getcwd(), ""))
+
+
+def no_such_file(path: str | Path) -> str:
+    """What to say of a file that does not exist; a path in settings is absolute by then."""
+    shown = shown_path(path)
+    start = "in a settings file start in its folder" if os.path.isabs(shown) else f"start in {Path.cwd()}"
+    return f"{shown}: there is no such file (relative paths {start})"
+
+
 def require_regular_file(path: Path) -> Path:
     """The path, if nothing but a regular file is there; an `OSError` of `stat` is the caller's to report."""
     mode = stat.S_IFMT(path.stat().st_mode)

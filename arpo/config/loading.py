@@ -4,6 +4,9 @@ Later layers win: defaults, preset, file, command line. A preset is one of the p
 (`preset = "mine.toml"`). The preset of an algorithm in a comparison lies above the file, and so does one that is named
 with a complete configuration, which has the settings of another.
 
+Relative paths become absolute: those of a TOML file start in its folder, those of the command line and of Python in the
+current directory (`arpo.config.paths`).
+
 Guarantees: every value is checked for type and range, and none is converted silently. All mistakes are reported
 together in one `ArpoError`, one line each, with the source of the value. No secret is in a message, and a secret that
 was masked when the settings were saved must be given again.
@@ -29,6 +32,7 @@ from pydantic import ValidationError
 
 from arpo.config.files import expand_user, nesting_depth, parse_json, parse_toml, read_limited
 from arpo.config.masking import MASK, has_mask, mask_message, masked
+from arpo.config.paths import absolute_paths
 from arpo.config.schema import DERIVED, Config
 from arpo.errors import ArpoError
 
@@ -88,7 +92,7 @@ def load_config(
     problems: list[str] = []
     from_file: Mapping[str, Any] = {}
     if path is not None:
-        from_file = path.resolved(reveal=True) if isinstance(path, Config) else _read_file(path)
+        from_file = path.resolved(reveal=True) if isinstance(path, Config) else _read_settings(path)
     complete = isinstance(path, Config) or (path is not None and path.suffix == ".json")  # with those of its preset
     if complete:
         from_file = _without_derived(from_file)
@@ -100,6 +104,7 @@ def load_config(
             problems.append(f"{COMMAND_LINE}: got {_show(text)}, expected key=value, like rollout.num_trajectories=8")
             continue
         from_command = _merge(from_command, _nest(key, _parse(key, value)))
+    from_command, arguments = absolute_paths(from_command, Path()), absolute_paths(arguments, Path())
     name = "config" if isinstance(path, Config) else str(path)
     layers: list[tuple[str, Mapping[str, Any]]] = [
         (COMMAND_LINE, from_command),
@@ -137,7 +142,7 @@ def _preset(name: str) -> dict[str, Any] | None:
         return parse_toml(_preset_folder().joinpath(f"{name}.toml").read_text(encoding="utf-8"))
     if not name.endswith(".toml"):
         return None
-    values = _read_file(expand_user(name))
+    values = _read_settings(expand_user(name))
     if "preset" in values:
         raise ArpoError(f"{name}: preset: a preset cannot be based on another; copy the settings that you need from it")
     return values
@@ -206,14 +211,15 @@ def mask_override(text: str) -> str:
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     """The settings in which two resolved configurations differ, as lines: `train.lr: 1e-06 -> 1e-05`.
 
-    Secrets are masked, so settings that differ in nothing else are equal.
+    Secrets are masked, so settings that differ in nothing else are equal. A relative path, as older runs have, is one
+    in the current directory.
     """
     return [f"{key}: {left} -> {right}" for key, left, right in changes(a, b)]
 
 
 def changes(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """The same as (key, old value, new value), with values as written in a settings file, or "unset"."""
-    left, right = _flatten(masked(a)), _flatten(masked(b))
+    left, right = (_flatten(masked(absolute_paths(values, Path()))) for values in (a, b))
     return [
         (key, _show(left[key]) if key in left else "unset", _show(right[key]) if key in right else "unset")
         for key in dict.fromkeys([*left, *right])
@@ -268,8 +274,13 @@ def _type_name(schema: Mapping[str, Any]) -> str:
     return " ".join(filter(None, [kind.get(schema["type"], schema["type"]), limits]))
 
 
+def _read_settings(path: Path) -> dict[str, Any]:
+    """Read a TOML file, with absolute paths, or the `config.json` of a run as it is."""
+    values = _read_file(path)
+    return values if path.suffix == ".json" else absolute_paths(values, path.parent)
+
+
 def _read_file(path: Path) -> dict[str, Any]:
-    """Read a TOML file, or the `config.json` of a run."""
     try:
         text = read_limited(path).decode("utf-8-sig")
         values = parse_json(text) if path.suffix == ".json" else parse_toml(text)
@@ -380,7 +391,9 @@ def _setting_path(path: tuple[str | int, ...]) -> tuple[str | int, ...]:
 
 
 def _choices(given: Any, valid: Sequence[str]) -> str:
-    near = difflib.get_close_matches(given[:100] if isinstance(given, str) else "", valid, 1)
+    text = given[:100] if isinstance(given, str) else ""
+    swapped = [name for name in valid if sorted(name) == sorted(text)]  # gpro: two letters in the wrong order
+    near = swapped or difflib.get_close_matches(text, valid, 1)
     hint = f" (did you mean {_show(near[0])}?)" if near else ""
     return "one of " + ", ".join(_show(choice) for choice in valid) + hint
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
-from arpo.config.files import expand_user
+from arpo.config.files import expand_user, no_such_file
 from arpo.errors import ArpoError
 
 Objects = Mapping[str, Any]
@@ -68,7 +68,7 @@ def _run_file(setting: str, place: str) -> ModuleType:
     if module_name in sys.modules:
         return sys.modules[module_name]
     if not path.is_file():
-        raise ArpoError(f"{setting}: there is no file {place} (relative paths start in {Path.cwd()})")
+        raise ArpoError(f"{setting}: {no_such_file(place)}")
     spec = importlib.util.spec_from_file_location(module_name, path)
     assert spec is not None and spec.loader is not None  # its name ends in .py
     module = importlib.util.module_from_spec(spec)

@@ -9,16 +9,19 @@ Not covered: folders of files, compressed files, rows of a Parquet file that unp
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from arpo.config.files import expand_user, parse_json, read_limited, require_regular_file
+from arpo.config.files import expand_user, no_such_file, parse_json, read_limited, require_regular_file
 from arpo.errors import ArpoError
 
 HUB = "hf:"
 MAX_PROBLEMS_SHOWN = 20
+MAX_EQUAL_PROBLEMS = 3  # that are listed one by one
+_PLACE = re.compile(r", (?:line|item|row) \d+:")
 MAX_LINE_BYTES = 2**26
 MAX_FILE_BYTES = 2**30  # of a file that is read at once; JSON lines and Parquet are streamed
 
@@ -71,9 +74,15 @@ def source_name(source: str) -> str:
 
 
 def list_problems(problems: Sequence[str]) -> str:
-    """The first problems, one per line, and how many more there are."""
-    more = len(problems) - MAX_PROBLEMS_SHOWN
-    return "\n".join([*problems[:MAX_PROBLEMS_SHOWN], *([f"and {more} more"] if more > 0 else [])])
+    """The first problems, one per line, and how many more there are; one that many rows have is told once."""
+    rows: dict[str, list[str]] = {}
+    for problem in problems:
+        rows.setdefault(_PLACE.sub(":", problem, count=1), []).append(problem)
+    lines: list[str] = []
+    for same in rows.values():
+        lines += same if len(same) <= MAX_EQUAL_PROBLEMS else [f"{same[0]} (the same in {len(same) - 1:,} more rows)"]
+    more = len(lines) - MAX_PROBLEMS_SHOWN
+    return "\n".join([*lines[:MAX_PROBLEMS_SHOWN], *([f"and {more} more"] if more > 0 else [])])
 
 
 def refuse_bad_rows(source: str, what: str, kept: Sequence[object], problems: Sequence[str], bad_rows: str) -> None:
@@ -91,7 +100,7 @@ def reading(path: str | Path, expected: str) -> Iterator[Path]:
     try:
         yield require_regular_file(expand_user(path))
     except FileNotFoundError:
-        raise ArpoError(f"{path}: there is no such file (relative paths start in {Path.cwd()})") from None
+        raise ArpoError(no_such_file(path)) from None
     except IsADirectoryError:
         raise ArpoError(f"{path}: is a directory, expected a file of {expected}") from None
     except OSError as error:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from arpo.config.files import shown_path
 from arpo.config.plugins import GIVEN, NO_OBJECTS, Objects, load_object, require_given
 from arpo.config.schema import Config, Data
 from arpo.data.order import Source
@@ -82,7 +83,7 @@ def load_task_set(config: Config, objects: Objects = NO_OBJECTS) -> TaskSet:
             tasks = _read(mix.source, Columns.named(mix, prefix, answers), settings.bad_rows, notes, objects)
         else:
             tasks = plugin.tasks(config)[0]
-        sources.append(Source(mix.source, tasks, mix.weight))
+        sources.append(Source(shown_path(mix.source), tasks, mix.weight))
     try:
         test = _test_tasks(config, notes, objects)
     except ArpoError as error:
@@ -125,7 +126,7 @@ def _read(source: str, columns: Columns, bad_rows: str, notes: list[str], object
     else:
         reading = load_tasks(source, columns, bad_rows)
     if reading.problems:
-        notes.append(f"{len(reading.problems):,} of {reading.rows:,} rows of {source} are left out:")
+        notes.append(f"{len(reading.problems):,} of {reading.rows:,} rows of {shown_path(source)} are left out:")
         notes.append(list_problems(reading.problems))
     return reading.tasks
 

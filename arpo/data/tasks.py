@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from arpo.config.files import shown_path
 from arpo.config.schema import Data, Mix
 from arpo.data.rows import RawRow, read_rows, refuse_bad_rows, source_name
 from arpo.runs.json_values import json_value
@@ -29,6 +30,7 @@ Row = Mapping[str, Any]
 Segment = tuple[Kind, str]
 """Who wrote a piece of a trace (model or tool), and its text."""
 FIELDS = ("question", "answer", "id", "kind")
+ANSWER_MARK = "####"  # before the answer of a solution, as in GSM8K
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,13 @@ class Reading:
     problems: tuple[str, ...] = ()
     left_out: int = 0
     columns: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    unused: tuple[str, ...] = ()  # columns that no field of a task is read from; they are in its `meta`
+
+    @property
+    def answer_mark(self) -> str | None:
+        """What `data.answer_after` should probably be: most answers are solutions that end with this and the answer."""
+        marked = sum(any(ANSWER_MARK in answer for answer in task.answers) for task in self.tasks)
+        return ANSWER_MARK if self.tasks and 2 * marked > len(self.tasks) else None
 
     @property
     def rows(self) -> int:
@@ -90,7 +99,7 @@ class Trace:
 
 def read_tasks(source: str, columns: Columns, prepare: Callable[[Row], Row | None] | None = None) -> Reading:
     """Read every row of a file or data set. `prepare` may change a row, or return None to leave it out."""
-    return _read(read_rows(source), source, columns, prepare)
+    return _read(read_rows(source), shown_path(source), columns, prepare)
 
 
 def tasks_from_rows(rows: Iterable[Row | Task], columns: Columns, source: str = "rows") -> Reading:
@@ -109,6 +118,7 @@ def _read(
     problems: list[str] = []
     left_out = 0
     used: dict[str, Counter[str]] = {name: Counter() for name in FIELDS}
+    present: dict[str, None] = {}  # columns, in their order
     for raw in rows:
         try:
             if isinstance(raw.value, Task):
@@ -118,10 +128,13 @@ def _read(
             if row is None:
                 left_out += 1
             else:
+                present |= dict.fromkeys(map(str, row))
                 tasks.append(_parse_task(_plain(row), f"{source_name(source)}:{raw.number}", columns, used))
         except ValueError as error:
             problems.append(f"{source}, {raw.place}: {error}")
-    return Reading(source, tuple(tasks), tuple(problems), left_out, used)
+    read = {part for counts in used.values() for name in counts for part in (name, name.partition(".")[0])}
+    unused = tuple(name for name in present if name not in read)
+    return Reading(source, tuple(tasks), tuple(problems), left_out, used, unused)
 
 
 def load_tasks(

@@ -10,13 +10,18 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import resources
+from pathlib import Path
 from typing import Any
+
+from huggingface_hub import try_to_load_from_cache
 
 from arpo.config.files import expand_user
 from arpo.errors import ArpoError
 from arpo.models.checks import check_sizes, read_object
+from arpo.models.gguf_file import read_gguf
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +94,7 @@ SIZES = {shape.name.rpartition("-")[2]: shape.name for shape in SHAPES.values()}
 
 
 def find_shape(model: str) -> Shape:
-    """The shape of a model by size (14B), by name (Qwen3-14B, Qwen/Qwen3-14B), or from its directory."""
+    """The shape of a model by size (14B), by name (Qwen3-14B, Qwen/Qwen3-14B), or from its directory or GGUF file."""
     if model == "tiny":
         text = resources.files("arpo").joinpath("builtin", "base", "config.json").read_text(encoding="utf-8")
         return shape_from_config("tiny", json.loads(text))
@@ -99,7 +104,11 @@ def find_shape(model: str) -> Shape:
     if name in SHAPES:
         return SHAPES[name]
     path = expand_user(model)
+    if path.suffix == ".gguf" and path.is_file():
+        return _shape_from_gguf(path)
     path = path / "config.json" if path.is_dir() else path
+    cached = None if path.exists() else _cached_config(model)
+    path = path if cached is None else cached
     if path.name != "config.json" or not path.is_file():
         raise ArpoError(
             f"{model}: the shape of this model is not known; give --model one of {', '.join(SIZES)}, a name like "
@@ -109,7 +118,40 @@ def find_shape(model: str) -> Shape:
         values = read_object(path)
     except (OSError, ValueError) as error:
         raise ArpoError(f"{path}: cannot be read: {error}") from None
-    return shape_from_config(path.parent.name or model, values)
+    return shape_from_config(model if cached is not None else path.parent.name or model, values)
+
+
+def _shape_from_gguf(path: Path) -> Shape:
+    """The shape that the head of a GGUF file tells; its weights are not read."""
+    try:
+        file = read_gguf(path)
+        family = file.string("general.architecture")
+
+        def integer(key: str, default: int | None = None) -> int:
+            return file.integer(f"{family}.{key}", default)
+
+        hidden, heads = integer("embedding_length"), integer("attention.head_count")
+        return Shape(
+            path.stem,
+            layers=integer("block_count"),
+            hidden=hidden,
+            heads=heads,
+            kv_heads=integer("attention.head_count_kv", heads),
+            head_dim=integer("attention.key_length", hidden // heads),
+            intermediate=integer("feed_forward_length"),
+            vocab=file.tensors["token_embd.weight"].shape[0],
+            tied="output.weight" not in file.tensors,
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ArpoError(f"{path}: its shape cannot be read: {error}") from None
+
+
+def _cached_config(model: str) -> Path | None:
+    """The config.json of a model of the hub, if it was downloaded before."""
+    with suppress(ValueError):  # no name that the hub could have
+        found = try_to_load_from_cache(model, "config.json")
+        return Path(found) if isinstance(found, str) else None
+    return None
 
 
 def shape_from_config(name: str, config: Any) -> Shape:

@@ -52,6 +52,12 @@ class Reporter:
         shown = [f"{name} {metrics[name]:.4g}" for name in ("reward", "accuracy", "loss") if name in metrics]
         _logger.info("step %d: %s", step, ", ".join(shown))
 
+    def sampling_starts(self, trajectories: int) -> None:
+        """The trees of a training step are sampled next; they should have this many trajectories."""
+
+    def sampled(self, tokens: int = 0, tool_calls: int = 0, trajectories: int = 0) -> None:
+        """So many more tokens, tool calls and ends of trajectories were sampled; called for every token."""
+
     def tree(self, scored: ScoredTree) -> None:
         """A tree was sampled and scored for a training step."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import difflib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import cache
@@ -34,7 +35,9 @@ def build_tools(
     unknown = [name for name in settings.enabled if name not in BUILT_IN and not names_object(name)]
     if unknown:
         known = f"{', '.join(BUILT_IN)}, or your own as path/to/file.py:name"
-        raise ArpoError(f"tools.enabled: there is no tool {unknown[0]!r}; there are: {known}")
+        near = difflib.get_close_matches(unknown[0], BUILT_IN, 1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise ArpoError(f"tools.enabled: there is no tool {unknown[0]!r}{hint}; there are: {known}")
     with ExitStack() as opened:
         tools = [BUILT_IN[name](config) if name in BUILT_IN else _load_tool(name, objects) for name in settings.enabled]
         for server in settings.mcp:

@@ -31,6 +31,7 @@ from arpo.runs.run_dir import CONFIG_FILE, RUN_FILES, RunDir, read_json
 from arpo.runs.trackers import Trackers, require_trackers
 from arpo.trainer.checkpoint import load_checkpoint, save_checkpoint
 from arpo.trainer.trainer import Trainer
+from arpo.training.checks import require_start
 
 # Settings that may change when any kind of run is resumed.
 ALWAYS_RESUMABLE_KEYS = (
@@ -137,15 +138,10 @@ def find_start(
     records of this kind of run have.
     """
     require_trackers(config.run.tracker)
+    directory, resumable = require_start(config, resume), ALWAYS_RESUMABLE_KEYS + resumable_keys
     if not resume:
-        run_dir.require_unused(_directory(config))
         yield RunStart(config, config, None, None)
         return
-    directory, resumable = _directory(config), ALWAYS_RESUMABLE_KEYS + resumable_keys
-    if not run_dir.is_run_dir(directory) and not RunDir(directory, None).checkpoint_steps():
-        if (directory / CONFIG_FILE).exists():
-            raise ArpoError(f"{directory / CONFIG_FILE}: is damaged; begin again in another run.dir")
-        raise ArpoError(f"{directory}: there is no run yet; leave out --resume to begin one")
     with run_dir.open_run_dir(directory, write=True) as run:
         checkpoint = _last_good_checkpoint(run, config, resumable, reporter)
         if any(kind_metric not in record for record in run.intact_records()[:1]):

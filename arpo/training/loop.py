@@ -32,7 +32,7 @@ from arpo.config.schema import Config
 from arpo.data.order import batch_tasks, task_outcome
 from arpo.data.task_set import TaskSet, require_test_tasks
 from arpo.environments.states import pool_of
-from arpo.errors import ArpoError, Diverged
+from arpo.errors import Diverged
 from arpo.evaluation.evaluate import Evaluation, select_tasks
 from arpo.models.resolve import load_policy, resolve_model
 from arpo.models.threads import describe_threads
@@ -43,6 +43,7 @@ from arpo.trainer.dist.process_group import ProcessGroup
 from arpo.trainer.dist.sharded import ShardedTrainer, ranks_sample
 from arpo.trainer.trainer import Trainer
 from arpo.training.checkpoints import CheckpointManager, RunStart, find_start
+from arpo.training.checks import check_settings
 from arpo.training.collapse import CollapseMonitor
 from arpo.training.context import build_context, build_reward_fn, fit_tasks, load_tasks_and_tools
 from arpo.training.ranks import RankSampler, open_message
@@ -153,7 +154,7 @@ def prepare_training(
         sampler: Sampler
         if build_sampler is None:
             context = build_context(start.config, tasks, tools, reward, model, tokenizer, reporter, objects)
-            tasks, sampler = context.tasks, LocalSampler(context, reporter.tree)
+            tasks, sampler = context.tasks, LocalSampler(context, reporter.tree, reporter.sampled)
         else:
             prompts = build_prompts(config, tools, tokenizer, model.config.max_position_embeddings, objects)
             tasks = fit_tasks(tasks, prompts, config, reporter)
@@ -229,8 +230,10 @@ async def train(training: Training) -> int:
             while step < last_step and spent < budget:
                 bar.update(step)
                 started = time.monotonic()
+                reporter.sampling_starts(config.train.batch_size * config.rollout.num_trajectories)
                 with checkpoints.save_on_error(step):
                     trees = await sampling.trees_of(step + 1)
+                bar.update(step, note="updating the weights")
                 sampled = {"rollout_seconds": time.monotonic() - started, **sampler.step_metrics(step + 1)}
                 try:
                     if config.cluster.max_off_policy_steps:
@@ -242,6 +245,7 @@ async def train(training: Training) -> int:
                     raise
                 metrics |= sampled
                 step += 1
+                bar.update(step)
                 with checkpoints.save_on_error(step):
                     try:
                         await sampler.sync_weights(step)
@@ -279,6 +283,7 @@ class _FaultReport:
         self._warned: set[str] = set()  # limits, reasons why formats are wrong, "attribution"
         self._reported: set[str] = set()  # tools, and "" for lost steps
         self._masked = self._trajectories = 0
+        self._outcomes: set[str] = set()  # of all trees: "1" all right, "0" all wrong, else neither
 
     def report(self, step: int, trees: Sequence[ScoredTree]) -> None:
         """Warn of what is new in the trees of a step."""
@@ -289,6 +294,7 @@ class _FaultReport:
                 self._reporter.warning(f"step {step}: {text}")
         masked, total = sum(one.mask.count(False) for one in trees), sum(len(one.mask) for one in trees)
         self._masked, self._trajectories = self._masked + masked, self._trajectories + total
+        self._outcomes |= set(map(_correctness, trees))
         results: dict[str, list[ToolResult]] = {}
         for node in (node for one in trees for node in one.tree.nodes):
             if node.call is not None and node.result is not None:
@@ -317,7 +323,11 @@ class _FaultReport:
         masked = (
             f", apart from {self._masked} that are masked because a tool or the judge failed" if self._masked else ""
         )
+        if self._outcomes == {"1"}:
+            return f"all trajectories were right{masked}. The questions are too easy for this model: take harder ones."
         look = "`arpo rollout`, in Python trainer.rollout(row), shows examples."
+        if self._outcomes == {"0"}:
+            return f"all trajectories were wrong{masked}, and all of a question earned the same. {look}"
         return f"for every question, all trajectories earned the same{masked}. {look}"
 
 
@@ -411,6 +421,14 @@ def learn_step(training: Training, step: int, scored: Sequence[ScoredTree]) -> d
     return {**sampled, **update, "train_seconds": time.monotonic() - started}
 
 
+def _correctness(scored: ScoredTree) -> str:
+    """The letter 1 if all trajectories that count were right, 0 if all were wrong, else nothing."""
+    valid = [reward.parts.get("correct") for reward, used in zip(scored.rewards, scored.mask, strict=True) if used]
+    if not valid or None in valid:
+        return ""
+    return task_outcome([value for value in valid if value is not None]).replace("m", "")
+
+
 def _outcome(scored: ScoredTree) -> str:
     """The outcome letter of a task for the curriculum, without trajectories that a broken tool or judge spoiled.
 
@@ -443,84 +461,3 @@ async def evaluate_policy(sampler: Sampler, tasks: TaskSet, config: Config, repo
         result = await sampler.evaluate(chosen, seeds, lambda scored: bar.advance())
     reporter.evaluation(result)
     return result
-
-
-def check_settings(config: Config, on_cluster: bool) -> None:
-    """Raise if settings do not go together, or need a cluster that is not there."""
-    cluster, rounds = config.cluster, config.train.dynamic_sampling_rounds
-    if cluster.address is None:
-        changed = [
-            name for name, field in type(cluster).model_fields.items() if getattr(cluster, name) != field.default
-        ]
-        if changed:
-            name, default = changed[0], type(cluster).model_fields[changed[0]].default
-            raise ArpoError(
-                f"cluster.{name}: needs a cluster; give cluster.address as well, or cluster.{name}={default}"
-            )
-    elif not on_cluster:
-        raise ArpoError("cluster.address: only `arpo train` works on a cluster; use cluster.address=none")
-    elif config.rollout.servers:
-        raise ArpoError(
-            "rollout.servers: every actor would load its own weights there; use rollout.servers=[] on a cluster, where "
-            "rollout.engine=vllm starts one vLLM in each actor"
-        )
-    if cluster.max_off_policy_steps and config.loss.importance_cap is None:
-        raise ArpoError(
-            "cluster.max_off_policy_steps: trees sampled by older weights need importance weights; "
-            "give loss.importance_cap=2 as well"
-        )
-    if cluster.max_off_policy_steps and config.data.curriculum:
-        raise ArpoError(
-            "cluster.max_off_policy_steps: use 0 with data.curriculum, which waits for the outcomes of every step"
-        )
-    if config.loss.kl_coef and config.train.lora_rank and config.model.adapter is not None:
-        raise ArpoError(
-            "loss.kl_coef: with train.lora_rank the reference is the base model without model.adapter; "
-            "use loss.kl_coef=0, or train.lora_rank=0 to train all weights"
-        )
-    if rounds and config.data.curriculum:
-        raise ArpoError(
-            "train.dynamic_sampling_rounds: use 0 with data.curriculum, which already skips settled questions"
-        )
-    if rounds and config.advantage.baseline == "batch":
-        raise ArpoError(
-            'train.dynamic_sampling_rounds: use 0 with advantage.baseline="batch", where trajectories of a task that '
-            "all earned the same have advantages, too"
-        )
-    if rounds and config.advantage.attribution == "same_state":
-        raise ArpoError(
-            'train.dynamic_sampling_rounds: use 0 with advantage.attribution="same_state", where trajectories of a '
-            "task that all earned the same have advantages, too"
-        )
-    if config.advantage.attribution == "unbiased":
-        _check_unbiased(config)
-
-
-def _check_unbiased(config: Config) -> None:
-    """Raise if the tree or the loss would make `advantage.attribution = "unbiased"` biased."""
-    branching = config.branching
-    if config.loss.aggregation != "constant":
-        raise ArpoError(
-            'advantage.attribution: "unbiased" needs loss.aggregation="constant": the others divide by the lengths of '
-            "the trajectories that were sampled"
-        )
-    by_state = branching.policy in ("random", "always", "oracle", "entropy") and branching.probe != "trajectory"
-    if not (by_state or branching.policy == "never") or branching.balance is not None:
-        raise ArpoError(
-            'advantage.attribution: "unbiased" needs a tree that grows by decisions on the state alone; use '
-            'branching.policy="never", or "random", "always", "oracle" or "entropy" with '
-            'branching.probe="first_token"; and branching.balance=none'
-        )
-    if branching.policy != "never" and branching.fill != "none":
-        raise ArpoError(
-            'advantage.attribution: "unbiased" needs a fixed number of trajectories from the prompt; use '
-            'branching.fill="none"'
-        )
-    others = {
-        'loss.kind="ppo" or "cispo"': config.loss.kind in ("ppo", "cispo"),
-        "advantage.entropy_weight=0": config.advantage.entropy_weight == 0,
-        "train.dynamic_sampling_rounds=0": config.train.dynamic_sampling_rounds == 0,
-        "rollout.top_p=1": config.rollout.top_p == 1,
-    }
-    if missing := [needed for needed, given in others.items() if not given]:
-        raise ArpoError(f'advantage.attribution: "unbiased" needs {" and ".join(missing)}')

@@ -10,10 +10,11 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from arpo.algorithm.rollout import sample_trees
+from arpo.algorithm.rollout import OnSampled, sample_trees
 from arpo.environments.states import pool_of
 from arpo.evaluation.evaluate import Evaluation, evaluate
 from arpo.rewards import Scorer
+from arpo.runs.reporter import SILENT
 from arpo.training.context import RolloutContext
 from arpo.types import ScoredTree, Task
 
@@ -52,8 +53,10 @@ class Sampler(Protocol):
 class LocalSampler:
     """Samples in this process, one step at a time, with the engine that shares the trained model's weights."""
 
-    def __init__(self, context: RolloutContext, on_tree: OnTree = ignore) -> None:
-        self.context, self._on_tree = context, on_tree
+    def __init__(
+        self, context: RolloutContext, on_tree: OnTree = ignore, on_sampled: OnSampled = SILENT.sampled
+    ) -> None:
+        self.context, self._on_tree, self._on_sampled = context, on_tree, on_sampled
 
     async def sync_weights(self, version: int) -> None:
         """Drop what the engine computed with older weights; the weights themselves are shared."""
@@ -66,7 +69,15 @@ class LocalSampler:
         context, config = self.context, self.context.config
         with Scorer(context.reward, config.reward.workers, config.train.mask_infra_faults) as scorer:
             return await sample_trees(
-                context.agent, tasks, config.rollout, config.branching, seeds, scorer.score, slots, self._on_tree
+                context.agent,
+                tasks,
+                config.rollout,
+                config.branching,
+                seeds,
+                scorer.score,
+                slots,
+                self._on_tree,
+                self._on_sampled,
             )
 
     async def evaluate(

@@ -24,7 +24,7 @@ from arpo.config.algorithm import Advantage, Loss
 from arpo.config.loading import load_config
 from arpo.config.schema import Config
 from arpo.errors import ArpoError
-from arpo.training.loop import check_settings
+from arpo.training.checks import check_settings
 from arpo.types import Credit, Node, Reward, ScoredTree
 
 THETA = (0.3, -0.8, 1.1)

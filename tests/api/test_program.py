@@ -89,7 +89,7 @@ def test_what_cannot_be_a_program_says_what_is_expected(model_dir: Path) -> None
     fails("must take two arguments", program=lambda task: 1.0)
     fails("brings its own tools", program=talk, tools=["python"])
     fails("empty if program.function is set", program={"function": talk, "command": ["true"]})
-    fails("there is no file", program="nowhere.py:agent")
+    fails("there is no such file", program="nowhere.py:agent")
     fails("there is no command .no-such-agent.", program=["no-such-agent", "--fast"])
 
 

@@ -114,8 +114,8 @@ def test_tools_of_every_kind() -> None:
     decorated = arpo.tool(quick=True)(price)
     shop = Shop()
     server = arpo.Mcp(command="server", env={"KEY": "a secret"})
-    config, objects = settings_of(tools=["python", decorated, shop.stock, "my_tools.py:weigh", server])
-    assert config.tools.enabled == ("python", "object:price", "object:stock", "my_tools.py:weigh")
+    config, objects = settings_of(tools=["python", decorated, shop.stock, "/my_tools.py:weigh", server])
+    assert config.tools.enabled == ("python", "object:price", "object:stock", "/my_tools.py:weigh")
     assert objects["object:price"] is decorated
     assert objects["object:stock"].spec.name == "stock"
     assert config.tools.mcp == (server,)
@@ -128,12 +128,12 @@ def test_tools_of_every_kind() -> None:
 
 def test_rewards_of_every_kind() -> None:
     assert settings_of(reward="number")[0].reward.accuracy == "number"
-    assert settings_of(reward="my.py:correct")[0].reward.function == "my.py:correct"
+    assert settings_of(reward="/my.py:correct")[0].reward.function == "/my.py:correct"
     config, objects = settings_of(reward=correct)
     assert (config.reward.function, objects) == ("object:correct", {"object:correct": correct})
     weights = {"object:correct": 1.0, "object:short": 0.2}
     assert settings_of(reward={correct: 1.0, short: 0.2})[0].reward.function == weights
-    assert settings_of(reward=[correct, "my.py:x"])[0].reward.function == {"object:correct": 1.0, "my.py:x": 1.0}
+    assert settings_of(reward=[correct, "/my.py:x"])[0].reward.function == {"object:correct": 1.0, "/my.py:x": 1.0}
     config, objects = settings_of(reward={"accuracy": correct, "workers": 2})
     assert (config.reward.accuracy, config.reward.workers) == ("object:correct", 2)
     config, objects = settings_of(reward={"format": short})
@@ -143,9 +143,9 @@ def test_rewards_of_every_kind() -> None:
 
 
 def test_a_reward_replaces_that_of_the_configuration() -> None:
-    base, _ = settings_of(reward={"file.py:a": 1.0, "file.py:b": 1.0}, train={"lr": 0.5})
-    config, _ = settings_of(config=base, reward={"file.py:c": 2.0, "file.py:d": 1.0})
-    assert (config.reward.function, config.train.lr) == ({"file.py:c": 2.0, "file.py:d": 1.0}, 0.5)
+    base, _ = settings_of(reward={"/file.py:a": 1.0, "/file.py:b": 1.0}, train={"lr": 0.5})
+    config, _ = settings_of(config=base, reward={"/file.py:c": 2.0, "/file.py:d": 1.0})
+    assert (config.reward.function, config.train.lr) == ({"/file.py:c": 2.0, "/file.py:d": 1.0}, 0.5)
     config, _ = settings_of(config=base, reward="em")
     assert (config.reward.function, config.reward.accuracy) == (None, "em")
 
@@ -166,7 +166,7 @@ def test_tasks_of_every_kind(tmp_path: Path) -> None:
     config, objects = settings_of(tasks=tmp_path / "train.jsonl", test="test.jsonl", data={"answer": "solution"})
     assert (config.data.train, config.data.test, config.data.answer, objects) == (
         str(tmp_path / "train.jsonl"),
-        "test.jsonl",
+        str(Path.cwd() / "test.jsonl"),
         "solution",
         {},
     )

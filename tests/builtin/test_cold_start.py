@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,28 @@ SMALL = ["world.entities=120", "world.train_questions=20", "world.test_questions
 def base() -> tuple[Any, Any]:
     """The base that comes with the package."""
     return load_model(Model(path=str(BASE)))
+
+
+def test_a_cold_start_that_is_interrupted_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ARPO_CACHE", str(tmp_path))
+    seen: list[str] = []
+
+    def stop(step: int, steps: int, loss: float) -> None:
+        seen.extend(sorted(path.name for path in tmp_path.iterdir()))
+        raise KeyboardInterrupt
+
+    config = load_config(None, [*SMALL, "coldstart.traces=4", "coldstart.steps=1"])
+    with pytest.raises(KeyboardInterrupt):
+        cold_start(config, stop)
+    assert len(seen) == 1 and not list(tmp_path.iterdir())
+    name = seen[0].partition(".")[0]
+    for number, days in ((1, 2), (2, 0)):  # processes were killed: one two days ago, one may still be alive
+        left = tmp_path / f"{name}.{number}.tmp"
+        left.mkdir()
+        os.utime(left, (time.time() - 86_400 * days,) * 2)
+    with pytest.raises(KeyboardInterrupt):
+        cold_start(config, stop)
+    assert [path.name for path in tmp_path.iterdir()] == [f"{name}.2.tmp"]
 
 
 @pytest.mark.slow

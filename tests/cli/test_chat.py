@@ -342,7 +342,7 @@ def test_what_chat_takes_for_a_model(tmp_path: Path) -> None:
     for given_, path in [
         ("tiny", "tiny"),
         ("owner/name", "owner/name"),
-        ("some.gguf", "some.gguf"),
+        ("some.gguf", str(Path.cwd() / "some.gguf")),
         (str(model), str(model)),
         (str(run), str(run / "checkpoints" / "step_000003" / "model")),
         (str(toml), "owner/name"),

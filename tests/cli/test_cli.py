@@ -44,6 +44,16 @@ def test_doctor(arpo: Arpo, tmp_path: Path) -> None:
         "tool: browse",
         "tools: MCP",
         "reward: math",
+        "engine: vllm",
+        "cluster: Ray",
+        "LoRA",
+        "GGUF models",
+        "hub data sets",
+        "parquet files",
+        "tracker: tensorboa",
+        "tracker: wandb",
+        "tracker: mlflow",
+        "tracker: trackio",
         "figures",
         "model cache",
     ]
@@ -71,7 +81,9 @@ def test_train_prints_one_line_a_step(arpo: Arpo) -> None:
     assert header.startswith("step reward") and first.split()[0] == "1"
     assert "trajectories were cut off by rollout.max_tokens=" in limit
     assert "8 of 8 trajectories have a wrong format; the commonest reason, in " in form
-    assert "nothing was learned: for every question" in hint  # a random model earns the same on every trajectory
+    assert (
+        "nothing was learned: all trajectories were wrong, and all of a question earned the same" in hint
+    )  # a random model earns the same on every trajectory
     assert done == "done: 1 step; the run is in run"
 
 
@@ -307,7 +319,7 @@ def test_a_prompt_longer_than_the_context(arpo: Arpo) -> None:
 @pytest.mark.parametrize("path", ["./nowhere", "a/b/nowhere", "/nowhere"])
 def test_a_missing_model_directory(arpo: Arpo, path: str) -> None:
     assert mistake(arpo("eval", "small.toml", f"model.path={path}")) == (
-        f"model.path: {path!r} is not a model: there is no such directory; "
+        f"model.path: {path.removeprefix('./')!r} is not a model: there is no such directory; "
         'give a Hugging Face directory, a hub name or "tiny"'
     )
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from trees import TASK, model, prompt, tool, tree
 
 import arpo.cli.display as display
-from arpo.cli.display import HEADER, print_tree, printable, step_line, tool_lines
+from arpo.cli.display import print_table, print_tree, printable, step_header, step_line, tool_lines
 from arpo.tools.executor import ToolStats
 from arpo.types import Decision, Leaf, Reward, RolloutTree, ScoredTree, StopReason, Task
 
@@ -42,13 +42,45 @@ def test_a_step_is_one_line_under_the_header() -> None:
         "tool_seconds": 0.1,
         "train_seconds": 5.67,
     }
-    assert f"{HEADER}\n{step_line(12, numbers)}\n" == (
+    assert f"{step_header()}\n{step_line(12, numbers)}\n" == (
         "step reward   acc format  calls branches  entropy: start tool"
         "  tokens: unique/total  seconds: sample tools train\n"
         "  12   0.46   50%   100%    123        7            0.50 0.62"
         "            9.9k/14.1k             12.3   0.1   5.7\n"
     )
     assert step_line(12, {**numbers, "test_accuracy": 0.925}).endswith("  5.7  held-out accuracy 92.5%")
+    for width in (60, 80, 110, 160):
+        lines = [step_header(width), *step_line(12, {**numbers, "test_accuracy": 0.925}, width).split("\n")]
+        assert max(map(len, lines)) <= width and len(lines[0]) == len(lines[1].partition("  held-out")[0])
+    assert step_line(12, {**numbers, "test_accuracy": 0.925}, 80) == (
+        "  12   0.46   50%   100%    123        7             12.3   0.1   5.7\n     held-out accuracy 92.5%"
+    )
+
+
+def test_a_wide_table_is_printed_in_parts_that_break_no_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    head = ["algorithm", *(f"measurement{number}" for number in range(8))]
+    rows = [["arpo", *("0.123456789" for _ in range(8))], ["tree-grpo", *("unreachable" for _ in range(8))]]
+    for width, parts in ((80, 2), (160, 1)):
+        out = io.StringIO()
+        monkeypatch.setattr(display, "console", Console(file=out, force_terminal=True, color_system=None, width=width))
+        print_table(head, rows)
+        text = out.getvalue()
+        assert max(map(len, text.splitlines())) <= width
+        assert text.count("algorithm") == text.count("tree-grpo") == parts
+        assert all(text.count(name) == 1 for name in head[1:]) and text.count("unreachable") == 8
+
+
+def test_the_bar_of_a_step_says_what_was_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    out, reporter = io.StringIO(), display.ConsoleReporter()
+    monkeypatch.setattr(display, "console", Console(file=out, force_terminal=True, width=160))
+    monkeypatch.setattr(display, "NOTE_SECONDS", 0.0)
+    with reporter.progress("training", 2) as bar:
+        bar.update(0)
+        reporter.sampling_starts(8)
+        reporter.sampled(tokens=5)
+        reporter.sampled(tool_calls=2, trajectories=3)
+    assert "3/8 trajectories, 2 calls, " in out.getvalue()
+    reporter.sampled(tokens=1)  # also when there is no bar any more
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,8 @@ from arpo.runs.run_dir import open_run_dir as read_run
 from arpo.runs.trees import MAX_COLUMN_CHARS, pack_trees
 from arpo.trainer.forward_backward import forward_backward
 from arpo.trainer.trainer import Trainer
-from arpo.training.loop import check_settings, in_thread, open_training, sample_step, train
+from arpo.training.checks import check_settings
+from arpo.training.loop import in_thread, open_training, sample_step, train
 from arpo.training.ranks import open_message
 from arpo.training.requests import BUG, DONE, MISTAKE, decode_request, encode_request, merge_stats
 from arpo.training.sampler import LocalSampler

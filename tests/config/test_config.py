@@ -163,7 +163,8 @@ def test_override_values_are_toml_or_text() -> None:
             'data.answer="a"\nseed = 3',
         ],
     )
-    assert (config.model.path, config.data.train, config.run.dir) == ("Qwen/Qwen3-0.6B", "a b.jsonl", "2025-01-01")
+    assert (config.model.path, config.run.dir) == ("Qwen/Qwen3-0.6B", "2025-01-01")
+    assert config.data.train == str(Path.cwd() / "a b.jsonl")
     assert (config.data.question, config.train.lr, config.train.mask_infra_faults) == ("7", 1.0, False)
     assert (config.tools.enabled, config.loss.clip_low, config.loss.dual_clip) == (("search",), 0.1, None)
     assert (config.data.answer, config.seed) == ('"a"\nseed = 3', 0)

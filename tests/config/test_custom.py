@@ -100,7 +100,7 @@ def test_a_file_is_executed_once(file: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_errors_in_an_object_name(file: Path, tmp_path: Path) -> None:
     assert refused("reward.accuracy", "file.py:a b").startswith("reward.accuracy: got 'file.py:a b', expected path/to/")
-    assert f"there is no file {tmp_path}/no.py (relative paths start in" in refused("s", f"{tmp_path}/no.py:f")
+    assert f"{tmp_path}/no.py: there is no such file (relative paths in" in refused("s", f"{tmp_path}/no.py:f")
     assert refused("s", f"{file}:shade").endswith("has no shade; did you mean share?")
     assert "no installed module arpo_nothing; install it, or name a file" in refused("s", "arpo_nothing:f")
     assert "no installed module json.nothing" in refused("s", "json.nothing:f")
@@ -189,14 +189,14 @@ def test_the_format_follows_from_how_answers_are_read() -> None:
 
 
 def test_names_of_formats() -> None:
-    for name in ("auto", "none", "mine.py:f"):
+    for name in ("auto", "none", "/mine.py:f"):
         assert load_config(None, [f"reward.format={name}"]).reward.format == name
     with pytest.raises(ArpoError, match=r'got "strict", expected "auto", "none" or path/to/file.py:name'):
         load_config(None, ["reward.format=strict"])
 
 
 def test_names_of_accuracies() -> None:
-    for name in ("f1", "em", "number", "math", "choice", "judge", "mine.py:f"):
+    for name in ("f1", "em", "number", "math", "choice", "judge", "/mine.py:f"):
         assert load_config(None, [f"reward.accuracy={name}"]).reward.accuracy == name
     with pytest.raises(ArpoError, match=r'got "bleu", expected one of "f1", .*"judge" or path/to/file.py:name'):
         load_config(None, ["reward.accuracy=bleu"])
@@ -228,6 +228,8 @@ def test_custom_tool(file: Path) -> None:
         tools(f'tools.enabled=["{file}:plain"]')
     with pytest.raises(ArpoError, match=r"no tool 'lenght'; there are: search, python, browse, or your own as"):
         tools('tools.enabled=["lenght"]')
+    with pytest.raises(ArpoError, match=r"no tool 'serch' \(did you mean 'search'\?\); there are: search"):
+        tools('tools.enabled=["serch"]')
 
 
 def test_the_example_is_short_and_trains(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ BOTH, PYTHON = ("search", "python"), ("python",)
         (['data.mix=[{source="q.jsonl"}]'], PYTHON, ()),
         (["tools.enabled=[]"], (), ()),
         (['tools.enabled=["python"]'], PYTHON, ()),
-        (['tools.enabled=["mine.py:price"]'], ("mine.py:price",), ()),
+        (['tools.enabled=["/mine.py:price"]'], ("/mine.py:price",), ()),
         (['tools.enabled=["python", "browse", "search"]'], ("python", "browse", "search"), BOTH),
         (['tools.enabled=["browse"]', 'reward.bonus_tools=["browse"]'], ("browse",), ("browse",)),
         (["reward.bonus_tools=[]"], BOTH, ()),
@@ -49,8 +49,8 @@ def test_tools_and_bonus(given: list[str], enabled: tuple[str, ...], bonus_tools
 def test_labyrinths_bring_their_environment_and_enough_calls() -> None:
     config = load_config(None, ["data.train=labyrinth", "labyrinth.horizon=9"])
     assert (config.environment.name, config.rollout.max_tool_calls) == ("labyrinth", 11)
-    given = load_config(None, ["data.train=labyrinth", "environment.name=m.py:Own", "rollout.max_tool_calls=4"])
-    assert (given.environment.name, given.rollout.max_tool_calls) == ("m.py:Own", 4)
+    given = load_config(None, ["data.train=labyrinth", "environment.name=/m.py:Own", "rollout.max_tool_calls=4"])
+    assert (given.environment.name, given.rollout.max_tool_calls) == ("/m.py:Own", 4)
 
 
 def test_an_environment_allows_more_calls() -> None:
@@ -125,3 +125,5 @@ def test_another_preset_replaces_that_of_a_complete_configuration(preset: str, t
     assert load_config(changed, ["preset=dapo"]) == changed  # its own: nothing is reset
     with pytest.raises(ArpoError, match='did you mean "grpo"'):
         load_config(first, ["preset=grop"])
+    with pytest.raises(ArpoError, match='did you mean "grpo"'):
+        load_config(first, ["preset=gpro"])

@@ -84,7 +84,7 @@ def test_a_byte_order_mark_is_ignored(tmp_path: Path) -> None:
 
 def test_a_missing_file(tmp_path: Path) -> None:
     path = str(tmp_path / "none.jsonl")
-    assert complaint(path) == f"{path}: there is no such file (relative paths start in {Path.cwd()})"
+    assert complaint(path) == f"{path}: there is no such file (relative paths in a settings file start in its folder)"
 
 
 def test_a_directory(tmp_path: Path) -> None:
@@ -191,12 +191,25 @@ def test_all_problems_are_reported_together(tmp_path: Path) -> None:
 
 
 def test_only_the_first_problems_are_shown(tmp_path: Path) -> None:
-    path = write(tmp_path, rows(*[1] * (MAX_PROBLEMS_SHOWN + 3)))
+    path = write(tmp_path, rows(*({f"column {n}": 1} for n in range(1, MAX_PROBLEMS_SHOWN + 4))))
     told = complaint(path).splitlines()
-    assert told[:MAX_PROBLEMS_SHOWN] == [
-        f"{path}, line {n}: expected a JSON object, got int" for n in range(1, MAX_PROBLEMS_SHOWN + 1)
+    assert [line.partition(": no column")[0] for line in told[:MAX_PROBLEMS_SHOWN]] == [
+        f"{path}, line {n}" for n in range(1, MAX_PROBLEMS_SHOWN + 1)
     ]
     assert told[MAX_PROBLEMS_SHOWN:] == ["and 3 more"]
+
+
+@pytest.mark.parametrize("number", [2, 3, 4, 50])
+def test_a_problem_of_many_rows_is_told_once(tmp_path: Path, number: int) -> None:
+    path = write(tmp_path, rows({"question": "Who?"}, *[1] * number, {"question": "Who?"}))
+    told = complaint(path).splitlines()
+    ints = [line for line in told if "got int" in line]
+    assert sum("no column 'answer'" in line for line in told) == 2
+    if number <= 3:
+        assert ints == [f"{path}, line {n}: expected a JSON object, got int" for n in range(2, number + 2)]
+    else:
+        same = f"(the same in {number - 1} more rows)"
+        assert ints == [f"{path}, line 2: expected a JSON object, got int {same}"]
 
 
 @pytest.mark.parametrize("content", ["", "\n \n"])

@@ -200,7 +200,7 @@ def test_every_command_takes_a_saved_agent(
     outcome = arpo("eval", "agent")
     assert outcome.code == 0 and "over 4 questions" in outcome.out and "  even" in outcome.out
     settings = json.loads(Path("evals/agent-test/settings.json").read_text())
-    assert (settings["rollout"]["max_tokens"], settings["model"]["path"]) == (20, "agent")
+    assert (settings["rollout"]["max_tokens"], settings["model"]["path"]) == (20, str(Path.cwd() / "agent"))
     outcome = arpo("rollout", "agent", "--number", 1)
     assert outcome.code == 0 and "What is 1 + 1?" in outcome.out
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gguf_files
 import pytest
 from plan_runs import record
 from typer.testing import CliRunner
@@ -20,7 +21,7 @@ from arpo.plan.cost import USABLE_MEMORY, Decoder, Memory, UpdateTime, sync_time
 from arpo.plan.hardware import GPUS
 from arpo.plan.planner import Option, Planner, Setup, Split, changes, what_helps
 from arpo.plan.report import bottleneck, describe, how_to_run, parts
-from arpo.plan.shape import find_shape
+from arpo.plan.shape import find_shape, shape_from_config
 from arpo.plan.simulate import Sampled, simulate
 from arpo.plan.workload import guess_workload
 from arpo.runs.run_dir import create_run_dir
@@ -264,6 +265,27 @@ def test_the_report_is_complete(tmp_path: Path) -> None:
     ):
         assert words in done.output
     assert "measured" not in done.output
+
+
+def test_the_shape_of_a_model_in_the_cache_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tmp_path / "config.json"
+    config.write_text((ROOT / "arpo" / "builtin" / "base" / "config.json").read_text())
+    cached = {("somebody/some-model", "config.json"): str(config)}
+    monkeypatch.setattr("arpo.plan.shape.try_to_load_from_cache", lambda *key: cached.get(key))
+    assert replace(find_shape("somebody/some-model"), name="tiny") == find_shape("tiny")
+    with pytest.raises(ArpoError, match="the shape of this model is not known"):
+        find_shape("somebody/other")
+
+
+def test_the_shape_of_a_gguf_file(tmp_path: Path) -> None:
+    vocabulary = gguf_files.byte_level("qwen2")
+    model = gguf_files.small_model("qwen2", len(vocabulary.tokens))
+    config = model.config
+    shape = find_shape(str(gguf_files.write_model(tmp_path / "small.gguf", "qwen2", model, vocabulary)))
+    assert shape == replace(shape_from_config("small", config.to_dict()), tied=shape.tied)
+    (tmp_path / "small.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ArpoError, match="its shape cannot be read"):
+        find_shape(str(tmp_path / "small.gguf"))
 
 
 def test_json_has_the_same_numbers(tmp_path: Path) -> None:

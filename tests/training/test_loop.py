@@ -39,6 +39,7 @@ from arpo.data.order import Source, batch_tasks
 from arpo.data.task_set import load_task_set
 from arpo.engine.local.engine import LocalEngine
 from arpo.errors import ArpoError
+from arpo.runs.reporter import Reporter
 from arpo.runs.run_dir import open_run_dir as read_run
 from arpo.trainer.checkpoint import load_checkpoint, save_checkpoint
 from arpo.trainer.trainer import Trainer
@@ -141,6 +142,55 @@ def test_an_error_while_learning_saves_nothing_half_learnt(
     assert (read_run(tmp_path / "broken").latest_checkpoint() or (0,))[0] == 2
     run_to_the_end(config_for(model_path, tmp_path / "broken", *more), resume=True)
     assert_same(tmp_path / "whole", tmp_path / "broken")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("reward", "reason"),
+    [
+        (Reward(1.0, {"correct": 1.0}), "all trajectories were right. The questions are too easy"),
+        (Reward(-1.0, {"correct": 0.0}), "all trajectories were wrong, and all of a question earned the same"),
+        (Reward(0.5), "for every question, all trajectories earned the same. "),
+    ],
+)
+def test_a_run_that_learned_nothing_says_why(
+    reward: Reward, reason: str, model_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with open_training(config_for(model_path, tmp_path / "run", "train.steps=1")) as training:
+        asyncio.run(train(with_reward(training, lambda trajectory: reward)))
+    [said] = [line for line in caplog.messages if line.startswith("nothing was learned: ")]
+    assert said.removeprefix("nothing was learned: ").startswith(reason)
+
+
+class Counter(Reporter):
+    """Adds up what a run reports of its sampling."""
+
+    def __init__(self) -> None:
+        self.expected: list[int] = []
+        self.counted: list[list[int]] = []
+
+    def sampling_starts(self, trajectories: int) -> None:
+        self.expected.append(trajectories)
+        self.counted.append([0, 0, 0])
+
+    def sampled(self, tokens: int = 0, tool_calls: int = 0, trajectories: int = 0) -> None:
+        for place, more in enumerate((tokens, tool_calls, trajectories)):
+            self.counted[-1][place] += more
+
+
+@pytest.mark.slow
+def test_progress_inside_a_step_counts_what_the_metrics_say_and_changes_nothing(
+    model_path: Path, tmp_path: Path
+) -> None:
+    watched, plain, counter = tmp_path / "watched", tmp_path / "plain", Counter()
+    with open_training(config_for(model_path, watched), reporter=counter) as training:
+        asyncio.run(train(training))
+    with open_training(config_for(model_path, plain)) as training:
+        asyncio.run(train(training))
+    assert_same(watched, plain)
+    records = read_run(watched).read_metrics()
+    assert counter.counted == [[m["sampled_tokens"], m["tool_calls"], m["trajectories"]] for m in records]
+    assert counter.expected == [m["trajectories"] for m in records]
 
 
 @pytest.mark.slow

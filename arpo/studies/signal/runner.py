@@ -46,8 +46,8 @@ from arpo.studies.signal.estimates import (
     squared_mean_norm,
 )
 from arpo.studies.signal.gradients import GradientTrainer, Vector, gram_matrix, sketch_dimension, to_vector
+from arpo.training.checks import check_settings
 from arpo.training.context import RolloutContext, build_reward_fn
-from arpo.training.loop import check_settings
 from arpo.training.sampler import LocalSampler
 from arpo.types import Kind, Node, ScoredTree, Task, derive_seed
 

@@ -18,7 +18,9 @@ export function drawTree(tree, { top, chosen, trajectory, open, maxWidth }) {
   const layout = layoutTree(tree);
   const on = new Set(trajectory === null ? [] : prefixOf(tree.nodes, tree.leaves[trajectory].node));
   const items = new Map();
-  const layers = [svg("g"), svg("g")];
+  const layers = [svg("g"), svg("g"), svg("g", { class: "ends" })];
+  const left = Math.min(...layout.leafPlaces.map((end) => end.x)) - 8;
+  if (layout.leafPlaces.length) layers[2].append(svg("rect", { class: "backing", x: left, y: 0, width: layout.width - left, height: layout.height }));
   for (const place of layout.places) {
     if (place.parent !== null) layers[0].append(edge(layout.places[place.parent], place, on.has(place.index)));
     items.set(`n${place.index}`, drawNode(tree, layout, place, top, on.has(place.index)));
@@ -33,7 +35,7 @@ export function drawTree(tree, { top, chosen, trajectory, open, maxWidth }) {
     item.setAttribute("aria-selected", String(name === chosen));
     item.setAttribute("data-item", name);
     item.addEventListener("click", () => open(name));
-    layers[1].append(item);
+    layers[name.startsWith("l") ? 2 : 1].append(item);
   }
   const label = `Rollout tree: ${plural(tree.nodes.length, "node")}, ${plural(tree.leaves.length, "trajectory")}`;
   const scale = Math.min(1, Math.max(SMALLEST, maxWidth / layout.width));
@@ -41,6 +43,18 @@ export function drawTree(tree, { top, chosen, trajectory, open, maxWidth }) {
   const picture = svg("svg", { role: "tree", "aria-label": label, class: "tree", ...size }, ...layers);
   picture.addEventListener("keydown", (event) => onTreeKey(event, layout, items, open));
   return picture;
+}
+
+// Rewards stay in sight beside a tree that is wider than its box.
+export function pinRewards(picture, box) {
+  const ends = picture.querySelector(".ends");
+  const pin = () => {
+    const hidden = Math.max(0, picture.getBoundingClientRect().right - box.getBoundingClientRect().left - box.clientWidth);
+    const scale = picture.width.baseVal.value / picture.viewBox.baseVal.width;
+    ends.setAttribute("transform", `translate(${-hidden / scale} 0)`);
+  };
+  box.onscroll = pin;
+  pin();
 }
 
 function onTreeKey(event, layout, items, open) {

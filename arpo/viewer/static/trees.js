@@ -2,7 +2,7 @@
 
 import { clear, el, mean, number, plural, printable, problem, put, shorten } from "./dom.js";
 import { detailPanel } from "./detail.js";
-import { accuracyText, drawTree } from "./picture.js";
+import { accuracyText, drawTree, pinRewards } from "./picture.js";
 import { filterBar, filtered, hitList, promptList } from "./prompts.js";
 import { api, get } from "./source.js";
 import { go, parseIndex } from "./state.js";
@@ -164,6 +164,7 @@ function drawTreeAndDetail(tree, state, chosen, trajectory, step, n) {
   treeView.picture.replaceChildren(picture, kinds());
   treeView.shown = tree;
   [treeView.picture.scrollLeft, treeView.picture.scrollTop] = same ? from : [0, 0];
+  pinRewards(picture, treeView.picture);
   if (focused) picture.querySelector(`[data-item="${chosen}"]`)?.focus({ preventScroll: true });
   treeView.detail.replaceChildren(detailPanel(tree, state, chosen, trajectory));
 }

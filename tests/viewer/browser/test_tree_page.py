@@ -241,3 +241,20 @@ def test_hostile_text_is_text(pages: Open, known: str) -> None:
     assert page.evaluate("window.hacked") is None
     assert page.locator("script").count() == 1
     assert page.locator("main b, main u, main i:not([class]), main img").count() == 0
+
+
+def test_rewards_stay_in_sight_beside_a_wide_tree(pages: Open, known: str) -> None:
+    page = pages(known + TREE, width=500)
+    end, box = page.locator(".end").first, page.locator(".picture")
+    end.wait_for()
+
+    def right_edges() -> tuple[float, float]:
+        inner, outer = end.bounding_box(), box.bounding_box()
+        return inner["x"] + inner["width"], outer["x"] + outer["width"]
+
+    assert page.evaluate("() => { const b = document.querySelector('.picture'); return b.scrollWidth > b.clientWidth }")
+    for scrolled in (0, 60, 10_000):
+        box.evaluate("(node, left) => { node.scrollLeft = left }", scrolled)
+        page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        inner, outer = right_edges()
+        assert inner <= outer + 1 and inner > outer - 60
