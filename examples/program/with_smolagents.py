@@ -10,7 +10,7 @@ from typing import Any
 
 from smolagents import LogLevel, OpenAIServerModel, ToolCallingAgent, tool
 from smolagents.utils import AgentError
-from world import read_answer, train
+from world import main, read_answer
 from world import search as search_world
 
 
@@ -35,4 +35,4 @@ def agent(task: Any, endpoint: Any) -> str:
 
 
 if __name__ == "__main__":
-    train(agent)
+    main(agent)
