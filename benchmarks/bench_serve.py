@@ -124,7 +124,7 @@ async def ask_directly(
             if not firsts:
                 firsts.append(time.perf_counter() - started)
 
-        reply = await service.start(ChatRequest(question, seed=number), on_event)
+        reply = await service.answer(ChatRequest(question, seed=number), on_event)
         seconds = time.perf_counter() - started
         return Asked(firsts[0] if firsts else seconds, seconds, reply.completion_tokens, reply.content)
 

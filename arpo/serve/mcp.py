@@ -66,7 +66,7 @@ class AgentTool:
                     calls.put_nowait(f"calls {event['name'] or 'nothing usable'}")
 
             try:
-                task = service.start(ChatRequest(question), on_event)
+                task = await service.start(ChatRequest(question), on_event)
                 task.add_done_callback(lambda _: calls.put_nowait(None))
                 try:
                     number = 0

@@ -127,7 +127,7 @@ def test_two_hundred_conversations_with_a_model_are_those_of_one_after_another(t
         found, alone = [], agent(1)
         for number, text in enumerate(questions):
             conversation = Conversation(alone, settings, 2, number)
-            conversation.begin(text)
+            await conversation.begin(text)
             prompt = len(conversation.tokens)
             await conversation.answer()
             found.append(tokenizer.decode(conversation.tokens[prompt:]))
@@ -217,20 +217,21 @@ def test_nothing_is_lost_when_clients_vanish_and_tools_and_the_engine_fail() -> 
             return f"<maybe>{number}</maybe>"
         return answer(f"{number} {'unavailable' in asked}")
 
-    async def vanish(server: AgentServer, number: int, streaming: bool) -> None:
+    async def vanish(server: AgentServer, number: int, streaming: bool, when: asyncio.Event) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port_of(server))
         body = chat_body(f"Tell number {number}.", stream=streaming, arpo={"events": True})
         writer.write(request_bytes("POST", "/v1/chat/completions", body, Host=f"127.0.0.1:{port_of(server)}"))
         if streaming:
             await reader.readuntil(b"data: ")
         await writer.drain()
+        await when.wait()
         writer.close()
 
-    async def one(client: AsyncOpenAI, server: AgentServer, number: int) -> str:
+    async def one(client: AsyncOpenAI, server: AgentServer, number: int, all_there: asyncio.Event) -> str:
         fate, messages = fates[number], [{"role": "user", "content": f"Tell number {number}."}]
         create: Any = client.chat.completions.create
         if fate.startswith("vanish"):
-            await vanish(server, number, "stream" in fate)
+            await vanish(server, number, "stream" in fate, all_there)
             return ""
         if fate == "engine":
             with pytest.raises(openai.InternalServerError):
@@ -246,7 +247,10 @@ def test_nothing_is_lost_when_clients_vanish_and_tools_and_the_engine_fail() -> 
         engine = GatedEngine(script)
         service = build_service(engine, maybe)
         async with serving(service) as server, client_of(server) as client:
-            work = asyncio.gather(*(one(client, server, number) for number in range(len(fates))))
+            all_there = asyncio.Event()
+            work = asyncio.gather(*(one(client, server, number, all_there) for number in range(len(fates))))
+            await until(lambda: engine.waiting == len(fates))
+            all_there.set()
             vanished = sum(fate.startswith("vanish") for fate in fates)
             await until(lambda: engine.cancelled == vanished and engine.waiting == len(fates) - vanished)
             engine.gate.set()
@@ -284,7 +288,7 @@ def test_a_stopping_server_ends_what_it_began_and_begins_nothing() -> None:
             with pytest.raises(OSError):
                 await asyncio.open_connection("127.0.0.1", port)
             with pytest.raises(Refused) as refused:
-                service.start(ChatRequest("Why?"))
+                await service.start(ChatRequest("Why?"))
             assert (refused.value.status, refused.value.retry_after) == (503, 1)
             assert not stopping.done()
             engine.gate.set()
