@@ -169,28 +169,37 @@ class PausingEngine(LocalEngine):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_client_that_goes_away_frees_its_row_in_the_engine(tiny_model: Any, tokenizer: Any, streaming: bool) -> None:
+def test_clients_that_go_away_free_their_rows_in_the_engine(tiny_model: Any, tokenizer: Any, streaming: bool) -> None:
+    """Two of three: one in a row, one in the queue or in a row. The third has its answer, and no row stays taken."""
+
     async def main() -> None:
         engine = PausingEngine(tiny_model, tokenizer, max_num_seqs=2)
         engine.gate = asyncio.Event()
         fmt = build_format("tags", [double.spec], tokenizer)
         service = Service(
-            Agent(engine, tokenizer, {"double": double}, fmt), Rollout(max_tokens=100, concurrency=2), 2, NAME
+            Agent(engine, tokenizer, {"double": double}, fmt), Rollout(max_tokens=9, concurrency=2), 2, NAME
         )
         async with serving(service) as server:
-            host = f"127.0.0.1:{port_of(server)}"
-            _, writer = await asyncio.open_connection("127.0.0.1", port_of(server))
-            body = chat_body("Where was Mira Tolven born?", stream=streaming, arpo={"events": True})
-            writer.write(request_bytes("POST", "/v1/chat/completions", body, Host=host))
-            await until(lambda: engine.steps == 1)
-            writer.close()
-            await until(lambda: service.running == 0)
-            assert service.metrics.ended.values == {("cancelled",): 1}
-            engine.gate.set()
-            await until(lambda: engine._loop_task is not None and engine._loop_task.done())
             scheduler = engine._scheduler
+            host, writers = f"127.0.0.1:{port_of(server)}", list[asyncio.StreamWriter]()
+            body = chat_body("Where was Mira Tolven born?", stream=streaming, arpo={"events": True})
+            for count in (1, 2):
+                _, writer = await asyncio.open_connection("127.0.0.1", port_of(server))
+                writers.append(writer)
+                writer.write(request_bytes("POST", "/v1/chat/completions", body, Host=host))
+                await until(lambda count=count: len(scheduler.running) + len(scheduler.waiting) == count)  # type: ignore[misc]
+            request = request_bytes("POST", "/v1/chat/completions", chat_body("Where was Mira Tolven born?"))
+            third = asyncio.ensure_future(exchange(server, request))
+            await until(lambda: engine.steps == 1 and service.running == 3)
+            for writer in writers:
+                writer.close()
+            await until(lambda: service.running == 1)
+            assert service.metrics.ended.values == {("cancelled",): 2}
+            engine.gate.set()
+            assert (await third)[0] == 200
+            await until(lambda: engine._loop_task is not None and engine._loop_task.done())
             assert (scheduler.running, list(scheduler.waiting), len(scheduler._free_rows)) == ([], [], 2)
-            assert engine.steps == 1
+            assert sum(service.metrics.ended.values.values()) == 3
 
     asyncio.run(main())
 
