@@ -1,7 +1,8 @@
 """An agent of smolagents: `pip install 'smolagents[openai]'`, then `python examples/program/with_smolagents.py`.
 
 smolagents rewrites the model's messages before it sends them back, so that every request starts a conversation of its
-own. Each is trained in the context in which it was asked, and all share the credit of their run.
+own. Each is trained in the context in which it was asked, and all share the credit of their run. The built-in model has
+never seen such messages and learns nothing from them: put a model that follows instructions into `world.train`.
 """
 
 from __future__ import annotations
