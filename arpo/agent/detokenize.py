@@ -28,7 +28,7 @@ class StreamDecoder:
     """Decodes tokens as they arrive; a character is returned when all of its tokens are there.
 
     All pieces together, with `flush` at the end, are the decoding of all tokens at once. A token costs a short decoding
-    (`MAX_WINDOW`), however many there are.
+    (of about `MAX_WINDOW` tokens at most), however many there are.
     Not covered: a decoder that takes back what it had decoded, as of byte tokens in a run that turns out to be broken.
     """
 
@@ -53,14 +53,13 @@ class StreamDecoder:
 
     def _shorten(self, text: str) -> str:
         """Forget the oldest tokens of a window that stays broken; returns what no further token can change."""
-        for count in range(MAX_PARTS, MAX_PARTS + MAX_OPEN + 1):
-            rest = self._decode(self._window[-count:])
-            if len(rest) >= MAX_OPEN and text.endswith(rest):  # no character is cut in two
-                piece = text[self._shown : len(text) - MAX_OPEN]
-                shown = self._shown + len(piece) - (len(text) - len(rest))
-                self._window, self._context, self._shown = self._window[-count:], 0, shown
-                return piece
-        return ""
+        rest = self._decode(self._window[-MAX_PARTS:])
+        if len(rest) < MAX_OPEN or not text.endswith(rest):  # it begins in mid-character; after the next token not
+            return ""
+        piece = text[self._shown : len(text) - MAX_OPEN]
+        shown = self._shown + len(piece) - (len(text) - len(rest))
+        self._window, self._context, self._shown = self._window[-MAX_PARTS:], 0, shown
+        return piece
 
     def flush(self) -> str:
         """The text that was held back; the next token begins a new text."""

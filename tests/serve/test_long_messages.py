@@ -25,6 +25,8 @@ from agent_server import (
 from conversations import CHAT
 
 from arpo.agent.encoding import LARGE_TEXT
+from arpo.serve.http import Refused
+from arpo.serve.messages import ChatRequest
 
 LONG = "long " * (LARGE_TEXT // 5 + 1)
 
@@ -136,5 +138,26 @@ def test_a_server_that_stops_meanwhile_says_so(tokenizer: GatedTokenizer, stream
             assert (await short)[0] == 200
             await stopping
         assert service.metrics.ended.values == {("answer",): 1}
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("rounds", range(4))
+def test_nothing_begins_once_the_server_stops(rounds: int) -> None:
+    """Whatever has happened of the beginning by then."""
+
+    async def main() -> None:
+        service = build_service(lambda *_: answer("yes"))
+        starting = asyncio.ensure_future(service.start(ChatRequest("Why?")))
+        for _ in range(rounds):
+            await asyncio.sleep(0)
+        begun = starting.done()
+        service.stopping = True
+        if begun:
+            assert (await (await starting)).content == "yes"
+            return
+        with pytest.raises(Refused) as refused:
+            await starting
+        assert refused.value.status == 503 and service.running == 0
 
     asyncio.run(main())

@@ -74,6 +74,9 @@ def test_the_server_ends_with_its_client_also_in_the_middle_of_a_call(how: str) 
     with start(AGENT) as process:
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         shake_hands(process)
+        send(process, 7, "tools/call", name="ask", arguments={"question": "Say number 4711."})
+        reply = json.loads(process.stdout.readline())
+        assert (reply["id"], reply["result"]["content"][0]["text"]) == (7, "4711")
         send(process, 1, "tools/call", name="ask", arguments={"question": "Think forever."})
         while (line := process.stderr.readline()) != "hanging\n":
             assert line, "it ended"

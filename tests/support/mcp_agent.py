@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 
@@ -16,7 +17,8 @@ from arpo.tools.base import tool
 def search(query: str) -> str:
     """Look it up."""
     print("noise of a tool", flush=True)
-    subprocess.run(["sh", "-c", "cat; echo noise of a command"], check=True)
+    subprocess.run(["echo", "noise of a command"], check=True)
+    assert os.read(0, 1) == b""  # there is nothing on stdin: it is the client's
     return f"found: {query}"
 
 
