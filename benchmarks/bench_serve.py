@@ -1,11 +1,13 @@
 """An agent over HTTP against the same agent without a server. The last line is JSON.
 
-    python benchmarks/bench_serve.py [--model tiny] [--questions 200] [--at-once 1,16,64,200]
+    python benchmarks/bench_serve.py [--model tiny] [--questions 64] [--at-once 1,16,64]
 
-The same questions, with the same seeds, are asked in three ways: through `arpo serve`, a process of its own, by so many
-clients at once, as streams with the agent's work; through the engine in this process, all at once; and one after
-another, a plain loop. Times are those of the clients: to the first text, and to the end of the answer. Answers may
-differ from those of the loop where rounding of logits decides; their share is reported.
+The same questions, with the same seeds, are asked in three ways: through the engine in this process, one after another
+(`plain_loop`) and all at once (`engine`); and through `arpo serve`, a process of its own, by so many clients at once
+(`server_16`), as streams with the agent's work. Each way begins with a question that is not counted. Times are those of
+the clients: to the first text, and to the end of the answer. `ratio` is tokens per second against the plain loop, and
+`ratio_engine` against the engine with all questions at once: what the server costs. Answers may differ from those of
+the loop where rounding of logits decides; `same_answers` is the share that does not.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Any
@@ -50,8 +52,8 @@ class Asked:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny", help="what `arpo serve` takes")
-    parser.add_argument("--questions", type=int, default=200, help="questions that are asked each way")
-    parser.add_argument("--at-once", default="1,16,64,200", help="clients at once")
+    parser.add_argument("--questions", type=int, default=64, help="questions that are asked each way")
+    parser.add_argument("--at-once", default="1,16,64", help="clients at once")
     parser.add_argument("settings", nargs="*", help="settings as key=value")
     options = parser.parse_args()
     at_once = [int(count) for count in options.at_once.split(",")]
@@ -64,18 +66,27 @@ def main() -> None:
     found |= {"questions": len(questions), "rows": config.rollout.concurrency}
     found["load_before"] = round(os.getloadavg()[0], 2)  # far from 0: something else runs, and times mean little
     with open_agent(config) as agent:  # before the server: a cold start is made once
-        loop = asyncio.run(ask_directly(agent, config, questions, 1))
-        whole = asyncio.run(ask_directly(agent, config, questions, len(questions)))
-    found["plain loop"], found["engine, all at once"] = report(*loop), report(*whole)
+        loop = asyncio.run(ask_directly(agent, config, questions, 1, "plain_loop"))
+        whole = asyncio.run(ask_directly(agent, config, questions, len(questions), "engine"))
+    ways = {"plain_loop": report(*loop), "engine": report(*whole)}
     expected = [one.answer for one in loop[1]]
     for clients in at_once:
         seconds, asked = serve_and_ask(options, questions, clients)
         same = sum(one.answer == answer for one, answer in zip(asked, expected, strict=True)) / len(asked)
-        found[f"server, {clients} at once"] = {**report(seconds, asked), "same_answers": round(same, 3)}
-    found["load_after"] = round(os.getloadavg()[0], 2)
-    for name, value in found.items():
-        print(f"{name:<22} {value}")
+        ways[f"server_{clients}"] = {**report(seconds, asked), "same_answers": round(same, 3)}
+    for way in ways.values():
+        for name, other in (("ratio", "plain_loop"), ("ratio_engine", "engine")):
+            way[name] = round(way["tokens_per_s"] / ways[other]["tokens_per_s"], 3)
+    found |= {"load_after": round(os.getloadavg()[0], 2), **ways}
+    print_table(ways)
     print(json.dumps(found))
+
+
+def print_table(ways: Mapping[str, Mapping[str, float]]) -> None:
+    """A line for each number, a column for each way."""
+    print(f"{'':<16}" + "".join(f"{way:>12}" for way in ways))
+    for name in max(ways.values(), key=len):
+        print(f"{name:<16}" + "".join(f"{way.get(name, ''):>12}" for way in ways.values()))
 
 
 def report(seconds: float, asked: Sequence[Asked]) -> dict[str, float]:
@@ -98,21 +109,27 @@ def percentile_95(values: Sequence[float]) -> float:
 
 
 async def ask_all(
-    ask: Callable[[int, str], Awaitable[Asked]], questions: Sequence[str], at_once: int
+    ask: Callable[[int, str], Awaitable[Asked]], questions: Sequence[str], at_once: int, name: str
 ) -> tuple[float, list[Asked]]:
     """Ask all questions, so many at once; the seconds that it took, and each conversation."""
-    slots, started = asyncio.Semaphore(at_once), time.perf_counter()
+    await ask(0, questions[0])  # what is loaded at the first question
+    slots, started, done = asyncio.Semaphore(at_once), time.perf_counter(), 0
 
     async def one(number: int, question: str) -> Asked:
+        nonlocal done
         async with slots:
-            return await ask(number, question)
+            asked = await ask(number, question)
+        done += 1
+        if done % 16 == 0 or done == len(questions):
+            print(f"{name}: {done} of {len(questions)} answers", file=sys.stderr, flush=True)
+        return asked
 
     asked = await asyncio.gather(*(one(number, question) for number, question in enumerate(questions)))
     return time.perf_counter() - started, list(asked)
 
 
 async def ask_directly(
-    agent: Agent, config: Config, questions: Sequence[str], at_once: int
+    agent: Agent, config: Config, questions: Sequence[str], at_once: int, name: str
 ) -> tuple[float, list[Asked]]:
     """Ask through the engine, without a server."""
     service = Service(agent, config.rollout, config.branching.probe_tokens, "direct", len(questions))
@@ -124,11 +141,11 @@ async def ask_directly(
             if not firsts:
                 firsts.append(time.perf_counter() - started)
 
-        reply = await service.start(ChatRequest(question, seed=number), on_event)
+        reply = await service.answer(ChatRequest(question, seed=number), on_event)
         seconds = time.perf_counter() - started
         return Asked(firsts[0] if firsts else seconds, seconds, reply.completion_tokens, reply.content)
 
-    return await ask_all(ask, questions, at_once)
+    return await ask_all(ask, questions, at_once, name)
 
 
 def serve_and_ask(options: argparse.Namespace, questions: Sequence[str], at_once: int) -> tuple[float, list[Asked]]:
@@ -141,7 +158,8 @@ def serve_and_ask(options: argparse.Namespace, questions: Sequence[str], at_once
         if address is None:
             raise SystemExit("the server did not start")
         try:
-            return asyncio.run(ask_all(HttpClient(int(address[1]), options.model).ask, questions, at_once))
+            ask = HttpClient(int(address[1]), options.model).ask
+            return asyncio.run(ask_all(ask, questions, at_once, f"server_{at_once}"))
         finally:
             process.send_signal(signal.SIGTERM)
 

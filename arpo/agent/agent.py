@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from arpo.engine.base import Engine
 
 
+MAX_STARTS = 64  # encoded beginnings of prompts that are kept, by their system prompt
+
+
 @dataclass(frozen=True, slots=True)
 class PromptEncoder:
     """Turns tasks into prompts: system prompt, worked examples (if any), question."""
@@ -49,11 +52,12 @@ class PromptEncoder:
         system = self.system_prompt(task)
         if not self.examples:
             return encode_prompt(self.tokenizer, task.question, system, self.format)
-        if system not in self._starts:
-            self._starts[system] = encode_examples(
-                self.examples, self.tokenizer, self.format, self.result_tokens, system
-            )
-        start = self._starts[system]
+        start = self._starts.get(system)
+        if start is None:
+            start = encode_examples(self.examples, self.tokenizer, self.format, self.result_tokens, system)
+            if len(self._starts) >= MAX_STARTS:
+                self._starts.clear()
+            self._starts[system] = start
         return (*start, *encode_next_question(self.tokenizer, start, task.question, self.format))
 
     def prompt(self, task: Task) -> tuple[int, ...]:

@@ -16,9 +16,10 @@ import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
 
 from arpo.agent.agent import Agent
-from arpo.agent.encoding import encode_plain
+from arpo.agent.encoding import encode_beside, encode_plain
 from arpo.agent.formats import (
     ResultPlace,
     drops_thoughts,
@@ -103,14 +104,19 @@ class Conversation:
         """Close the state of the environment."""
         await self._open.aclose()
 
-    def begin(self, question: str, earlier: Sequence[tuple[str, str]] = (), system: str = "") -> None:
+    async def begin(self, question: str, earlier: Sequence[tuple[str, str]] = (), system: str = "") -> None:
         """Start a conversation with messages from elsewhere: a question, then what was answered and asked next.
 
         `system` takes the place of the system prompt. Raises ContextFull if no answer would fit into the context.
         """
         self.task, self.earlier, self.is_new = _task(question, system), tuple(earlier), True
-        self.tokens, self.turns = self._encode(self.task), []
+        self.tokens, self.turns = await self._encode_beside(self.task), []
         self.questions = 1 + len(self.earlier)
+
+    async def _encode_beside(self, task: Task) -> list[int]:
+        """As `_encode`; the event loop goes on while long messages are encoded."""
+        characters = len(task.question) + len(task.system) + sum(len(text) for pair in self.earlier for text in pair)
+        return await encode_beside(characters, partial(self._encode, task))
 
     def _encode(self, task: Task) -> list[int]:
         """The token ids of the messages that the conversation began with."""
@@ -181,7 +187,7 @@ class Conversation:
             except ToolUnavailable as error:
                 raise ArpoError(str(error)) from error
             self.task = self.state.with_opening(self.task)
-            self.tokens = self._encode(self.task)
+            self.tokens = await self._encode_beside(self.task)
         self.is_new = False
 
 

@@ -19,13 +19,17 @@ from typing import Any
 
 MAX_PREFIX_TOKENS = 512  # longest turn whose prefixes are decoded one by one
 MAX_PARTS = 16  # tokens decoded together to find the characters that they make up
+MAX_WINDOW = 64  # tokens that a stream decodes together
+MAX_OPEN = 3  # broken characters at the end of a text that a further token can still change: bytes of a character
 BROKEN = "\ufffd"
 
 
 class StreamDecoder:
     """Decodes tokens as they arrive; a character is returned when all of its tokens are there.
 
-    All pieces together, with `flush` at the end, are the decoding of all tokens at once.
+    All pieces together, with `flush` at the end, are the decoding of all tokens at once. A token costs a short decoding
+    (of about `MAX_WINDOW` tokens at most), however many there are.
+    Not covered: a decoder that takes back what it had decoded, as of byte tokens in a run that turns out to be broken.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -43,6 +47,18 @@ class StreamDecoder:
         if piece and whole == text:
             del self._window[: self._context]
             self._context, self._shown = len(self._window), len(self._decode())
+        elif len(self._window) > MAX_WINDOW:
+            piece += self._shorten(text)
+        return piece
+
+    def _shorten(self, text: str) -> str:
+        """Forget the oldest tokens of a window that stays broken; returns what no further token can change."""
+        rest = self._decode(self._window[-MAX_PARTS:])
+        if len(rest) < MAX_OPEN or not text.endswith(rest):  # it begins in mid-character; after the next token not
+            return ""
+        piece = text[self._shown : len(text) - MAX_OPEN]
+        shown = self._shown + len(piece) - (len(text) - len(rest))
+        self._window, self._context, self._shown = self._window[-MAX_PARTS:], 0, shown
         return piece
 
     def flush(self) -> str:
@@ -51,8 +67,9 @@ class StreamDecoder:
         self._window, self._context, self._shown = [], 0, 0
         return rest
 
-    def _decode(self) -> str:
-        text: str = self._tokenizer.decode(self._window, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    def _decode(self, tokens: list[int] | None = None) -> str:
+        tokens = self._window if tokens is None else tokens
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
 

@@ -6,11 +6,28 @@ Not covered: look-alike letters that the tokenizer's own normalizer turns into c
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 from arpo.errors import ArpoError
+
+LARGE_TEXT = 10_000  # characters; tokenizing more would hold up an event loop noticeably
+_large_texts = ThreadPoolExecutor(2, "arpo-encode")  # few, since the tokens of a long text take much memory
+_T = TypeVar("_T")
+
+
+async def encode_beside(characters: int, encode: Callable[[], _T]) -> _T:
+    """What `encode` returns for a text of so many characters; a large one is encoded in a thread, while the loop runs.
+
+    Large texts wait for each other. Small ones are encoded at once, so they never wait.
+    """
+    if characters <= LARGE_TEXT:
+        return encode()
+    return await asyncio.get_running_loop().run_in_executor(_large_texts, encode)
 
 
 @lru_cache(maxsize=8)

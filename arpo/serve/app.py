@@ -181,17 +181,15 @@ class AgentServer:
             await self._chat_stream(exchange, request)
             return
         events: list[Event] = []
-        task = service.start(request, partial(append_event, events) if request.events else None)
-        try:
-            reply = await exchange.while_connected(service.result(task))
-        finally:
-            task.cancel()
+        on_event = partial(append_event, events) if request.events else None
+        reply = await exchange.while_connected(service.answer(request, on_event))
         body = completion(reply, ReplyHead(service.name), events if request.events else None)
         await self._send(exchange, JSON, dump(body))
 
     async def _chat_stream(self, exchange: Exchange, request: ChatRequest) -> None:
         mailbox = Mailbox()
-        task = self.service.start(request, mailbox.put if request.events else None)
+        starting = self.service.start(request, mailbox.put if request.events else None)
+        task = await exchange.while_connected(starting)
         task.add_done_callback(lambda _: mailbox.close())
         try:
             exchange.start_stream(200, EVENT_STREAM)

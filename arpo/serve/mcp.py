@@ -1,23 +1,29 @@
-"""The agent as one tool of an MCP server, at /mcp: streamable HTTP, by the MCP SDK (`pip install 'arpo[mcp]'`).
+"""The agent as one tool of an MCP server, by the MCP SDK (`pip install 'arpo[mcp]'`): over HTTP at /mcp, or over pipes.
 
-The SDK's application is called through ASGI for each request. It keeps no sessions, so a connection that is closed is
-all that has to be noticed: it ends the call, and with it the conversation.
+Over HTTP the SDK's application is called through ASGI for each request. It keeps no sessions, so a connection that is
+closed is all that has to be noticed: it ends the call, and with it the conversation.
+
+Over pipes, a client starts the server as its own process and writes messages to its stdin (`run_over_pipes`). Nothing
+else may be written to its stdout; keeping others away from it is up to the caller.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+import logging
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from typing import Any
 
 from arpo.errors import ArpoError
-from arpo.serve.http import Exchange, Refused
+from arpo.serve.http import MAX_BODY_BYTES, Exchange, Refused
 from arpo.serve.messages import ChatRequest
 from arpo.serve.service import Event, Service
 
 TOOL = "ask"
+_logger = logging.getLogger("arpo")
 
 
 def require_sdk() -> None:
@@ -25,7 +31,7 @@ def require_sdk() -> None:
     try:
         import mcp.server.mcpserver  # noqa: F401
     except ImportError:
-        raise ArpoError("--mcp: the MCP SDK is missing; pip install 'arpo[mcp]'") from None
+        raise ArpoError("--mcp, --mcp-stdio: the MCP SDK is missing; pip install 'arpo[mcp]'") from None
 
 
 class AgentTool:
@@ -47,6 +53,27 @@ class AgentTool:
         block: contextlib.AbstractAsyncContextManager[None] = self._server.session_manager.run()
         return block
 
+    async def run_over_pipes(self, source: int, target: int) -> None:
+        """Answer the messages from one file descriptor, a line each, on another one, until the client closes it."""
+        import anyio
+        from mcp.server.stdio import stdio_server
+
+        reader = asyncio.StreamReader(limit=MAX_BODY_BYTES)
+        with os.fdopen(source, "rb", buffering=0) as incoming, os.fdopen(target, "w", encoding="utf-8") as outgoing:
+            try:
+                transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+                    lambda: asyncio.StreamReaderProtocol(reader), incoming
+                )
+            except ValueError:
+                raise ArpoError("--mcp-stdio: stdin is a file; an MCP client gives a pipe") from None
+            lines: Any = _read_lines(reader)
+            try:
+                async with stdio_server(lines, anyio.wrap_file(outgoing)) as streams:
+                    server = self._server._lowlevel_server  # MCPServer itself takes no streams
+                    await server.run(*streams, server.create_initialization_options())
+            finally:
+                transport.close()
+
     def _description(self) -> str:
         tools = ", ".join(self._service.agent.tools)
         uses = f" It uses these tools by itself: {tools}." if tools else ""
@@ -66,7 +93,7 @@ class AgentTool:
                     calls.put_nowait(f"calls {event['name'] or 'nothing usable'}")
 
             try:
-                task = service.start(ChatRequest(question), on_event)
+                task = await service.start(ChatRequest(question), on_event)
                 task.add_done_callback(lambda _: calls.put_nowait(None))
                 try:
                     number = 0
@@ -147,3 +174,16 @@ class AgentTool:
         if not finish:
             raise RuntimeError("the MCP SDK did not complete its reply")
         return finish[0]
+
+
+async def _read_lines(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    """The lines of a stream, until it ends or one is too long."""
+    while True:
+        try:
+            line = await reader.readline()
+        except ValueError:
+            _logger.error("a message has more than %s bytes: the server ends", f"{MAX_BODY_BYTES:,}")
+            return
+        if not line:
+            return
+        yield line

@@ -1,13 +1,14 @@
 """The agent behind the server: many conversations at once, each a task of its own.
 
     service = Service(agent, config.rollout, config.branching.probe_tokens, name="my-agent", max_conversations=256)
-    task = service.start(request, on_event)      # Refused if the server is full or stopping, or the messages too long
+    task = await service.start(request, on_event)    # Refused if the server is full or stops, or the messages too long
     reply = await service.result(task)
     await service.stop(grace=30)
 
 Guarantees: no more than `max_conversations` at once; the others are refused, never queued (the engine has its own queue
 for turns). A task that is cancelled gives back its row in the engine and closes its environment. Every conversation
-that was started is counted once, by how it ended. Conversations share nothing but the engine and the tools.
+that was started is counted once, by how it ended. Conversations share nothing but the engine and the tools. While long
+messages become tokens, other conversations go on.
 Not covered: the state of an environment from one request to the next; each request starts with a new one.
 """
 
@@ -19,7 +20,7 @@ import random
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from arpo.agent.agent import Agent
 from arpo.agent.answers import without_thoughts
@@ -38,6 +39,7 @@ RETRY_SECONDS = 1  # what a client that is refused is asked to wait; the openai 
 STOP_SECONDS = 5.0  # for conversations that were cancelled to end
 Event = dict[str, Any]
 OnEvent = Callable[[Event], None]
+_T = TypeVar("_T")
 _seeds = random.SystemRandom()
 _logger = logging.getLogger("arpo")
 
@@ -70,15 +72,16 @@ class Service:
         self.metrics = ServiceMetrics()
         self._probe_tokens = probe_tokens
         self._running: set[asyncio.Task[Reply]] = set()
+        self._starting: set[asyncio.Task[None]] = set()  # conversations whose messages become tokens
         known = agent.tokenizer.get_vocab() if agent.format.end_texts else {}
         self._ends = frozenset(known[text] for text in agent.format.end_texts if text in known)
 
     @property
     def running(self) -> int:
         """Conversations in progress."""
-        return len(self._running)
+        return len(self._running) + len(self._starting)
 
-    def start(self, request: ChatRequest, on_event: OnEvent | None = None) -> asyncio.Task[Reply]:
+    async def start(self, request: ChatRequest, on_event: OnEvent | None = None) -> asyncio.Task[Reply]:
         """Begin to answer a request; `on_event` is called with what the agent does, as it does it."""
         self._require_place()
         changes = {"max_tokens": request.max_tokens, "temperature": request.temperature, "top_p": request.top_p}
@@ -87,18 +90,27 @@ class Service:
         )
         seed = _seeds.randrange(2**32) if request.seed is None else request.seed
         conversation = Conversation(self.agent, settings, self._probe_tokens, seed)
+        starting = asyncio.create_task(conversation.begin(request.question, request.earlier, request.system))
+        self._starting.add(starting)
         try:
-            conversation.begin(request.question, request.earlier, request.system)
+            await self.result(starting)
         except ArpoError as error:
             raise _too_long(error) from None
+        finally:
+            self._starting.discard(starting)
+        self._require_running()
         task = asyncio.create_task(self._answer(conversation, on_event))
         self._running.add(task)
         self.metrics.started.add()
         task.add_done_callback(self._ended)
         return task
 
-    async def result(self, task: asyncio.Task[Reply]) -> Reply:
-        """The reply of a task, which is cancelled if this is; Refused if it was cancelled by `stop`."""
+    async def answer(self, request: ChatRequest, on_event: OnEvent | None = None) -> Reply:
+        """The reply to a request; cancelling this ends the conversation."""
+        return await self.result(await self.start(request, on_event))
+
+    async def result(self, task: asyncio.Task[_T]) -> _T:
+        """The result of a task, which is cancelled if this is; Refused if it was cancelled by `stop`."""
         try:
             return await task
         except asyncio.CancelledError:
@@ -110,6 +122,8 @@ class Service:
     async def stop(self, grace: float, hurry: asyncio.Event | None = None) -> None:
         """Refuse new conversations; cancel those in progress after `grace` seconds, or when `hurry` is set."""
         self.stopping = True
+        for starting in self._starting:
+            starting.cancel()
         ended = asyncio.ensure_future(self._all_ended())
         hurried = asyncio.ensure_future((hurry or asyncio.Event()).wait())
         waiting: set[asyncio.Future[Any]] = {ended, hurried}
@@ -135,10 +149,13 @@ class Service:
                 self.metrics.engine.add(name, count=value)
         return [running, limit]
 
-    def _require_place(self) -> None:
+    def _require_running(self) -> None:
         if self.stopping:
             self.metrics.refused.add("stopping")
             raise Refused(503, "the server is stopping", retry_after=RETRY_SECONDS)
+
+    def _require_place(self) -> None:
+        self._require_running()
         if self.running >= self.max_conversations:
             self.metrics.refused.add("full")
             raise Refused(

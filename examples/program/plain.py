@@ -52,6 +52,6 @@ def agent(task: Any, endpoint: Any) -> str:
 
 
 if __name__ == "__main__":
-    from world import train
+    from world import main
 
-    train(agent)
+    main(agent)

@@ -12,7 +12,7 @@ from langchain_openai import ChatOpenAI
 from langgraph.errors import GraphRecursionError
 from langgraph.graph import START, MessagesState, StateGraph
 from langgraph.prebuilt import ToolNode, tools_condition
-from world import read_answer, search, train
+from world import main, read_answer, search
 
 TOOLS = [tool(search)]
 
@@ -34,4 +34,4 @@ def agent(task: Any, endpoint: Any) -> str:
 
 
 if __name__ == "__main__":
-    train(agent)
+    main(agent)

@@ -10,7 +10,7 @@ from typing import Any
 from agents import Agent, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
 from agents.exceptions import MaxTurnsExceeded, ModelBehaviorError
 from openai import AsyncOpenAI
-from world import read_answer, search, train
+from world import main, read_answer, search
 
 set_tracing_disabled(True)
 TOOL = function_tool(search)
@@ -29,4 +29,4 @@ async def agent(task: Any, endpoint: Any) -> str:
 
 
 if __name__ == "__main__":
-    train(agent)
+    main(agent)

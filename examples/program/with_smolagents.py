@@ -1,7 +1,8 @@
 """An agent of smolagents: `pip install 'smolagents[openai]'`, then `python examples/program/with_smolagents.py`.
 
 smolagents rewrites the model's messages before it sends them back, so that every request starts a conversation of its
-own. Each is trained in the context in which it was asked, and all share the credit of their run.
+own. Each is trained in the context in which it was asked, and all share the credit of their run. The built-in model has
+never seen such messages and learns nothing from them: put a model that follows instructions into `world.train`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 
 from smolagents import LogLevel, OpenAIServerModel, ToolCallingAgent, tool
 from smolagents.utils import AgentError
-from world import read_answer, train
+from world import main, read_answer
 from world import search as search_world
 
 
@@ -35,4 +36,4 @@ def agent(task: Any, endpoint: Any) -> str:
 
 
 if __name__ == "__main__":
-    train(agent)
+    main(agent)

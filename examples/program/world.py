@@ -1,10 +1,11 @@
 """What the agents of this folder share: questions about the built-in toy world, a search over it, and the training.
 
-The questions need one search or two. An agent is a function of (task, endpoint); `train` is all that arpo does.
+The questions need two searches or three. An agent is a function of (task, endpoint); `train` is all that arpo does.
 """
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Callable
 from functools import lru_cache
@@ -15,19 +16,21 @@ from arpo.builtin.world import World, build_world
 from arpo.config.schema import World as WorldSettings
 from arpo.tools.search import build_search
 
-KINDS = ("hop1", "hop2")
+DIFFICULTY = 0.7  # how often the built-in model makes mistakes before training
+KINDS = ("hop2", "hop3")
+TEST_QUESTIONS = 120
 
 
 @lru_cache
 def world() -> World:
     """The toy world, which has people, firms and towns."""
-    return build_world(WorldSettings())
+    return build_world(WorldSettings(difficulty=DIFFICULTY, test_questions=600))
 
 
 @lru_cache
 def index() -> Callable[..., str]:
-    """The search over all documents of the world."""
-    function = build_search(world().documents).function
+    """The search over all documents of the world; with two results, as the built-in model knows it."""
+    function = build_search(world().documents, results=2).function
     assert function is not None
     return function
 
@@ -46,20 +49,35 @@ def read_answer(text: str) -> str:
     return found[-1].strip() if found else ""
 
 
-def train(agent: Callable[..., Any], steps: int = 20, **settings: Any) -> tuple[float, float]:
+def train(agent: Callable[..., Any], steps: int = 20, seed: int = 0, **settings: Any) -> tuple[float, float]:
     """Train the built-in model with an agent; returns its accuracy on held-out questions before and after."""
     tasks = [task for task in world().train if task.kind in KINDS]
-    test = [task for task in world().test if task.kind in KINDS][:60]
+    test = [task for task in world().test if task.kind in KINDS][:TEST_QUESTIONS]
     sections: dict[str, Any] = {
+        "world": {"difficulty": DIFFICULTY},
         "train": {"batch_size": 8, "lr": 5e-4},
         "rollout": {"num_trajectories": 8, "max_tokens": 300, "max_tool_calls": 6},
         **settings,
     }
-    with arpo.Trainer("tiny", program=agent, tasks=tasks, test=test, reward="em", **sections) as trainer:
+    with arpo.Trainer("tiny", program=agent, tasks=tasks, test=test, reward="em", seed=seed, **sections) as trainer:
         before = trainer.evaluate(test).accuracy
-        for record in trainer.train(steps=steps):
-            spoilt = {name: value for name, value in record.items() if name.startswith("program_")}
-            print(record["step"], f"accuracy {record['accuracy']:.2f}", f"branches {record['branches']:.0f}", spoilt)
+        records = trainer.train(steps=steps)
         after = trainer.evaluate(test).accuracy
-    print(f"held out: {before:.0%} before, {after:.0%} after {steps} steps")
+    for record in records:
+        spoilt = {name: value for name, value in record.items() if name.startswith("program_")}
+        print(record["step"], f"accuracy {record['accuracy']:.2f}", f"branches {record['branches']:.0f}", spoilt or "")
+    calls = sum(record["tool_calls"] for record in records)
+    print(
+        f"{len(test)} held-out questions: {before:.0%} right before, {after:.0%} after {steps} steps "
+        f"with {calls:,.0f} tool calls (seed {seed})"
+    )
     return before, after
+
+
+def main(agent: Callable[..., Any]) -> None:
+    """Train an agent with the options of the command line."""
+    parser = argparse.ArgumentParser(description="train the built-in model with this agent, on a CPU")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    train(agent, options.steps, options.seed)

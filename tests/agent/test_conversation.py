@@ -89,7 +89,7 @@ def test_the_time_of_an_answer_is_that_of_all_its_sampling() -> None:
 
 def test_messages_from_elsewhere_are_encoded_as_those_of_a_conversation() -> None:
     conversation = converse(says("In 1912."))
-    conversation.begin("Where was Mira born?", [("Upper Kelso.<|im_end|>", "When?")], system="Be brief.")
+    asyncio.run(conversation.begin("Where was Mira born?", [("Upper Kelso.<|im_end|>", "When?")], system="Be brief."))
     fmt = conversation.agent.format
     expected = [*encode_prompt(CHAT, "Where was Mira born?", fmt.system_prompt("Be brief.", with_answer=True))]
     expected += encode_plain(CHAT, "Upper Kelso.<|im_end|>")
@@ -101,11 +101,11 @@ def test_messages_from_elsewhere_are_encoded_as_those_of_a_conversation() -> Non
 
 def test_messages_from_elsewhere_that_do_not_fit_or_cannot_follow_an_answer_are_refused() -> None:
     with pytest.raises(ContextFull, match="context holds 300"):
-        converse(says(), context=300).begin("Why?", [("Because.", "Why?")] * 100)
+        asyncio.run(converse(says(), context=300).begin("Why?", [("Because.", "Why?")] * 100))
     unclosed = converse(says(), tokenizer=make_tokenizer(UNCLOSED))
-    unclosed.begin("Why?")
+    asyncio.run(unclosed.begin("Why?"))
     with pytest.raises(ArpoError, match="one question, without earlier messages"):
-        unclosed.begin("Why?", [("Because.", "Why?")])
+        asyncio.run(unclosed.begin("Why?", [("Because.", "Why?")]))
 
 
 def test_an_answer_is_cut_off_at_its_deadline() -> None:

@@ -218,6 +218,27 @@ def test_pieces_make_up_whatever_the_ids_decode_to(tokenizer: Any, data: st.Data
     assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids, skip_special_tokens=False)
 
 
+@RELAXED
+@given(st.lists(st.sampled_from(b"a\x80\x9f\xbc\xe6\xf0"), min_size=70, max_size=200), st.text(max_size=3))
+@example([0x80] * 300, "é漢🙂.")
+@example([0x80] * 64, "漢")  # the window is full in mid-character
+@example([0xF0, 0x9F, 0x99] * 100, "🙂")
+@example([ord("a"), 0xE6, 0xBC] * 100, "漢")
+def test_a_long_run_of_broken_characters_is_shown_as_it_comes(broken: list[int], text: str) -> None:
+    """And is never decoded as a whole, which would take ever longer."""
+    tokenizer, letters, lengths = _byte_level(), bytes_to_unicode(), list[int]()
+    written = bytes(broken) + text.encode()
+    ids = tokenizer.convert_tokens_to_ids([letters[byte] for byte in written])
+
+    class Counting:
+        def decode(self, tokens: list[int], **options: Any) -> str:
+            lengths.append(len(tokens))
+            return str(tokenizer.decode(tokens, **options))
+
+    assert "".join(pieces(Counting(), ids)) == written.decode(errors="replace")
+    assert max(lengths) <= detokenize.MAX_WINDOW + 1 + detokenize.MAX_OPEN
+
+
 @given(st.lists(st.integers(0, 257), max_size=12))
 @example([97, 256, 0x9F, 0x99, 0x82, 257, 0xA9])
 def test_pieces_are_right_where_one_token_ends_a_character_and_begins_the_next(ids: list[int]) -> None:

@@ -13,7 +13,7 @@ from chat_server import chat_server, said
 from templates import CHATML, QWEN, STRICT, UNCLOSED, make_tokenizer
 from traces import sum_row, sums_config, write_rows
 
-from arpo.agent.agent import Agent, PromptEncoder, build_agent, fit_prompts
+from arpo.agent.agent import MAX_STARTS, Agent, PromptEncoder, build_agent, fit_prompts
 from arpo.agent.conversation import Conversation
 from arpo.agent.examples import encode_examples, read_examples
 from arpo.agent.formats import CallFormat, build_format, encode_follow_up, encode_prompt
@@ -300,3 +300,12 @@ def test_the_shipped_configs_name_their_examples(name: str) -> None:
     config = load_config(SHIPPED / name, [])
     assert config.rollout.examples is not None and (SHIPPED.parent / config.rollout.examples).is_file()
     assert config.model.dtype == "bfloat16" and config.eval.every and config.data.test
+
+
+def test_a_server_keeps_only_so_many_prompts_of_its_clients(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(CHATML)
+    encoder = PromptEncoder(tokenizer, formats(), 4096, examples=shots(tmp_path))
+    tasks = [Task("q", "Why?", ("x",), system=f"Be {number}.") for number in range(MAX_STARTS + 9)]
+    first = [encoder.encode(task) for task in tasks]
+    assert len(encoder._starts) <= MAX_STARTS and len(set(first)) == len(tasks)
+    assert [encoder.encode(task) for task in tasks] == first

@@ -64,6 +64,11 @@ def test_other_machines_need_a_key(arpo: Arpo, monkeypatch: pytest.MonkeyPatch, 
     assert "cannot be read" in mistake(arpo("serve", "small.toml", "--keys", tmp_path / "nothing"))
 
 
+def test_nothing_of_http_goes_with_an_mcp_server_over_stdio(arpo: Arpo) -> None:
+    for option in (["--mcp"], ["--port", "9000"], ["--host", "localhost"], ["--keys", "keys.txt"]):
+        assert "nothing is served over HTTP" in mistake(arpo("serve", "small.toml", "--mcp-stdio", *option))
+
+
 @contextmanager
 def in_thread(script: Any) -> Iterator[str]:
     """The address of a server on a loop of its own."""

@@ -127,7 +127,7 @@ def test_two_hundred_conversations_with_a_model_are_those_of_one_after_another(t
         found, alone = [], agent(1)
         for number, text in enumerate(questions):
             conversation = Conversation(alone, settings, 2, number)
-            conversation.begin(text)
+            await conversation.begin(text)
             prompt = len(conversation.tokens)
             await conversation.answer()
             found.append(tokenizer.decode(conversation.tokens[prompt:]))
@@ -169,28 +169,37 @@ class PausingEngine(LocalEngine):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_client_that_goes_away_frees_its_row_in_the_engine(tiny_model: Any, tokenizer: Any, streaming: bool) -> None:
+def test_clients_that_go_away_free_their_rows_in_the_engine(tiny_model: Any, tokenizer: Any, streaming: bool) -> None:
+    """Two of three: one in a row, one in the queue or in a row. The third has its answer, and no row stays taken."""
+
     async def main() -> None:
         engine = PausingEngine(tiny_model, tokenizer, max_num_seqs=2)
         engine.gate = asyncio.Event()
         fmt = build_format("tags", [double.spec], tokenizer)
         service = Service(
-            Agent(engine, tokenizer, {"double": double}, fmt), Rollout(max_tokens=100, concurrency=2), 2, NAME
+            Agent(engine, tokenizer, {"double": double}, fmt), Rollout(max_tokens=9, concurrency=2), 2, NAME
         )
         async with serving(service) as server:
-            host = f"127.0.0.1:{port_of(server)}"
-            _, writer = await asyncio.open_connection("127.0.0.1", port_of(server))
-            body = chat_body("Where was Mira Tolven born?", stream=streaming, arpo={"events": True})
-            writer.write(request_bytes("POST", "/v1/chat/completions", body, Host=host))
-            await until(lambda: engine.steps == 1)
-            writer.close()
-            await until(lambda: service.running == 0)
-            assert service.metrics.ended.values == {("cancelled",): 1}
-            engine.gate.set()
-            await until(lambda: engine._loop_task is not None and engine._loop_task.done())
             scheduler = engine._scheduler
+            host, writers = f"127.0.0.1:{port_of(server)}", list[asyncio.StreamWriter]()
+            body = chat_body("Where was Mira Tolven born?", stream=streaming, arpo={"events": True})
+            for count in (1, 2):
+                _, writer = await asyncio.open_connection("127.0.0.1", port_of(server))
+                writers.append(writer)
+                writer.write(request_bytes("POST", "/v1/chat/completions", body, Host=host))
+                await until(lambda count=count: len(scheduler.running) + len(scheduler.waiting) == count)  # type: ignore[misc]
+            request = request_bytes("POST", "/v1/chat/completions", chat_body("Where was Mira Tolven born?"))
+            third = asyncio.ensure_future(exchange(server, request))
+            await until(lambda: engine.steps == 1 and service.running == 3)
+            for writer in writers:
+                writer.close()
+            await until(lambda: service.running == 1)
+            assert service.metrics.ended.values == {("cancelled",): 2}
+            engine.gate.set()
+            assert (await third)[0] == 200
+            await until(lambda: engine._loop_task is not None and engine._loop_task.done())
             assert (scheduler.running, list(scheduler.waiting), len(scheduler._free_rows)) == ([], [], 2)
-            assert engine.steps == 1
+            assert sum(service.metrics.ended.values.values()) == 3
 
     asyncio.run(main())
 
@@ -217,20 +226,21 @@ def test_nothing_is_lost_when_clients_vanish_and_tools_and_the_engine_fail() -> 
             return f"<maybe>{number}</maybe>"
         return answer(f"{number} {'unavailable' in asked}")
 
-    async def vanish(server: AgentServer, number: int, streaming: bool) -> None:
+    async def vanish(server: AgentServer, number: int, streaming: bool, when: asyncio.Event) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port_of(server))
         body = chat_body(f"Tell number {number}.", stream=streaming, arpo={"events": True})
         writer.write(request_bytes("POST", "/v1/chat/completions", body, Host=f"127.0.0.1:{port_of(server)}"))
         if streaming:
             await reader.readuntil(b"data: ")
         await writer.drain()
+        await when.wait()
         writer.close()
 
-    async def one(client: AsyncOpenAI, server: AgentServer, number: int) -> str:
+    async def one(client: AsyncOpenAI, server: AgentServer, number: int, all_there: asyncio.Event) -> str:
         fate, messages = fates[number], [{"role": "user", "content": f"Tell number {number}."}]
         create: Any = client.chat.completions.create
         if fate.startswith("vanish"):
-            await vanish(server, number, "stream" in fate)
+            await vanish(server, number, "stream" in fate, all_there)
             return ""
         if fate == "engine":
             with pytest.raises(openai.InternalServerError):
@@ -246,7 +256,10 @@ def test_nothing_is_lost_when_clients_vanish_and_tools_and_the_engine_fail() -> 
         engine = GatedEngine(script)
         service = build_service(engine, maybe)
         async with serving(service) as server, client_of(server) as client:
-            work = asyncio.gather(*(one(client, server, number) for number in range(len(fates))))
+            all_there = asyncio.Event()
+            work = asyncio.gather(*(one(client, server, number, all_there) for number in range(len(fates))))
+            await until(lambda: engine.waiting == len(fates))
+            all_there.set()
             vanished = sum(fate.startswith("vanish") for fate in fates)
             await until(lambda: engine.cancelled == vanished and engine.waiting == len(fates) - vanished)
             engine.gate.set()
@@ -284,7 +297,7 @@ def test_a_stopping_server_ends_what_it_began_and_begins_nothing() -> None:
             with pytest.raises(OSError):
                 await asyncio.open_connection("127.0.0.1", port)
             with pytest.raises(Refused) as refused:
-                service.start(ChatRequest("Why?"))
+                await service.start(ChatRequest("Why?"))
             assert (refused.value.status, refused.value.retry_after) == (503, 1)
             assert not stopping.done()
             engine.gate.set()

@@ -226,7 +226,7 @@ def test_an_answer_ends_at_the_limit_of_time_while_sampling_and_in_a_tool() -> N
 
     async def main(service: Service) -> tuple[Any, float]:
         started = asyncio.get_running_loop().time()
-        reply = await service.result(service.start(ChatRequest("Why?")))
+        reply = await service.answer(ChatRequest("Why?"))
         assert not service.running
         return reply.stop_reason, asyncio.get_running_loop().time() - started
 
@@ -244,7 +244,7 @@ def test_a_call_is_no_answer_where_a_limit_follows_it() -> None:
         return "far " * 100
 
     async def content(service: Service) -> tuple[StopReason, str]:
-        reply = await service.result(service.start(ChatRequest("Why?")))
+        reply = await service.answer(ChatRequest("Why?"))
         return reply.stop_reason, reply.content
 
     long = build_service(lambda *_: "<far>x</far>", far, max_tokens=num_tokens(CHAT, "<far>x</far>") + 5)
@@ -424,12 +424,12 @@ def test_health() -> None:
 def test_more_conversations_than_there_may_be_are_refused_until_one_ends() -> None:
     async def main() -> None:
         service = build_service(looks_it_up, conversations=2)
-        tasks = [service.start(ChatRequest("Why?")) for _ in range(2)]
+        tasks = [await service.start(ChatRequest("Why?")) for _ in range(2)]
         with pytest.raises(Refused) as full:
-            service.start(ChatRequest("Why?"))
+            await service.start(ChatRequest("Why?"))
         assert (full.value.status, full.value.code, full.value.retry_after) == (429, "rate_limit_exceeded", 1)
         await asyncio.gather(*tasks)
-        assert (await service.start(ChatRequest("Why?"))).content == "Upper Kelso"
+        assert (await service.answer(ChatRequest("Why?"))).content == "Upper Kelso"
         assert service.metrics.refused.values == {("full",): 1}
 
     asyncio.run(main())
