@@ -1,5 +1,5 @@
 """The viewer: a local page that shows runs, asks their agents, and can be exported as one HTML file.
 
-May import: types, errors, config, net, figures, runs and, inside functions, studies. `worker`, which is a process of its
-own, imports all that an agent needs; everything else loads without torch.
+May import: types, errors, config, net, figures, runs and, inside functions, studies. `worker`, a process of its own,
+imports all that an agent needs; everything else loads without torch.
 """

@@ -26,6 +26,20 @@ export async function get(path) {
   return body;
 }
 
+// Sends JSON, and calls `receive` with each line of the reply as it comes.
+export async function postLines(path, body, { token, signal, receive }) {
+  const headers = { "Content-Type": "application/json", "X-Arpo-Token": token };
+  const reply = await fetch(path, { method: "POST", headers, body: JSON.stringify(body), signal });
+  if (!reply.ok) throw new Error((await reply.json()).error);
+  const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (let part = await reader.read(); !part.done; part = await reader.read()) {
+    const lines = (rest + part.value).split("\n");
+    rest = lines.pop();
+    for (const line of lines) receive(JSON.parse(line));
+  }
+}
+
 export function api(name, parameters = {}) {
   const given = Object.entries(parameters).filter(([, value]) => value !== undefined && value !== null);
   const query = given.map(([key, value]) => `${key}=${encodeURIComponent(String(value).toWellFormed())}`).join("&");
