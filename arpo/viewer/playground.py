@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
+import select
 import socket
 import subprocess
 import sys
@@ -72,12 +73,10 @@ class Worker:
         """Whether the other side is there; an idle one ends by itself."""
         if self.closed:
             return False
-        try:
-            return bool(self._link.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
+        readable = select.select([self._link], [], [], 0)[0]
+        with suppress(OSError):
+            return not readable or bool(self._link.recv(1, socket.MSG_PEEK))
+        return False
 
     def ask(self, message: Mapping[str, Any]) -> None:
         """Send a question."""

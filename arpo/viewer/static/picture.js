@@ -105,7 +105,7 @@ function drawNode(tree, layout, place, top, on) {
   const node = tree.nodes[place.index];
   const failed = node.result?.fault || node.call?.error;
   const words = describeNode(node, place.index);
-  const classes = `node ${node.kind}${failed ? " failed" : ""}${node.live ? " live" : ""}${on ? " on" : ""}`;
+  const classes = `node ${node.kind}${failed ? " failed" : ""}${node.live ? " growing" : ""}${on ? " on" : ""}`;
   const level = { "aria-level": place.depth + 1, ...ariaPosition(layout, place) };
   const parts = [svg("title", {}, words), svg("path", { class: "shape", d: shape(node.kind, place.width) })];
   if (node.kind === "model") parts.push(...strip(node.entropies ?? [], place.width, top));

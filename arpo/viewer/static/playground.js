@@ -11,10 +11,10 @@ const REDRAW = 80; // milliseconds between two pictures of a growing tree
 const KEPT = 20; // questions
 const TAU_POLICIES = ["entropy", "shuffled"];
 const SETTINGS = [
-  ["temperature", "temperature", { min: 0.01, step: 0.05 }, "sampling temperature"],
+  ["temperature", "temperature", { min: 0.01, step: "any" }, "sampling temperature"],
   ["num_trajectories", "M", { min: 1, step: 1 }, "trajectories in all"],
   ["num_initial", "N", { min: 1, step: 1 }, "trajectories that start at the prompt"],
-  ["tau", "tau", { min: 0, max: 1, step: 0.01 }, "threshold on P: the lower, the more branches"],
+  ["tau", "tau", { min: 0, max: 1, step: "any" }, "threshold on P: the lower, the more branches"],
   ["seed", "seed", { min: 0, step: 1 }, "the same seed and settings give the same tree"],
 ];
 const board = { asks: [], made: 0, keys: {}, request: 0, timer: null, beside: new Set() };
@@ -261,8 +261,9 @@ function drawHead(shown) {
 function answerCounts(tree) {
   const counts = new Map();
   tree.leaves.forEach((leaf, number) => {
-    const key = leaf.answer ?? null;
-    const entry = counts.get(key) ?? { answer: key, count: 0, mark: correctMark(tree.rewards[number]) };
+    const [answer, mark] = [leaf.answer ?? null, correctMark(tree.rewards[number])];
+    const key = JSON.stringify([answer, mark]); // an answer may be right, and its format wrong
+    const entry = counts.get(key) ?? { answer, mark, count: 0 };
     entry.count += 1;
     counts.set(key, entry);
   });
