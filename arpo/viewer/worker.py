@@ -78,12 +78,13 @@ class _Notes(Reporter):
         self._send = send
 
     def message(self, text: str) -> None:
+        """Send a note."""
         self._send({"type": "note", "text": text})
 
     warning = message
 
 
-class _Stream:
+class EventStream:
     """Sends the events of a rollout, with the text of tokens as soon as it is complete."""
 
     def __init__(self, tokenizer: Any, send: Send) -> None:
@@ -91,6 +92,7 @@ class _Stream:
         self._decoders: dict[int, StreamDecoder] = {}  # of turns in progress, by trajectory
 
     def __call__(self, event: RolloutEvent) -> None:
+        """Send one event."""
         match event:
             case TokenSampled(trajectory=trajectory):
                 decoder = self._decoders.setdefault(trajectory, StreamDecoder(self._tokenizer))
@@ -151,7 +153,7 @@ async def _answer(context: RolloutContext, run: Path, message: dict[str, Any], s
         async with asyncio.timeout(ASK_SECONDS):
             config = load_config(context.config, arguments=message["settings"])
             seed = derive_seed(message["seed"], "show", 0)  # as `arpo rollout --ask` does
-            observer = _Stream(context.agent.tokenizer, send)
+            observer = EventStream(context.agent.tokenizer, send)
             if message["task"] is None:
                 task = _asked(message["question"])
                 tree = await rollout(context.agent, task, config.rollout, config.branching, seed, observer=observer)
