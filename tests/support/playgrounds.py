@@ -52,7 +52,7 @@ def is_right(trajectory: Trajectory) -> Reward:
 
 
 class SteppedEngine(ScriptedEngine):
-    """Samples a token whenever `steps` has one to give; without `stepped`, as fast as it can. Counts cancelled turns."""
+    """Samples a token whenever `steps` has one to give, if `stepped`. Counts the turns that were cancelled."""
 
     def __init__(self, tokenizer: Any) -> None:
         super().__init__(tokenizer, varied)

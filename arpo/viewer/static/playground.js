@@ -60,7 +60,7 @@ function makeBoard(run) {
   board.known = el("p", { class: "note" });
   board.form = el(
     "form",
-    { class: "asking" },
+    { class: "asking", hidden: true },
     board.question,
     el("div", { class: "bar" }, board.take, board.known),
     el("div", { class: "bar" }, ...labels, board.ask, board.stop),

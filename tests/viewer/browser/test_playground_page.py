@@ -94,6 +94,8 @@ def test_other_settings_are_compared_with_what_was_asked_before(pages: Open, url
     page.get_by_role("button", name="1: What is 2 plus 3?").click()
     page.locator(".playground > .one h2", has_text="1: ").wait_for()
     assert page.locator(".playground > .one .end").count() == 4
+    page.set_viewport_size({"width": 400, "height": 900})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 400
 
 
 def test_a_recorded_question_is_asked_again(pages: Open, url: str) -> None:
