@@ -7,6 +7,8 @@ import queue
 import random
 import socket
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -104,3 +106,11 @@ def make_run(directory: Path, checkpoint: int | None = 5) -> Path:
     if checkpoint is not None:
         open_run_dir(directory).checkpoint_path(checkpoint).mkdir(parents=True)
     return directory
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait until something is so."""
+    deadline = time.monotonic() + BOUND
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)

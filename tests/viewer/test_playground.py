@@ -8,8 +8,7 @@ import shutil
 import socket
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,14 +82,6 @@ def site(tmp_path: Path, tokenizer: Any) -> Iterator[Site]:
     yield made
     made.server.shutdown()
     made.server.server_close()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait until something is so."""
-    deadline = time.monotonic() + BOUND
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def without_clock(node: dict[str, Any]) -> dict[str, Any]:
@@ -274,7 +265,7 @@ def test_a_client_that_goes_away_stops_the_agent(site: Site, monkeypatch: pytest
         patch.setattr(module, "BUSY_SECONDS", 0.01)
         assert site.status()[0] == 409
     reply.close()
-    until(lambda: engine.cancelled == 2)  # both initial trajectories
+    playgrounds.until(lambda: engine.cancelled == 2)  # both initial trajectories
     engine.stepped = False
     assert site.events()[-1]["type"] == "done"
     assert len(site.workers.started) == 1
@@ -295,7 +286,7 @@ def test_a_process_that_ends_is_reported_and_started_again(site: Site) -> None:
 def test_an_idle_agent_ends_and_comes_back(site: Site) -> None:
     site.workers.idle_seconds = 0.01
     site.events()
-    until(lambda: site.workers.links[0].fileno() < 0)
+    playgrounds.until(lambda: site.workers.links[0].fileno() < 0)
     assert site.events()[-1]["type"] == "done"
     assert len(site.workers.started) == 2
 

@@ -116,6 +116,7 @@ def test_stop_frees_the_agent(pages: Open, url: str, workers: ScriptedWorkers) -
     page.get_by_role("button", name="Stop").click()
     page.locator(".task", has_text="stopped").wait_for()
     assert page.locator(".node.growing").count() == 0 and page.locator(".node.model").count() == 1
+    playgrounds.until(lambda: workers.engine.cancelled == 1)
     workers.engine.stepped = False
     ask(page)
     wait_until_done(page, 2)
