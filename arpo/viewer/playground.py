@@ -33,14 +33,7 @@ from arpo.config.plugins import names_object
 from arpo.errors import ArpoError
 from arpo.viewer import api
 from arpo.viewer.folder import Folder
-from arpo.viewer.messages import (
-    MAX_QUESTION,
-    MAX_SEED,
-    MAX_TEMPERATURE,
-    MAX_TRAJECTORIES,
-    Ask,
-    dump,
-)
+from arpo.viewer.messages import MAX_QUESTION, MAX_SEED, MAX_TEMPERATURE, MAX_TRAJECTORIES, Ask, dump
 
 TICK = 0.25  # seconds between two looks at whether the client is still there
 BUSY_SECONDS = 5.0  # that a question waits for the one before it to end
@@ -227,7 +220,7 @@ class Playground:
     def close(self) -> None:
         """End the process."""
         if self._worker is not None:
-            self._worker.close(at_once=True)
+            self._worker.close(at_once=not self._worker.ready)  # one that loads would not notice
 
     def _checkpoint(self, run: str) -> tuple[Path, int] | None:
         """A run's directory and the step of its last checkpoint, if it has one."""

@@ -272,7 +272,7 @@ function answerCounts(tree) {
 
 function answerText({ answer, count, mark }, limit) {
   const words = answer === null ? "no answer" : printable(shorten(answer, limit)) || "(empty)";
-  return `${mark}${mark && " "}${words}${count > 1 ? ` × ${count}` : ""}`;
+  return `${mark}${mark && "\u00a0"}${words}${count > 1 ? `\u00a0×\u00a0${count}` : ""}`;
 }
 
 function answerList(tree) {
