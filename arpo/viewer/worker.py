@@ -12,7 +12,7 @@ This process sends events, each with a `type`:
     node        trajectory, index, node: a whole turn or a tool result, as in a saved tree
     decision    node, decision
     leaf        trajectory, leaf
-    done        rewards, credits, mask: the tree is complete; without rewards if the question has no known answer
+    done        rewards, credits, mask: the tree is complete; rewards only for the task of a recorded tree
     stopped     text: why
     error       text
 
