@@ -471,6 +471,69 @@ class ScoredTree:
         return tuple(reward.total for reward in compress(self.rewards, self.mask))
 
 
+@dataclass(frozen=True, slots=True)
+class TokenSampled:
+    """The model sampled a token of a turn that follows node `parent`; the turn has no node yet.
+
+    `trajectory` is how many trajectories of the tree were started before its own.
+    """
+
+    trajectory: int
+    parent: int
+    token: int
+    logprob: float
+    entropy: float
+
+
+@dataclass(frozen=True, slots=True)
+class CallStarted:
+    """A trajectory makes a tool call after node `parent`; the result has no node yet."""
+
+    trajectory: int
+    parent: int
+    call: ToolCall
+
+
+@dataclass(frozen=True, slots=True)
+class NodeAdded:
+    """The tree has a new node: the prompt (its trajectory is None), a whole turn, or a tool result.
+
+    A program's first request takes the place of the prompt: there is then a second event for node 0.
+    """
+
+    trajectory: int | None
+    index: int
+    node: Node
+
+
+@dataclass(frozen=True, slots=True)
+class BranchingDecided:
+    """A tool result has a decision, or another one than before."""
+
+    node: int
+    decision: Decision
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryEnded:
+    """The tree has a new leaf."""
+
+    trajectory: int
+    leaf: Leaf
+
+
+@dataclass(frozen=True, slots=True)
+class LeavesScored:
+    """The leaves since the last event of this kind have rewards; `mask` as in `ScoredTree`."""
+
+    rewards: tuple[Reward, ...]
+    mask: tuple[bool, ...]
+
+
+RolloutEvent = TokenSampled | CallStarted | NodeAdded | BranchingDecided | TrajectoryEnded | LeavesScored
+"""What happens while a tree is sampled. All events in their order make up the tree."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TreeBatch:
     """A forest of N tokens, depth first: token k is an ancestor of token q, or q itself, iff k <= q < end_N[k].

@@ -27,7 +27,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from arpo.agent.agent import Agent
 from arpo.agent.detokenize import token_char_offsets
@@ -61,18 +60,26 @@ from arpo.tools.base import ToolUnavailable
 from arpo.tools.executor import call_tool
 from arpo.types import (
     NO_CONTEXT,
+    BranchingDecided,
+    CallStarted,
     Completion,
+    Decision,
     Kind,
     Leaf,
+    LeavesScored,
     Node,
+    NodeAdded,
     Reward,
+    RolloutEvent,
     RolloutTree,
     SamplingParams,
     ScoredTree,
     StopReason,
     Task,
+    TokenSampled,
     ToolCall,
     ToolResult,
+    TrajectoryEnded,
     context_nodes,
     derive_seed,
 )
@@ -81,16 +88,9 @@ ScoreFn = Callable[[RolloutTree, Sequence[State]], Awaitable[ScoredTree]]
 """Returns a tree with the rewards of its leaves, given the final state of each if there is an environment.
 
 A tree may come in parts: with all nodes so far, and the leaves that were not scored before."""
-
-
-class OnSampled(Protocol):
-    """Called when tokens, tool calls and trajectories are done, with how many; it changes nothing."""
-
-    def __call__(self, tokens: int = 0, tool_calls: int = 0, trajectories: int = 0) -> None: ...
-
-
-def _ignore(tokens: int = 0, tool_calls: int = 0, trajectories: int = 0) -> None:
-    """Count nothing."""
+Observer = Callable[[RolloutEvent], None]
+"""Called on the event loop with what happens to a tree, as it happens. It must return at once; its error fails the
+rollout."""
 
 
 async def sample_trees(
@@ -102,11 +102,11 @@ async def sample_trees(
     score: ScoreFn,
     slots: asyncio.Semaphore | None = None,
     on_tree: Callable[[ScoredTree], None] = lambda scored: None,
-    on_sampled: OnSampled = _ignore,
+    observer: Observer | None = None,
 ) -> list[ScoredTree]:
     """The scored trees of many tasks, in their order; `on_tree` is called with each one as soon as it is scored.
 
-    `on_sampled` is called inside trees, to show how far they are.
+    An `observer` gets the events of all trees.
 
     At most `settings.concurrency` trajectories are sampled at a time over all tasks, or as many as the semaphore
     `slots` allows. If one tree fails, the others are cancelled.
@@ -114,7 +114,7 @@ async def sample_trees(
     slots = slots or asyncio.Semaphore(settings.concurrency)
 
     async def sample(task: Task, seed: int) -> ScoredTree:
-        scored = await sample_tree(agent, task, settings, branching, seed, score, slots, on_sampled)
+        scored = await sample_tree(agent, task, settings, branching, seed, score, slots, observer)
         on_tree(scored)
         return scored
 
@@ -134,13 +134,13 @@ async def sample_tree(
     seed: int,
     score: ScoreFn,
     slots: asyncio.Semaphore | None = None,
-    on_sampled: OnSampled = _ignore,
+    observer: Observer | None = None,
 ) -> ScoredTree:
-    """The tree of `task`, sampled and scored.
+    """The tree of `task`, sampled and scored; an `observer` can follow how it grows.
 
     With `branching.fill = "informative"`, a tree whose first trajectories all earned the same is not filled.
     """
-    async with _open_builder(agent, task, settings, branching, seed, slots, score, on_sampled) as builder:
+    async with _open_builder(agent, task, settings, branching, seed, slots, observer, score) as builder:
         await builder.sample_initial()
         if branching.fill == "informative" and (builder.budget or builder.not_opened):
             scored = await builder.scored()
@@ -157,6 +157,7 @@ async def rollout(
     branching: Branching,
     seed: int,
     slots: asyncio.Semaphore | None = None,
+    observer: Observer | None = None,
 ) -> RolloutTree:
     """The tree of `task`, filled to `num_trajectories` and not scored.
 
@@ -168,7 +169,7 @@ async def rollout(
             f'branching.policy = "{branching.policy}" chooses by rewards, and this tree is not scored: take a question '
             "with an answer, or another policy, like branching.policy=posthoc_random"
         )
-    async with _open_builder(agent, task, settings, branching, seed, slots) as builder:
+    async with _open_builder(agent, task, settings, branching, seed, slots, observer) as builder:
         await builder.sample_initial()
         await builder.fill()
         return builder.tree()
@@ -182,8 +183,8 @@ async def _open_builder(
     branching: Branching,
     seed: int,
     slots: asyncio.Semaphore | None,
+    observer: Observer | None,
     score: ScoreFn | None = None,
-    on_sampled: OnSampled = _ignore,
 ) -> AsyncIterator[_TreeBuilder]:
     """The builder of a task's tree, and the states of its trajectories, which are closed at the end of the block."""
     if branching.policy == "oracle":
@@ -196,7 +197,7 @@ async def _open_builder(
                 "take other tasks or another policy"
             )
         task = task if root is None else root.with_opening(task)
-        yield _TreeBuilder(agent, task, settings, branching, seed, slots, root, failed, score, program, on_sampled)
+        yield _TreeBuilder(agent, task, settings, branching, seed, slots, root, failed, observer, score, program)
 
 
 @asynccontextmanager
@@ -241,11 +242,11 @@ class _TreeBuilder:
         slots: asyncio.Semaphore | None,
         root: State | None,
         failed: bool,
+        observer: Observer | None = None,
         score: ScoreFn | None = None,
         program: ProgramRuns | None = None,
-        on_sampled: OnSampled = _ignore,
     ) -> None:
-        self.on_sampled = on_sampled
+        self.observer = observer
         self.score = score  # None: the tree is not scored
         self.program = program  # None: the turns are run here
         self.has_prompt = program is None  # that of a program is its first request
@@ -253,7 +254,8 @@ class _TreeBuilder:
         self.agent, self.task, self.settings, self.branching, self.seed = agent, task, settings, branching, seed
         self.slots = slots or asyncio.Semaphore(settings.concurrency)
         prompt = agent.prompt(task)
-        self.nodes = [Node(None, Kind.PROMPT, prompt, agent.tokenizer.decode(list(prompt)))]
+        self.nodes: list[Node] = []
+        self.add(Node(None, Kind.PROMPT, prompt, agent.tokenizer.decode(list(prompt))))
         self.leaves: list[Leaf] = []
         self.final_states: list[State] = []  # of the leaves, if there is an environment
         self.rewards: list[Reward] = []  # of the leaves that were scored so far
@@ -284,6 +286,7 @@ class _TreeBuilder:
             scored = await self.score(replace(tree, leaves=tree.leaves[count:]), self.final_states[count:])
             self.rewards += scored.rewards
             self.mask += scored.mask
+            self.notify(LeavesScored(scored.rewards, scored.mask))
         return ScoredTree(tree, tuple(self.rewards), mask=tuple(self.mask))
 
     async def sample_initial(self) -> None:
@@ -354,7 +357,7 @@ class _TreeBuilder:
                 stop_reason = await run_turns(trajectory, self.agent.format, max_tool_calls, trajectory.deadline)
             else:
                 return
-            self._add_leaf(Leaf(trajectory.node, stop_reason, self._answer(trajectory.node)))
+            self._end(trajectory, Leaf(trajectory.node, stop_reason, self._answer(trajectory.node)))
             if trajectory.state is not None:
                 self.final_states.append(trajectory.state)
 
@@ -364,11 +367,11 @@ class _TreeBuilder:
         answer = end.answer
         if answer is None and end.stop_reason is StopReason.ANSWER:
             answer = self._answer(trajectory.node)
-        self._add_leaf(Leaf(trajectory.node, end.stop_reason, answer, end.reward))
+        self._end(trajectory, Leaf(trajectory.node, end.stop_reason, answer, end.reward))
 
-    def _add_leaf(self, leaf: Leaf) -> None:
+    def _end(self, trajectory: _ActiveTrajectory, leaf: Leaf) -> None:
         self.leaves.append(leaf)
-        self.on_sampled(trajectories=1)
+        self.notify(TrajectoryEnded(trajectory.number, leaf))
 
     async def _has_state(self, trajectory: _ActiveTrajectory) -> bool:
         """Whether a branch has the state that it starts with. If it cannot be made, the branch is not opened."""
@@ -380,8 +383,7 @@ class _TreeBuilder:
         decision = self.nodes[source].decision
         if decision is not None and decision.branches:
             reason = "a branch was not opened: the state there could not be made again"
-            decision = replace(decision, branches=decision.branches - 1, reason=reason)
-            self.nodes[source] = replace(self.nodes[source], decision=decision)
+            self._set_decision(source, replace(decision, branches=decision.branches - 1, reason=reason))
         return False
 
     def branch_at(
@@ -407,7 +409,7 @@ class _TreeBuilder:
             decisive=trajectory.decisive,
         )
         decision = replace(decision, discarded_tokens=discarded_tokens)
-        self.nodes[source] = replace(self.nodes[source], decision=decision)
+        self._set_decision(source, decision)
         trajectory.consecutive_branches = trajectory.consecutive_branches + 1 if decision.branches else 0
         for _ in range(decision.branches):
             left = trajectory.deadline - time.monotonic()  # a branch inherits the remaining time
@@ -499,8 +501,11 @@ class _TreeBuilder:
         decision = self.nodes[source].decision
         assert decision is not None
         reason = f"{REASONS[self.branching.policy]} after all trajectories ended"
-        chosen = replace(decision, branches=decision.branches + 1, reason=reason)
-        self.nodes[source] = replace(self.nodes[source], decision=chosen)
+        self._set_decision(source, replace(decision, branches=decision.branches + 1, reason=reason))
+
+    def _set_decision(self, source: int, decision: Decision) -> None:
+        self.nodes[source] = replace(self.nodes[source], decision=decision)
+        self.notify(BranchingDecided(source, decision))
 
     def _initial_entropies(self, source: int) -> tuple[float, ...]:
         """The probed entropies of the first turn above a node; none at the prompt."""
@@ -539,15 +544,21 @@ class _TreeBuilder:
             )
         if not self.has_prompt:
             self.nodes[0] = Node(None, Kind.PROMPT, tokens, self.agent.tokenizer.decode(list(tokens)))
+            self.notify(NodeAdded(None, 0, self.nodes[0]))
             self.has_prompt = True
         return self.nodes[0].tokens == tokens
 
-    def add(self, node: Node) -> int:
-        """Add a node and return its index."""
+    def add(self, node: Node, trajectory: int | None = None) -> int:
+        """Add a node of this trajectory and return its index."""
         self.nodes.append(node)
-        if node.result is not None and node.result.attempts > 0:  # as `RolloutTree.tool_calls` counts
-            self.on_sampled(tool_calls=1)
-        return len(self.nodes) - 1
+        index = len(self.nodes) - 1
+        self.notify(NodeAdded(trajectory, index, node))
+        return index
+
+    def notify(self, event: RolloutEvent) -> None:
+        """Pass an event to the observer, if there is one."""
+        if self.observer is not None:
+            self.observer(event)
 
 
 @dataclass(slots=True)
@@ -590,7 +601,7 @@ class _ActiveTrajectory:
 
         def on_token(token: int, logprob: float, entropy: float) -> None:
             nonlocal undecided
-            builder.on_sampled(tokens=1)
+            builder.notify(TokenSampled(self.number, source, token, logprob, entropy))
             if undecided:
                 probe.append(entropy)
                 if len(probe) == builder.branching.probe_length:
@@ -645,12 +656,14 @@ class _ActiveTrajectory:
                 completion.policy_version,
                 seconds=seconds,
                 char_offsets=token_char_offsets(self.builder.agent.tokenizer, completion.tokens, text),
-            )
+            ),
+            self.number,
         )
         self.tokens += len(completion.tokens)
         self.initial_entropies = self.initial_entropies or completion.entropies[: self.builder.branching.probe_length]
 
     async def call_tool(self, call: ToolCall) -> ToolResult:
+        self.builder.notify(CallStarted(self.number, self.node, call))
         return await call_tool(self.builder.agent.tools, call, self.builder.task, self.state)
 
     def encode_result(self, text: str, place: ResultPlace) -> EncodedResult:
@@ -660,7 +673,7 @@ class _ActiveTrajectory:
 
     def append_result(self, call: ToolCall, result: ToolResult, encoded: EncodedResult, seconds: float) -> None:
         node = Node(self.node, Kind.TOOL, encoded.tokens, encoded.text, call=call, result=result, seconds=seconds)
-        self.node = self.builder.add(node)
+        self.node = self.builder.add(node, self.number)
         self.tokens += len(encoded.tokens)
         if self.state is not None and self.builder.branches_later:
             self.builder.saved_states[self.node] = self.state.branch()
@@ -687,7 +700,7 @@ class _ActiveTrajectory:
 
     def append_piece(self, piece: Piece, result: ToolResult, context: int | None = None) -> None:
         node = Node(self.node, Kind.TOOL, piece.tokens, piece.text, call=piece.call, result=result, context=context)
-        self.node = self.builder.add(replace(node, seconds=result.seconds))
+        self.node = self.builder.add(replace(node, seconds=result.seconds), self.number)
         self.tokens += len(piece.tokens)
 
     def context_tokens(self, node: int) -> list[int]:

@@ -30,10 +30,17 @@ def view(
     open_page: Annotated[
         bool | None, typer.Option("--open/--no-open", help="open the page; default: if there is a browser")
     ] = None,
+    playground: Annotated[
+        bool | None,
+        typer.Option(
+            "--playground/--no-playground", help="let the page ask the agents of runs; default: on this machine only"
+        ),
+    ] = None,
     export: Annotated[Path | None, typer.Option(help="write one HTML file with everything instead of serving")] = None,
     export_mb: Annotated[float, typer.Option(min=0.1, help="maximal size of that file")] = 50,
 ) -> None:
-    """See runs in a browser: curves, settings, rollout trees, entropies, comparisons. Nothing leaves this machine."""
+    """See runs in a browser: curves, settings, rollout trees, entropies, comparisons; ask their agents and watch the
+    tree grow. Nothing leaves this machine."""
     from arpo.viewer.folder import Folder
 
     folder = expand_user(folder)
@@ -47,13 +54,18 @@ def view(
         console.print(f"written: {export}" + (f"\n{note} (--export-mb)" if note else ""))
         return
     from arpo.net.hosts import LOCAL
+    from arpo.viewer.playground import Playground
     from arpo.viewer.server import build_server
 
-    with build_server(runs, host, port) as server:
+    chosen = None
+    if playground is not None:
+        chosen = Playground(runs, off="" if playground else "The Playground is off (--no-playground).")
+    with build_server(runs, host, port, chosen) as server:
         count = len(runs.search()[0])
         console.print(f"{count} {'run' if count == 1 else 'runs'} in {folder}: {server.url}  (Ctrl-C stops it)")
         if host not in LOCAL:
-            console.print("Everyone who can reach this address can read the runs.")
+            use = "" if server.playground.off else ", and have their agents use their tools (--playground)"
+            console.print(f"Everyone who can reach this address can read the runs{use}.")
         if _has_browser() if open_page is None else open_page:
             webbrowser.open(server.url)
         try:

@@ -30,8 +30,8 @@ from arpo.evaluation.evaluate import Evaluation
 from arpo.runs.reporter import SILENT, Reporter
 from arpo.runs.trees import unpack_tree
 from arpo.training.requests import DONE, MISTAKE, Reply, encode_request, merge_stats, restore_columns
-from arpo.training.sampler import OnTree, ignore
-from arpo.types import Kind, ScoredTree, Task
+from arpo.training.sampler import OnTree, ignore, report_tree
+from arpo.types import ScoredTree, Task
 
 SCAN_SECONDS = 3.0  # between looks at which machines there are
 IDLE_SECONDS, STARTING_SECONDS = 300.0, 1800.0  # without a worker, when none is starting and when one is
@@ -214,10 +214,7 @@ class RaySampler:
             self._tool_calls.setdefault(job.step, []).append(scored.tree.tool_calls)
         if not job.result.done():
             if job.step is not None:
-                self._reporter.tree(scored)
-                tree = scored.tree
-                tokens = sum(len(node.tokens) for node in tree.nodes if node.kind is Kind.MODEL)
-                self._reporter.sampled(tokens, tree.tool_calls, len(tree.leaves))
+                report_tree(self._reporter, scored)
             job.result.set_result(scored)
 
     # --- workers

@@ -116,7 +116,7 @@ def tree_to_json(scored: ScoredTree) -> dict[str, Any]:
     return {
         "task": {**_shallow(tree.task), "meta": dict(tree.task.meta)},
         "nodes": [node_to_json(node) for node in tree.nodes],
-        "leaves": [_leaf_to_json(leaf) for leaf in tree.leaves],
+        "leaves": [leaf_to_json(leaf) for leaf in tree.leaves],
         "format": tree.format,
         "rewards": [_reward_to_json(reward) for reward in scored.rewards],
         "credits": [_credit_to_json(credit) for credit in scored.credits],
@@ -171,7 +171,8 @@ def _reward_to_json(reward: Reward) -> dict[str, Any]:
     return {**_shallow(reward), "parts": dict(reward.parts)}
 
 
-def _leaf_to_json(leaf: Leaf) -> dict[str, Any]:
+def leaf_to_json(leaf: Leaf) -> dict[str, Any]:
+    """A value that `json.dumps` takes."""
     return _without({**_shallow(leaf), "reward": leaf.reward and _reward_to_json(leaf.reward)}, "reward")
 
 

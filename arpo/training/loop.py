@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from arpo.agent.agent import build_prompts
@@ -47,7 +48,7 @@ from arpo.training.checks import check_settings
 from arpo.training.collapse import CollapseMonitor
 from arpo.training.context import build_context, build_reward_fn, fit_tasks, load_tasks_and_tools
 from arpo.training.ranks import RankSampler, open_message
-from arpo.training.sampler import LocalSampler, Sampler
+from arpo.training.sampler import LocalSampler, Sampler, count_events, report_tree
 from arpo.types import Fault, ScoredTree, ToolResult, derive_seed
 
 # Settings that may change when a training run is resumed.
@@ -111,7 +112,7 @@ class Prepared:
             start.requested, start.config, self.model, self.tokenizer, group, self.objects, self.reporter
         )
         if group is not None and ranks_sample(start.config) and isinstance(sampler, LocalSampler):
-            sampler = RankSampler(sampler, group, self.reporter.tree)
+            sampler = RankSampler(sampler, group, partial(report_tree, self.reporter))
         with start.open(trainer, self.reporter) as checkpoints:
             yield Training(start.config, self.tasks, sampler, trainer, checkpoints, self.reporter)
 
@@ -154,7 +155,7 @@ def prepare_training(
         sampler: Sampler
         if build_sampler is None:
             context = build_context(start.config, tasks, tools, reward, model, tokenizer, reporter, objects)
-            tasks, sampler = context.tasks, LocalSampler(context, reporter.tree, reporter.sampled)
+            tasks, sampler = context.tasks, LocalSampler(context, reporter.tree, count_events(reporter))
         else:
             prompts = build_prompts(config, tools, tokenizer, model.config.max_position_embeddings, objects)
             tasks = fit_tasks(tasks, prompts, config, reporter)

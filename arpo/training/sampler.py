@@ -10,13 +10,13 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from arpo.algorithm.rollout import OnSampled, sample_trees
+from arpo.algorithm.rollout import Observer, sample_trees
 from arpo.environments.states import pool_of
 from arpo.evaluation.evaluate import Evaluation, evaluate
 from arpo.rewards import Scorer
-from arpo.runs.reporter import SILENT
+from arpo.runs.reporter import Reporter
 from arpo.training.context import RolloutContext
-from arpo.types import ScoredTree, Task
+from arpo.types import Kind, NodeAdded, RolloutEvent, ScoredTree, Task, TokenSampled, TrajectoryEnded
 
 OnTree = Callable[[ScoredTree], None]
 """Called with each tree as soon as it is scored."""
@@ -24,6 +24,28 @@ OnTree = Callable[[ScoredTree], None]
 
 def ignore(scored: ScoredTree) -> None:
     """Do nothing with a tree."""
+
+
+def count_events(reporter: Reporter) -> Observer:
+    """An observer of rollouts that tells the reporter how many tokens, tool calls and trajectories are done."""
+
+    def observe(event: RolloutEvent) -> None:
+        if isinstance(event, TokenSampled):
+            reporter.sampled(tokens=1)
+        elif isinstance(event, TrajectoryEnded):
+            reporter.sampled(trajectories=1)
+        elif isinstance(event, NodeAdded) and event.node.result is not None and event.node.result.attempts:
+            reporter.sampled(tool_calls=1)
+
+    return observe
+
+
+def report_tree(reporter: Reporter, scored: ScoredTree) -> None:
+    """Tell the reporter of a tree of a training step that another process sampled."""
+    reporter.tree(scored)
+    tree = scored.tree
+    tokens = sum(len(node.tokens) for node in tree.nodes if node.kind is Kind.MODEL)
+    reporter.sampled(tokens, tree.tool_calls, len(tree.leaves))
 
 
 class Sampler(Protocol):
@@ -53,10 +75,8 @@ class Sampler(Protocol):
 class LocalSampler:
     """Samples in this process, one step at a time, with the engine that shares the trained model's weights."""
 
-    def __init__(
-        self, context: RolloutContext, on_tree: OnTree = ignore, on_sampled: OnSampled = SILENT.sampled
-    ) -> None:
-        self.context, self._on_tree, self._on_sampled = context, on_tree, on_sampled
+    def __init__(self, context: RolloutContext, on_tree: OnTree = ignore, observer: Observer | None = None) -> None:
+        self.context, self._on_tree, self._observer = context, on_tree, observer
 
     async def sync_weights(self, version: int) -> None:
         """Drop what the engine computed with older weights; the weights themselves are shared."""
@@ -77,7 +97,7 @@ class LocalSampler:
                 scorer.score,
                 slots,
                 self._on_tree,
-                self._on_sampled,
+                self._observer,
             )
 
     async def evaluate(

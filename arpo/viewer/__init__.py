@@ -1,4 +1,5 @@
-"""The viewer: a local page that shows runs, their curves and rollout trees, and an export of it as one HTML file.
+"""The viewer: a local page that shows runs, asks their agents, and can be exported as one HTML file.
 
-May import: types, errors, config, figures, runs and, inside functions, studies. Loads without torch.
+May import: types, errors, config, net, figures, runs and, inside functions, studies. `worker`, a process of its own,
+imports all that an agent needs; everything else loads without torch.
 """

@@ -24,7 +24,8 @@ from urllib.parse import quote
 from arpo.errors import ArpoError
 from arpo.runs.run_dir import write_atomically
 from arpo.viewer.folder import Folder
-from arpo.viewer.server import ROUTES, Query, dump, static_files
+from arpo.viewer.messages import Query, dump
+from arpo.viewer.server import ROUTES, static_files
 
 MB = 1_000_000
 PROBED_STEPS = 3  # to estimate the size of the others

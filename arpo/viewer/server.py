@@ -5,28 +5,31 @@
 
 Guarantees: nothing is changed, and nothing is read except the viewer's own files and the runs in the folder. Every
 reply, errors included, is JSON or a file of the page. Pages of other sites cannot read anything: no reply allows other
-origins, and requests that name another host are refused (DNS rebinding).
-Not covered: passwords, encryption. Everyone who can reach the port can read the runs.
+origins, and requests that name another host are refused (DNS rebinding). A question for the Playground, the only POST
+request, must come from our own page: it needs that origin, and a token that only our page can read.
+Not covered: passwords, encryption. Everyone who can reach the port can read the runs and, where the Playground is on,
+use it.
 """
 
 from __future__ import annotations
 
-import json
-import re
+import hmac
+import select
 import sys
 from collections.abc import Callable, Mapping
 from functools import cache
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
-from math import isfinite
 from typing import Any
-from urllib.parse import parse_qs, unquote
+from urllib.parse import unquote
 
 from arpo.errors import ArpoError
-from arpo.net.hosts import known_host, listen_address, server_url
+from arpo.net.hosts import LOCAL, known_host, listen_address, server_url
 from arpo.viewer import api
 from arpo.viewer.folder import Folder, NotFound
+from arpo.viewer.messages import MAX_BODY, BadRequest, Query, dump, read_ask
+from arpo.viewer.playground import Busy, Off, Playground
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -44,44 +47,16 @@ TYPES = {
     "css": "text/css; charset=utf-8",
     "js": "text/javascript; charset=utf-8",
 }
-JSON = "application/json"
+JSON, JSON_LINES = "application/json", "application/x-ndjson"
+TOKEN_HEADER = "X-Arpo-Token"
+OFF_FOR_OTHERS = (
+    "The Playground is off, because other machines can reach this page. `arpo view --playground` turns it on."
+)
 IDLE_SECONDS = 30.0  # until an idle connection is closed
 
 
-class BadRequest(ArpoError):
-    """A request with a missing or invalid parameter."""
-
-
-class Query:
-    """The parameters of a request."""
-
-    def __init__(self, text: str) -> None:
-        try:
-            self._values = parse_qs(text, keep_blank_values=True, max_num_fields=20)
-        except ValueError:
-            raise BadRequest("too many parameters") from None
-
-    def text(self, name: str) -> str:
-        """A required parameter."""
-        if name not in self._values:
-            raise BadRequest(f"the parameter {name} is missing")
-        return self._values[name][0]
-
-    def optional(self, name: str) -> str | None:
-        """An optional parameter."""
-        return self._values.get(name, [None])[0] or None
-
-    def number(self, name: str, default: int | None = None) -> int:
-        """A whole number; required unless there is a default."""
-        if name not in self._values and default is not None:
-            return default
-        text = self.text(name)
-        if not re.fullmatch("[0-9]{1,15}", text):
-            raise BadRequest(f"{name}: got {text[:50]!r}, expected a whole number")
-        return int(text)
-
-
-ROUTES: Mapping[str, Callable[[Folder, Query], dict[str, Any]]] = {
+Route = Callable[[Folder, Query], dict[str, Any]]
+ROUTES: Mapping[str, Route] = {
     "runs": lambda folder, query: api.runs(folder),
     "metrics": lambda folder, query: api.metrics(folder, query.text("run"), query.number("after", 0)),
     "config": lambda folder, query: api.config(folder, query.text("run")),
@@ -96,16 +71,24 @@ ROUTES: Mapping[str, Callable[[Folder, Query], dict[str, Any]]] = {
 }
 
 
+class Refused(ArpoError):
+    """A question that is not taken, whatever it asks."""
+
+    def __init__(self, status: HTTPStatus, message: str, **headers: str) -> None:
+        super().__init__(message)
+        self.status, self.headers = status, headers
+
+
 class Server(ThreadingHTTPServer):
     """Serves one folder."""
 
     daemon_threads = True
     request_queue_size = 1024  # connections that wait to be accepted; beyond it, clients wait for seconds or are reset
 
-    def __init__(self, folder: Folder, host: str, port: int) -> None:
+    def __init__(self, folder: Folder, host: str, port: int, playground: Playground) -> None:
         family, address = listen_address(host, port)
         self.address_family = family
-        self.folder, self.host = folder, host
+        self.folder, self.host, self.playground = folder, host, playground
         super().__init__(address, Handler)
         self.port = int(self.server_address[1])
 
@@ -113,6 +96,11 @@ class Server(ThreadingHTTPServer):
     def url(self) -> str:
         """The address of the page."""
         return server_url(self.host, self.port)
+
+    def server_close(self) -> None:
+        """Stop listening, and end the agent of the Playground."""
+        super().server_close()
+        self.playground.close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore browsers that close the connection."""
@@ -137,7 +125,8 @@ class Handler(BaseHTTPRequestHandler):
         address, _, query = self.path.partition("?")
         path = unquote(address)
         if path.startswith("/api/"):
-            status, content = answer(self.server.folder, path.removeprefix("/api/"), query)
+            routes = {**ROUTES, "playground": lambda _, query: self.server.playground.status(query.text("run"))}
+            status, content = answer(self.server.folder, path.removeprefix("/api/"), query, routes)
             self._send(status, JSON, content)
             return
         file = static_files().get("index.html" if path == "/" else path.removeprefix("/static/"))
@@ -149,11 +138,56 @@ class Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def do_POST(self) -> None:
-        """Refuse all other methods."""
+        """Reply to a question for the Playground with its events, a JSON object a line."""
+        self.close_connection = True
+        try:
+            ask = read_ask(self._question())
+            with self.server.playground.asking(ask) as events:
+                self.send_response(HTTPStatus.OK)
+                for name, value in {**HEADERS, "Content-Type": JSON_LINES, "Connection": "close"}.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                for event in events:
+                    if self._client_is_gone():
+                        return
+                    if event is not None:
+                        self.wfile.write(dump(event) + b"\n")
+        except Refused as error:
+            self._send_json(error.status, {"error": str(error)}, **error.headers)
+        except ArpoError as error:
+            self._send_json(_status_of(error), {"error": str(error)})
+
+    def _question(self) -> bytes:
+        """The body of a request that our own page sent; Refused if another one may have."""
+        headers, server = self.headers, self.server
+        host = headers.get("Host", "")
+        if not known_host(host, server.host, server.port):
+            raise Refused(HTTPStatus.FORBIDDEN, "use the address that `arpo view` printed")
+        if self.path != "/api/ask":
+            raise Refused(HTTPStatus.METHOD_NOT_ALLOWED, "only GET and HEAD are supported", Allow="GET, HEAD")
+        if headers.get("Origin") != f"http://{host}":
+            raise Refused(HTTPStatus.FORBIDDEN, "questions are taken from the page of `arpo view` only")
+        given, token = headers.get(TOKEN_HEADER, ""), server.playground.token
+        if not hmac.compare_digest(given.encode(), token.encode()):
+            raise Refused(HTTPStatus.FORBIDDEN, "this page is of an earlier `arpo view`: load it again")
+        if headers.get("Content-Type") != JSON:
+            raise Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"send {JSON}")
+        length = headers.get("Content-Length", "")
+        if not (length.isascii() and length.isdecimal()):
+            raise Refused(HTTPStatus.LENGTH_REQUIRED, "say how long the question is")
+        if len(length) > len(str(MAX_BODY)) or int(length) > MAX_BODY:
+            raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a question may have {MAX_BODY:,} bytes")
+        return self.rfile.read(int(length))
+
+    def _client_is_gone(self) -> bool:
+        """Whether the client closed the connection; one that waits for events has nothing to send."""
+        return bool(select.select([self.connection], [], [], 0)[0])
+
+    def _refuse_method(self) -> None:
         self.close_connection = True
         self._send_json(HTTPStatus.METHOD_NOT_ALLOWED, {"error": "only GET and HEAD are supported"}, Allow="GET, HEAD")
 
-    do_PUT = do_DELETE = do_PATCH = do_OPTIONS = do_TRACE = do_CONNECT = do_POST
+    do_PUT = do_DELETE = do_PATCH = do_OPTIONS = do_TRACE = do_CONNECT = _refuse_method
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Refuse an invalid request, in JSON."""
@@ -175,48 +209,35 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
 
-def build_server(folder: Folder, host: str, port: int) -> Server:
-    """A listening server; port 0 takes any free port."""
+def build_server(folder: Folder, host: str, port: int, playground: Playground | None = None) -> Server:
+    """A listening server; port 0 takes any free port. By default the Playground is on for this machine only."""
+    if playground is None:
+        playground = Playground(folder, off="" if host in LOCAL else OFF_FOR_OTHERS)
     try:
-        return Server(folder, host, port)
+        return Server(folder, host, port, playground)
     except OSError as error:
         hint = "choose another --port, or 0 for a free one" if port else "choose another --host"
         raise ArpoError(f"{host}:{port}: cannot listen ({error.strerror}); {hint}") from None
 
 
-def answer(folder: Folder, name: str, query: str) -> tuple[HTTPStatus, bytes]:
+def answer(folder: Folder, name: str, query: str, routes: Mapping[str, Route] = ROUTES) -> tuple[HTTPStatus, bytes]:
     """The reply to an API request, or an error, as JSON; never raises."""
     try:
-        if name not in ROUTES:
+        if name not in routes:
             raise NotFound("there is no such request")
-        return HTTPStatus.OK, dump(ROUTES[name](folder, Query(query)))
-    except NotFound as error:
-        status, message = HTTPStatus.NOT_FOUND, str(error)
-    except BadRequest as error:
-        status, message = HTTPStatus.BAD_REQUEST, str(error)
+        return HTTPStatus.OK, dump(routes[name](folder, Query(query)))
     except ArpoError as error:
-        status, message = HTTPStatus.UNPROCESSABLE_ENTITY, str(error)
+        status, message = _status_of(error), str(error)
     except Exception as error:  # damaged files can fail in any way
         status = HTTPStatus.UNPROCESSABLE_ENTITY
         message = f"this part of the run cannot be read ({type(error).__name__}: {str(error)[:200]})"
     return status, dump({"error": message})
 
 
-def dump(value: Any) -> bytes:
-    """JSON in ASCII, with null for NaN and infinity."""
-    try:
-        text = json.dumps(value, allow_nan=False, separators=(",", ":"))
-    except ValueError:  # rare; replacing them always would be slow
-        text = json.dumps(_finite(value), allow_nan=False, separators=(",", ":"))
-    return text.encode("ascii")
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not isfinite(value) else value
+def _status_of(error: ArpoError) -> HTTPStatus:
+    statuses = {NotFound: HTTPStatus.NOT_FOUND, BadRequest: HTTPStatus.BAD_REQUEST}
+    statuses |= {Off: HTTPStatus.FORBIDDEN, Busy: HTTPStatus.CONFLICT}
+    return statuses.get(type(error), HTTPStatus.UNPROCESSABLE_ENTITY)
 
 
 @cache

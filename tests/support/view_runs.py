@@ -261,11 +261,11 @@ def settings(directory: Path, *overrides: str) -> dict[str, Any]:
     return load_config(None, [f"run.dir={directory}", *overrides]).resolved()
 
 
-def make_branched(directory: Path, *, close: bool = True) -> RunDir:
+def make_branched(directory: Path, *, close: bool = True, overrides: Sequence[str] = ()) -> RunDir:
     """Five steps, tested after 2 and 4; evaluations by kind before training and after steps 2 and 5.
     Step 2: branched, straight (all right), straight (all wrong), broken tools. Step 4: the branched tree without
     character offsets. Step 5: straight. Unless closed, it is live."""
-    run_dir = create_run_dir(directory, settings(directory))
+    run_dir = create_run_dir(directory, settings(directory, *overrides))
     wrong = Task("q-wrong", "Who knows?", ("nobody",), kind="hop2")
     steps: dict[int, list[ScoredTree]] = {
         2: [branched(), straight(), straight(wrong, right=False), broken_tool()],

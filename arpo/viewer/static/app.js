@@ -7,12 +7,13 @@ import { entropyTab } from "./entropy.js";
 import { loadEvaluations } from "./heldout.js";
 import { loadMetrics } from "./metrics.js";
 import { overviewTab } from "./overview.js";
+import { playgroundTab } from "./playground.js";
 import { runList } from "./runs.js";
 import { api, exported, get } from "./source.js";
 import { go, readState } from "./state.js";
 import { clearTreeCache, treesTab } from "./trees.js";
 
-const TABS = ["Overview", "Trees", "Entropy", "Compare", "Config"];
+const TABS = ["Overview", "Trees", "Entropy", "Compare", "Config", ...(exported ? [] : ["Playground"])];
 const POLL = 2000;
 const IDLE = 6000; // when nothing is being written
 const OVERLAID = 6;
@@ -68,6 +69,7 @@ async function draw() {
     await loadSelected(state, false);
     if (tabOf(readState()) === tab) overviewTab(main, withDefaults(readState()), page.runs);
   } else if (tab === "Trees") await treesTab(main, state, run);
+  else if (tab === "Playground") await playgroundTab(main, state, run);
   else if (tab === "Entropy") await entropyTab(main, state, run);
   else await configTab(main, state, run, page.runs);
 }
@@ -133,7 +135,7 @@ const KEYS = [
   ["/", "search in the texts of the step"],
   ["[ and ]", "the step before, the step after"],
   ["j and k", "the next prompt, the one before"],
-  ["1 to 5", plural(TABS.length, "view") + ": " + TABS.join(", ")],
+  [`1 to ${TABS.length}`, plural(TABS.length, "view") + ": " + TABS.join(", ")],
   ["?", "this list"],
 ];
 

@@ -1,10 +1,12 @@
 // The picture of a rollout tree: an SVG that is also a tree for keyboards and screen readers.
 
-import { mean, number, percent, plural, printable, shorten, signed, svg } from "./dom.js";
+import { el, mean, number, percent, plural, printable, shorten, signed, svg } from "./dom.js";
 import { NODE_HEIGHT, layoutTree, neighbor, prefixOf } from "./layout.js";
-import { shadeClass } from "./tokens.js";
+import { parseIndex } from "./state.js";
+import { shadeClass, shadeTop } from "./tokens.js";
 
 const STRIP = 24;
+const drawnTrees = new WeakMap(); // the tree in each box
 const SMALLEST = 0.72; // a wide tree is drawn no smaller than this; beyond that it scrolls
 
 export function correctMark(reward) {
@@ -13,8 +15,31 @@ export function correctMark(reward) {
   return correct >= 1 ? "✓" : correct > 0 ? "½" : "✗";
 }
 
+// The item that the address names, or else `fallback`, and the trajectory that is highlighted, or null.
+export function selection(tree, state, fallback = "n0") {
+  const leaf = parseIndex(state.leaf);
+  const trajectory = tree.leaves[leaf] ? leaf : null;
+  const node = parseIndex(state.node);
+  if (tree.nodes[node] && !(state.chat && trajectory !== null)) return { chosen: `n${node}`, trajectory };
+  if (trajectory !== null) return { chosen: `l${trajectory}`, trajectory };
+  return { chosen: fallback, trajectory: fallback[0] === "l" ? Number(fallback.slice(1)) : null };
+}
+
+// Draws a tree into a box with its legend; focus stays, and so does the place to which the same tree was scrolled.
+export function showPicture(box, tree, { chosen, trajectory, open }) {
+  const focused = box.contains(document.activeElement);
+  const from = drawnTrees.get(box) === tree ? [box.scrollLeft, box.scrollTop] : [0, 0];
+  const top = shadeTop(tree.nodes, "entropy", []);
+  const picture = drawTree(tree, { top, chosen, trajectory, open, maxWidth: box.clientWidth || 800 });
+  box.replaceChildren(picture, kinds());
+  drawnTrees.set(box, tree);
+  [box.scrollLeft, box.scrollTop] = from;
+  pinRewards(picture, box);
+  if (focused) picture.querySelector(`[data-item="${chosen}"]`)?.focus({ preventScroll: true });
+}
+
 // `open(item)` is called with "n3" or "l1" when a node or a leaf is selected.
-export function drawTree(tree, { top, chosen, trajectory, open, maxWidth }) {
+function drawTree(tree, { top, chosen, trajectory, open, maxWidth }) {
   const layout = layoutTree(tree);
   const on = new Set(trajectory === null ? [] : prefixOf(tree.nodes, tree.leaves[trajectory].node));
   const items = new Map();
@@ -46,7 +71,7 @@ export function drawTree(tree, { top, chosen, trajectory, open, maxWidth }) {
 }
 
 // Rewards stay in sight beside a tree that is wider than its box.
-export function pinRewards(picture, box) {
+function pinRewards(picture, box) {
   const ends = picture.querySelector(".ends");
   const pin = () => {
     const hidden = Math.max(0, picture.getBoundingClientRect().right - box.getBoundingClientRect().left - box.clientWidth);
@@ -95,7 +120,7 @@ function drawNode(tree, layout, place, top, on) {
   const node = tree.nodes[place.index];
   const failed = node.result?.fault || node.call?.error;
   const words = describeNode(node, place.index);
-  const classes = `node ${node.kind}${failed ? " failed" : ""}${on ? " on" : ""}`;
+  const classes = `node ${node.kind}${failed ? " failed" : ""}${node.live ? " growing" : ""}${on ? " on" : ""}`;
   const level = { "aria-level": place.depth + 1, ...ariaPosition(layout, place) };
   const parts = [svg("title", {}, words), svg("path", { class: "shape", d: shape(node.kind, place.width) })];
   if (node.kind === "model") parts.push(...strip(node.entropies ?? [], place.width, top));
@@ -143,7 +168,7 @@ export function describeDecision(decision) {
 }
 
 function describeNode(node, index) {
-  const parts = [`node ${index}, ${node.kind}`];
+  const parts = [`node ${index}, ${node.kind}${node.live ? ", in progress" : ""}`];
   if (node.kind === "tool") parts.push(printable(shorten(node.call?.name ?? "", 40)));
   parts.push(plural(node.tokens?.length ?? 0, "token"));
   const fault = node.result?.fault ?? (node.call?.error ? "model" : null);
@@ -164,11 +189,16 @@ export function rewardNote(reward) {
 }
 
 export function describeLeaf(tree, leaf) {
+  if (!tree.rewards.length) return `trajectory ${leaf + 1}: ended by ${tree.leaves[leaf].stop_reason}, ${answerOf(tree.leaves[leaf])}`;
   const [reward, credit] = [tree.rewards[leaf], tree.credits[leaf]];
   const parts = rewardParts(reward) && ` (${rewardParts(reward)})`;
   const masked = tree.mask[leaf] === false ? ", left out of training" : "";
   const note = rewardNote(reward) && `; ${rewardNote(reward)}`;
   return `trajectory ${leaf + 1}: ended by ${tree.leaves[leaf].stop_reason}, reward ${number(reward?.total)}${parts}, advantage ${signed(credit?.advantage)}${masked}${note}`;
+}
+
+function answerOf(leaf) {
+  return typeof leaf.answer === "string" ? `answer: ${printable(shorten(leaf.answer, 200))}` : "no answer";
 }
 
 function drawLeaf(tree, layout, end, on) {
@@ -187,18 +217,33 @@ function drawLeaf(tree, layout, end, on) {
   };
   const glyph = correctMark(reward);
   const column = (x, text, kind) => svg("text", { x, y: 4, class: kind }, text);
+  const numbers = [column(18, number(reward?.total), "reward"), column(54, `A ${signed(credit?.advantage, 2)}`, "advantage")];
+  const answer = printable(shorten(tree.leaves[end.number].answer ?? "–", 15));
   return svg(
     "g",
     props,
     svg("title", {}, words),
     svg("rect", { class: "shape", x: -4, y: -13, width: 170, height: 26, rx: 4 }),
     column(2, glyph, glyph === "✓" ? "right" : "wrong"),
-    column(18, number(reward?.total), "reward"),
-    column(54, `A ${signed(credit?.advantage, 2)}`, "advantage"),
+    ...(tree.rewards.length ? numbers : [column(4, answer, "reward")]),
     column(108, tree.leaves[end.number].stop_reason + (masked ? ", masked" : ""), "why"),
   );
 }
 
 export function accuracyText(value) {
   return typeof value === "number" ? `, ${percent(value)} correct` : "";
+}
+
+function kinds() {
+  const item = (kind, text) => el("span", { class: `kind ${kind}` }, text);
+  return el(
+    "p",
+    { class: "kinds" },
+    item("prompt", "Q prompt"),
+    item("model", "M model, tokens, strip: entropy"),
+    item("tool", "tool result"),
+    item("failed", "! failed call"),
+    item("opened", "◆ branched here"),
+    item("considered", "◇ considered, not branched"),
+  );
 }

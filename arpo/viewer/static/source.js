@@ -10,12 +10,7 @@ export async function get(path) {
     if (found === undefined) throw new Error("This exported page does not hold that part of the run.");
     return found;
   }
-  let reply;
-  try {
-    reply = await fetch(path, { cache: "no-store" });
-  } catch {
-    throw new Error("The server does not answer; is `arpo view` still running?");
-  }
+  const reply = await reach(path, { cache: "no-store" });
   let body;
   try {
     body = await reply.json();
@@ -24,6 +19,28 @@ export async function get(path) {
   }
   if (!reply.ok) throw new Error(body?.error ?? `The server refused ${path} (status ${reply.status}).`);
   return body;
+}
+
+async function reach(path, options) {
+  try {
+    return await fetch(path, options);
+  } catch {
+    throw new Error("The server does not answer; is `arpo view` still running?");
+  }
+}
+
+// Sends JSON, and calls `receive` with each line of the reply as it comes.
+export async function postLines(path, body, { token, signal, receive }) {
+  const headers = { "Content-Type": "application/json", "X-Arpo-Token": token };
+  const reply = await reach(path, { method: "POST", headers, body: JSON.stringify(body), signal });
+  if (!reply.ok) throw new Error((await reply.json()).error);
+  const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (let part = await reader.read(); !part.done; part = await reader.read()) {
+    const lines = (rest + part.value).split("\n");
+    rest = lines.pop();
+    for (const line of lines) receive(JSON.parse(line));
+  }
 }
 
 export function api(name, parameters = {}) {

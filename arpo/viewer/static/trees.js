@@ -2,11 +2,10 @@
 
 import { clear, el, mean, number, plural, printable, problem, put, shorten } from "./dom.js";
 import { detailPanel } from "./detail.js";
-import { accuracyText, drawTree, pinRewards } from "./picture.js";
+import { accuracyText, selection, showPicture } from "./picture.js";
 import { filterBar, filtered, hitList, promptList } from "./prompts.js";
-import { api, get } from "./source.js";
+import { api, exported, get } from "./source.js";
 import { go, parseIndex } from "./state.js";
-import { shadeTop } from "./tokens.js";
 
 const treeView = { node: null, cache: new Map(), request: 0 };
 const CACHE_SIZE = 30;
@@ -142,9 +141,7 @@ async function drawOne(request, run, step, n, state) {
     return;
   }
   if (request !== treeView.request) return;
-  const trajectory = parseIndex(state.leaf) !== null && tree.leaves[parseIndex(state.leaf)] ? parseIndex(state.leaf) : null;
-  const node = parseIndex(state.node);
-  const chosen = state.chat && trajectory !== null ? `l${trajectory}` : tree.nodes[node] ? `n${node}` : trajectory !== null ? `l${trajectory}` : "n0";
+  const { chosen, trajectory } = selection(tree, state);
   redrawIfChanged("one", [run.id, step, n, chosen, trajectory, state.shade], () => drawTreeAndDetail(tree, state, chosen, trajectory, step, n));
 }
 
@@ -152,33 +149,12 @@ function drawTreeAndDetail(tree, state, chosen, trajectory, step, n) {
   const correct = tree.rewards.map((reward) => reward.parts?.correct);
   const accuracy = correct.every((value) => typeof value === "number") ? mean(correct) : null;
   const answers = shorten(tree.task.answers.join(" or "), 160);
+  const again = () => go({ tab: "playground", step, n, node: null, leaf: null, chat: null });
   treeView.head.replaceChildren(
     el("h2", {}, printable(shorten(tree.task.question, 300))),
-    el("p", {}, `${answers ? `right answer: ${printable(answers)} · ` : ""}step ${step}, prompt #${n} · ${plural(tree.leaves.length, "trajectory")}${accuracyText(accuracy)}`),
+    el("p", {}, `${answers ? `right answer: ${printable(answers)} · ` : ""}step ${step}, prompt #${n} · ${plural(tree.leaves.length, "trajectory")}${accuracyText(accuracy)}`, exported ? null : el("button", { type: "button", class: "link", click: again }, "ask again")),
   );
-  const focused = treeView.picture.contains(document.activeElement);
-  const from = [treeView.picture.scrollLeft, treeView.picture.scrollTop];
-  const same = treeView.shown === tree;
   const open = (item) => go(item[0] === "l" ? { leaf: item.slice(1), node: null, chat: 1 } : { node: item.slice(1), chat: null, leaf: trajectory });
-  const picture = drawTree(tree, { top: shadeTop(tree.nodes, "entropy", []), chosen, trajectory, open, maxWidth: treeView.picture.clientWidth || 800 });
-  treeView.picture.replaceChildren(picture, kinds());
-  treeView.shown = tree;
-  [treeView.picture.scrollLeft, treeView.picture.scrollTop] = same ? from : [0, 0];
-  pinRewards(picture, treeView.picture);
-  if (focused) picture.querySelector(`[data-item="${chosen}"]`)?.focus({ preventScroll: true });
+  showPicture(treeView.picture, tree, { chosen, trajectory, open });
   treeView.detail.replaceChildren(detailPanel(tree, state, chosen, trajectory));
-}
-
-function kinds() {
-  const item = (kind, text) => el("span", { class: `kind ${kind}` }, text);
-  return el(
-    "p",
-    { class: "kinds" },
-    item("prompt", "Q prompt"),
-    item("model", "M model, tokens, strip: entropy"),
-    item("tool", "tool result"),
-    item("failed", "! failed call"),
-    item("opened", "◆ branched here"),
-    item("considered", "◇ considered, not branched"),
-  );
 }
