@@ -141,6 +141,8 @@ def print_reading(reading: Reading, skip: bool) -> None:
     for part, used in reading.columns.items():
         names = ", ".join(f"{name} ({count:,})" if len(used) > 1 else name for name, count in used.items())
         console.print(printable(f"  {part:<10} {names or ('file and line' if part == 'id' else 'none')}"))
+    for line in image_lines(reading):
+        console.print(printable(line))
     for task in reading.tasks[:3]:
         kind = f" [{task.kind}]" if task.kind else ""
         console.print(printable(f"{task.id}{kind}: {shorten(task.question, 200)}"))
@@ -149,6 +151,20 @@ def print_reading(reading: Reading, skip: bool) -> None:
         fate = "are skipped" if skip else "are refused; data.bad_rows=skip skips them"
         console.print(f"rows that cannot be used and {fate}: {len(reading.problems):,}")
         console.print(printable(list_problems(reading.problems)))
+
+
+def image_lines(reading: Reading) -> list[str]:
+    """How many images the questions have, of which sizes, and which columns seem to hold further ones."""
+    images = [image for task in reading.tasks for image in task.images]
+    lines = []
+    if images:
+        smallest, largest = (choose(images, key=lambda image: image.width * image.height) for choose in (min, max))
+        sizes = " to ".join(dict.fromkeys(f"{image.width} x {image.height}" for image in (smallest, largest)))
+        having = sum(bool(task.images) for task in reading.tasks)
+        lines.append(f"images: {len(images):,} in {having:,} questions, {sizes} pixels")
+    for column, count in reading.unused_images.items():
+        lines.append(f"not used: column {column!r} seems to hold images ({count:,} rows); data.images={column} uses it")
+    return lines
 
 
 def tool_lines(stats: Mapping[str, ToolStats]) -> list[str]:
