@@ -101,7 +101,7 @@ def check_data(
 
 def _with_image_problems(reading: Reading) -> Reading:
     """The reading after every image was read: a question with one that cannot be is a problem."""
-    from arpo.data.images import read_task_images
+    from arpo.data.unread_images import read_task_images
 
     tasks, problems = [], list(reading.problems)
     with progress_bar("reading images", sum(bool(task.images) for task in reading.tasks)) as bar:

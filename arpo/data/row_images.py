@@ -26,15 +26,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from arpo.data.images import (
-    MAX_BYTES,
-    MAX_PIXELS,
-    UnreadImage,
-    encode_image,
-    image_size,
-    read_image,
-    read_image_file,
-)
+from arpo.data.images import MAX_BYTES, encode_image, read_image
+from arpo.data.unread_images import UnreadImage, check_size, image_size, read_image_file
 from arpo.errors import ArpoError
 from arpo.net.http import HttpClient, HttpError, retry
 from arpo.types import Image
@@ -135,21 +128,18 @@ class RowImages:
         if isinstance(value, bytes | bytearray | memoryview):
             return self._held(bytes(value), place)
         if _is_picture(value):
-            width, height = value.size
-            if width * height > MAX_PIXELS:
-                raise ValueError(f"the image has {width} x {height} pixels, more than {MAX_PIXELS:,}")
-            return UnreadImage("", width, height, place=place, load=partial(encode_image, value))
+            return UnreadImage("", *check_size(*value.size), place=place, load=partial(encode_image, value))
         raise ValueError(f"expected an image (a path, bytes or a picture), got {type(value).__name__}")
 
     def _held(self, content: bytes, place: str) -> Image:
-        width, height = image_size(content)
+        size = image_size(content)
         self.held_bytes += len(content)
         if self.held_bytes > MAX_HELD_BYTES:
             raise ArpoError(
                 f"{place}: the images inside the rows up to here have more than {MAX_HELD_BYTES >> 30} GB, and all of "
                 "them are held in memory; store them as files, and their paths in the column"
             )
-        return UnreadImage("", width, height, place=place, load=partial(read_image, content))
+        return UnreadImage("", *size, place=place, load=partial(read_image, content))
 
     def _inside(self, text: str) -> Path:
         """The file that a path in a row leads to."""
@@ -188,8 +178,7 @@ class RowImages:
 
 
 def _of_file(path: Path, place: str) -> Image:
-    width, height = image_size(path)
-    return UnreadImage("", width, height, place=place, load=partial(read_image_file, path))
+    return UnreadImage("", *image_size(path), place=place, load=partial(read_image_file, path))
 
 
 def _decode_url(url: str) -> bytes:

@@ -247,7 +247,7 @@ class _RowParser:
         column, values = self._image_column(row)
         places = [value for value in asked.images if value is None]
         if asked.images and not places:  # all of them are in the messages
-            column, values, found = "", [], asked.images
+            column, values, found = "", [], list(asked.images)
         elif places:
             if len(places) != len(values):
                 raise ValueError(
