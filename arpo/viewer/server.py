@@ -4,8 +4,8 @@
     server.serve_forever()
 
 Guarantees: nothing is changed, and nothing is read except the viewer's own files and the runs in the folder. Every
-reply, errors included, is JSON or a file of the page. Pages of other sites cannot read anything: no reply allows other
-origins, and requests that name another host are refused (DNS rebinding).
+reply, errors included, is JSON, a PNG image or a file of the page. Pages of other sites cannot read anything: no reply
+allows other origins, and requests that name another host are refused (DNS rebinding).
 Not covered: passwords, encryption. Everyone who can reach the port can read the runs.
 """
 
@@ -44,7 +44,7 @@ TYPES = {
     "css": "text/css; charset=utf-8",
     "js": "text/javascript; charset=utf-8",
 }
-JSON = "application/json"
+JSON, PNG = "application/json", "image/png"
 IDLE_SECONDS = 30.0  # until an idle connection is closed
 
 
@@ -137,8 +137,9 @@ class Handler(BaseHTTPRequestHandler):
         address, _, query = self.path.partition("?")
         path = unquote(address)
         if path.startswith("/api/"):
-            status, content = answer(self.server.folder, path.removeprefix("/api/"), query)
-            self._send(status, JSON, content)
+            name = path.removeprefix("/api/")
+            status, content = answer(self.server.folder, name, query)
+            self._send(status, PNG if name == "image" and status == HTTPStatus.OK else JSON, content)
             return
         file = static_files().get("index.html" if path == "/" else path.removeprefix("/static/"))
         if file is None or not (path == "/" or path.startswith("/static/")):
@@ -185,8 +186,11 @@ def build_server(folder: Folder, host: str, port: int) -> Server:
 
 
 def answer(folder: Folder, name: str, query: str) -> tuple[HTTPStatus, bytes]:
-    """The reply to an API request, or an error, as JSON; never raises."""
+    """The reply to an API request: JSON, or a PNG to "image"; an error is JSON. Never raises."""
     try:
+        if name == "image":
+            asked = Query(query)
+            return HTTPStatus.OK, api.image(folder, asked.text("run"), asked.text("sha256"))
         if name not in ROUTES:
             raise NotFound("there is no such request")
         return HTTPStatus.OK, dump(ROUTES[name](folder, Query(query)))

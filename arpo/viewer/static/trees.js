@@ -141,14 +141,25 @@ async function drawOne(request, run, step, n, state) {
     if (request === treeView.request) noTree(problem(error));
     return;
   }
+  const origin = { run: run.id, coordinates: await coordinatesOf(run.id) };
   if (request !== treeView.request) return;
   const trajectory = parseIndex(state.leaf) !== null && tree.leaves[parseIndex(state.leaf)] ? parseIndex(state.leaf) : null;
   const node = parseIndex(state.node);
   const chosen = state.chat && trajectory !== null ? `l${trajectory}` : tree.nodes[node] ? `n${node}` : trajectory !== null ? `l${trajectory}` : "n0";
-  redrawIfChanged("one", [run.id, step, n, chosen, trajectory, state.shade], () => drawTreeAndDetail(tree, state, chosen, trajectory, step, n));
+  redrawIfChanged("one", [run.id, step, n, chosen, trajectory, state.shade], () => drawTreeAndDetail(tree, state, chosen, trajectory, step, n, origin));
 }
 
-function drawTreeAndDetail(tree, state, chosen, trajectory, step, n) {
+// How calls of this run write the boxes of a crop; undefined if its settings do not say.
+async function coordinatesOf(run) {
+  try {
+    const { environment } = (await fetched(api("config", { run }))).config;
+    return environment?.name === "images" ? (environment.settings?.coordinates ?? "fraction") : undefined;
+  } catch {
+    return undefined;
+  }
+}
+
+function drawTreeAndDetail(tree, state, chosen, trajectory, step, n, origin) {
   const correct = tree.rewards.map((reward) => reward.parts?.correct);
   const accuracy = correct.every((value) => typeof value === "number") ? mean(correct) : null;
   const answers = shorten(tree.task.answers.join(" or "), 160);
@@ -165,7 +176,7 @@ function drawTreeAndDetail(tree, state, chosen, trajectory, step, n) {
   treeView.shown = tree;
   [treeView.picture.scrollLeft, treeView.picture.scrollTop] = same ? from : [0, 0];
   if (focused) picture.querySelector(`[data-item="${chosen}"]`)?.focus({ preventScroll: true });
-  treeView.detail.replaceChildren(detailPanel(tree, state, chosen, trajectory));
+  treeView.detail.replaceChildren(detailPanel(tree, state, chosen, trajectory, origin));
 }
 
 function kinds() {
