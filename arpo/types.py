@@ -73,7 +73,7 @@ class Fault(StrEnum):
     INFRA = "infra"  # the tool itself is broken or unreachable
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Image:
     """A picture as PNG, checked and bounded (`arpo.data.images.read_image`). Equal content has the same `sha256`.
 
