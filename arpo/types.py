@@ -501,7 +501,7 @@ class TreeBatch:
     tokens in that trajectory's term, and the node's advantage there.
     """
 
-    tokens_N: Tensor  # long
+    tokens_N: Tensor  # long; from the size of the vocabulary on, ids of images (`arpo.models.vision`)
     depth_N: Tensor  # long: its position, the number of tokens before it
     parent_N: Tensor  # long: the token before it; -1 for a root
     end_N: Tensor  # long

@@ -91,16 +91,6 @@ def attach_tower(model: Any, tower: VisionTower | None) -> None:
     setattr(model, _TOWER, tower)
 
 
-def require_tower(tower: VisionTower | None, what: str) -> VisionTower:
-    """The tower; ArpoError if there is none, since `what` has images."""
-    if tower is None:
-        raise ArpoError(
-            f"{what} has images, and this model cannot see: use a SmolVLM or Idefics3 model with rollout.engine=local "
-            "in one process, or leave the images out"
-        )
-    return tower
-
-
 @dataclass(slots=True)
 class _Known:
     """An image that has ids: the first of them, how many, and all objects with its content that something holds."""
@@ -209,9 +199,10 @@ class VisionTower:
             embedded[place] = number
         return tuple(embedded)
 
-    def knows(self, number: int) -> bool:
-        """Whether this is the virtual id of some image."""
-        return self.vocab_size <= number < self._next
+    @property
+    def num_ids(self) -> int:
+        """All ids below it are known: those of the vocabulary, and those of images so far."""
+        return self._next
 
     def _register(self, image: Image) -> _Known:
         known = self._known.get(image.sha256)
