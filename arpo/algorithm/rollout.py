@@ -25,7 +25,7 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 from arpo.agent.agent import Agent
@@ -104,12 +104,15 @@ async def sample_trees(
     """The scored trees of many tasks, in their order; `on_tree` is called with each one as soon as it is scored.
 
     At most `settings.concurrency` trajectories are sampled at a time over all tasks, or as many as the semaphore
-    `slots` allows. If one tree fails, the others are cancelled.
+    `slots` allows. If one tree fails, the others are cancelled. Of tasks with images, no more are in memory at a time
+    than trajectories can be sampled.
     """
     slots = slots or asyncio.Semaphore(settings.concurrency)
+    readers = asyncio.Semaphore(settings.concurrency)
 
     async def sample(task: Task, seed: int) -> ScoredTree:
-        scored = await sample_tree(agent, task, settings, branching, seed, score, slots)
+        async with readers if task.images else nullcontext():
+            scored = await sample_tree(agent, task, settings, branching, seed, score, slots)
         on_tree(scored)
         return scored
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from rich.tree import Tree
 from arpo.data.rows import list_problems
 from arpo.data.tasks import Reading
 from arpo.figures.text import printable
-from arpo.figures.tree_text import call_line, decision_line, leaf_line
+from arpo.figures.tree_text import call_line, decision_line, image_lines, leaf_line
 from arpo.runs import reporter as reporting
 from arpo.types import Kind, Node, ScoredTree, Task
 
@@ -141,7 +142,7 @@ def print_reading(reading: Reading, skip: bool) -> None:
     for part, used in reading.columns.items():
         names = ", ".join(f"{name} ({count:,})" if len(used) > 1 else name for name, count in used.items())
         console.print(printable(f"  {part:<10} {names or ('file and line' if part == 'id' else 'none')}"))
-    for line in image_lines(reading):
+    for line in reading_image_lines(reading):
         console.print(printable(line))
     for task in reading.tasks[:3]:
         kind = f" [{task.kind}]" if task.kind else ""
@@ -153,7 +154,7 @@ def print_reading(reading: Reading, skip: bool) -> None:
         console.print(printable(list_problems(reading.problems)))
 
 
-def image_lines(reading: Reading) -> list[str]:
+def reading_image_lines(reading: Reading) -> list[str]:
     """How many images the questions have, of which sizes, and which columns seem to hold further ones."""
     images = [image for task in reading.tasks for image in task.images]
     lines = []
@@ -179,10 +180,10 @@ def tool_lines(stats: Mapping[str, ToolStats]) -> list[str]:
     return [head, *rows] if rows else []
 
 
-def print_tree(scored: ScoredTree) -> None:
+def print_tree(scored: ScoredTree, images: Path | None = None) -> None:
     """Print a rollout tree: nodes, branching decisions, and each trajectory's stop reason and reward.
 
-    A tree with credits is printed with call times, reward parts and advantages, too.
+    A tree with credits is printed with call times, reward parts and advantages, too. `images` is where its images lie.
     """
     tree, full = scored.tree, bool(scored.credits)
     children: dict[int, list[int]] = {}
@@ -192,20 +193,20 @@ def print_tree(scored: ScoredTree) -> None:
     leaves: dict[int, list[str]] = {}
     for number, leaf in enumerate(tree.leaves):
         leaves.setdefault(leaf.node, []).append(leaf_line(scored, number))
-    root = Tree(_label(tree.nodes[0], full))
+    root = Tree(_label(tree.nodes[0], full, images))
     stack = [(0, root)]
     while stack:
         index, branch = stack.pop()
         for line in leaves.get(index, []):
             branch.add(Text(line, style="green"))
         for child in children.get(index, []):
-            stack.append((child, branch.add(_label(tree.nodes[child], full))))
+            stack.append((child, branch.add(_label(tree.nodes[child], full, images))))
     console.print(root, soft_wrap=False)
     _print_answers(tree.task)
 
 
-def print_trajectory(scored: ScoredTree, number: int) -> None:
-    """Print trajectory `number`, counted from 0, as a conversation."""
+def print_trajectory(scored: ScoredTree, number: int, images: Path | None = None) -> None:
+    """Print trajectory `number`, counted from 0, as a conversation; `images` is where its images lie."""
     trajectory, credit = scored.tree.trajectories[number], scored.credits[number]
     for index, node in zip(trajectory.indices, trajectory.nodes, strict=True):
         facts = f"{len(node.tokens)} tokens"
@@ -213,7 +214,7 @@ def print_trajectory(scored: ScoredTree, number: int) -> None:
             entropy = sum(node.entropies) / max(1, len(node.entropies))
             facts += f", entropy {entropy:.3f}, advantage {credit.by_node.get(index, 0.0):+.3f}"
         console.print(Text(f"--- {node.kind}, {facts}", style="bold"))
-        console.print(_label(node, True))
+        console.print(_label(node, True, images))
     console.print(Text(leaf_line(scored, number), style="green"))
     _print_answers(trajectory.task)
 
@@ -223,8 +224,10 @@ def _print_answers(task: Task) -> None:
         console.print(Text(f"right answer: {printable(' or '.join(task.answers))}"))
 
 
-def _label(node: Node, full: bool) -> Text:
+def _label(node: Node, full: bool, images: Path | None) -> Text:
     label = Text(printable(node.text.strip()), style=COLORS[node.kind])
+    for line in image_lines(node.images, images):
+        label.append("\n" + line, style="magenta")
     if full and node.result is not None:
         label.append("\n" + call_line(node.call, node.result), style="red" if node.result.fault else "magenta")
     if node.decision is not None:

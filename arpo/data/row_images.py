@@ -177,6 +177,20 @@ class RowImages:
             raise ValueError(str(error)) from None
 
 
+def given_images(images: Any) -> tuple[Image, ...]:
+    """The images that a caller gives, read: one or several pictures, bytes or files. ArpoError if one is none."""
+    single = isinstance(images, str | os.PathLike | Image) or _is_picture(images) or isinstance(images, bytes)
+    opened, found = RowImages(Path), list[Image]()
+    for number, value in enumerate([images] if single else images, 1):
+        own = Path(value) if isinstance(value, str) and not value.startswith("data:") else value
+        try:
+            image = opened.open(own, "images")
+            found.append(image.load() if isinstance(image, UnreadImage) else image)
+        except ValueError as error:
+            raise ArpoError(f"images: number {number}: {error}") from None
+    return tuple(found)
+
+
 def _of_file(path: Path, place: str) -> Image:
     return UnreadImage("", *image_size(path), place=place, load=partial(read_image_file, path))
 

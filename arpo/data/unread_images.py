@@ -13,7 +13,7 @@ from __future__ import annotations
 import io
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import Any
 from arpo.config.files import read_limited, require_regular_file
 from arpo.data.images import FORMATS, MAX_BYTES, MAX_PIXELS, read_image, require_pillow
 from arpo.errors import ArpoError
-from arpo.types import Image, Task
+from arpo.types import Image, ScoredTree, Task
 
 _ORIENTATION, _SIDEWAYS = 0x0112, (5, 6, 7, 8)  # in the metadata: how a camera was held
 
@@ -48,6 +48,27 @@ def read_task_images(task: Task) -> Task:
         return task
     images = tuple(image.read() if isinstance(image, UnreadImage) else image for image in task.images)
     return replace(task, images=images)
+
+
+def without_image_data(scored: ScoredTree) -> ScoredTree:
+    """The tree with its images as hashes and sizes, without their content, as one that was read from a file."""
+    tree = scored.tree
+    if not tree.task.images and not any(node.images for node in tree.nodes):
+        return scored
+    nodes = tuple(
+        replace(
+            node,
+            images=_hashes(node.images),
+            result=node.result and replace(node.result, images=_hashes(node.result.images)),
+        )
+        for node in tree.nodes
+    )
+    task = replace(tree.task, images=_hashes(tree.task.images))
+    return replace(scored, tree=replace(tree, task=task, nodes=nodes))
+
+
+def _hashes(images: Sequence[Image]) -> tuple[Image, ...]:
+    return tuple(Image(image.sha256, image.width, image.height) for image in images)
 
 
 def read_image_file(path: Path) -> Image:
@@ -82,7 +103,9 @@ def _size(file: Any, num_bytes: int) -> tuple[int, int]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with pillow.open(file, formats=FORMATS) as picture:
-                (width, height), turned = picture.size, picture.getexif().get(_ORIENTATION) in _SIDEWAYS
+                width, height = picture.size
+                # Without this entry, `getexif` would decode a whole PNG to find it.
+                turned = "exif" in picture.info and picture.getexif().get(_ORIENTATION) in _SIDEWAYS
     except Exception as error:  # damaged files make the decoders raise anything
         unknown = isinstance(error, pillow.UnidentifiedImageError)  # its message names an object, not the reason
         reason = "the file is something else, or its beginning is damaged" if unknown else error

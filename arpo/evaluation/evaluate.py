@@ -12,10 +12,12 @@ from arpo.agent.agent import Agent
 from arpo.algorithm.rollout import sample_trees
 from arpo.config.algorithm import Branching
 from arpo.config.schema import Eval, Rollout
+from arpo.data.unread_images import without_image_data
+from arpo.environments.states import State
 from arpo.errors import ArpoError
 from arpo.rewards import RewardFn, Scorer, fault_metrics, reward_metrics
 from arpo.rewards.scorer import PART_METRICS
-from arpo.types import Reward, ScoredTree, Task, derive_seed
+from arpo.types import Reward, RolloutTree, ScoredTree, Task, derive_seed
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -113,12 +115,17 @@ async def evaluate(
 ) -> Evaluation:
     """Ask each task `settings.samples` times, with its seed; `on_tree` is called after each task.
 
-    Answers are scored in `workers` threads while other questions are still being asked.
+    Answers are scored in `workers` threads while other questions are still being asked. The images of the trees have no
+    content, so that those of all questions need not be in memory at once.
     """
     rollout = evaluation_rollout(settings, rollout, settings.samples)
     never = Branching(policy="never")
     with Scorer(reward, workers) as scorer:
-        trees = await sample_trees(agent, tasks, rollout, never, seeds, scorer.score, slots, on_tree)
+
+        async def score(tree: RolloutTree, states: Sequence[State]) -> ScoredTree:
+            return without_image_data(await scorer.score(tree, states))
+
+        trees = await sample_trees(agent, tasks, rollout, never, seeds, score, slots, on_tree)
     return Evaluation(tuple(trees))
 
 

@@ -118,7 +118,7 @@ def tree_to_json(scored: ScoredTree) -> dict[str, Any]:
     """A value that `json.dumps` takes."""
     tree = scored.tree
     return {
-        "task": _with_images({**_shallow(tree.task), "meta": dict(tree.task.meta)}),
+        "task": task_to_json(tree.task),
         "nodes": [node_to_json(node) for node in tree.nodes],
         "leaves": [_leaf_to_json(leaf) for leaf in tree.leaves],
         "format": tree.format,
@@ -130,7 +130,7 @@ def tree_to_json(scored: ScoredTree) -> dict[str, Any]:
 
 def tree_from_json(data: Mapping[str, Any]) -> ScoredTree:
     """The inverse of `tree_to_json`."""
-    task = Task(**{**data["task"], "answers": tuple(data["task"]["answers"]), **_images_of(data["task"])})
+    task = task_from_json(data["task"])
     nodes = tuple(node_from_json(node) for node in data["nodes"])
     leaves = tuple(_leaf_from_json(leaf) for leaf in data["leaves"])
     return ScoredTree(
@@ -143,6 +143,16 @@ def tree_from_json(data: Mapping[str, Any]) -> ScoredTree:
 
 def _shallow(value: Any) -> dict[str, Any]:
     return {field.name: getattr(value, field.name) for field in fields(value)}
+
+
+def task_to_json(task: Task) -> dict[str, Any]:
+    """A value that `json.dumps` takes."""
+    return _with_images({**_shallow(task), "meta": dict(task.meta)})
+
+
+def task_from_json(data: Mapping[str, Any]) -> Task:
+    """The inverse of `task_to_json`."""
+    return Task(**{**data, "answers": tuple(data.get("answers", ())), **_images_of(data)})
 
 
 def node_to_json(node: Node) -> dict[str, Any]:
