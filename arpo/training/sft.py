@@ -74,7 +74,7 @@ def open_sft(config: Config, resume: bool = False, reporter: Reporter = SILENT) 
         limit, tower = config.tools.max_result_tokens, vision_tower(model)
         encoded = [
             encode_trace(
-                trace, tokenizer, prompts.format, limit, prompts.system_prompt(trace.task), vision_tower(model)
+                trace, tokenizer, prompts.format, limit, prompts.system_prompt(trace.task), tower
             )
             for trace in traces
         ]
