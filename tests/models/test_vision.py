@@ -71,7 +71,9 @@ def test_logits_are_those_of_transformers(kind: str, split: bool, tied: bool, wo
     found = our_logits(model, tower.embed_ids(tokens, PICTURES))
     assert torch.allclose(found, expected, atol=1e-5)
     assert (found - our_logits(model, tower.embed_ids(tokens, PICTURES[::-1][1:] + PICTURES[:1]))).abs().max() > 1e-2
-    assert type(model).__name__ == "LlamaForCausalLM" and (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    assert (
+        type(model).__name__ == "LlamaForCausalLM" and (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    )
     assert not any("vision" in name or "connector" in name for name, _ in model.named_parameters())
 
 
@@ -110,9 +112,7 @@ def test_every_image_has_ids_of_its_own_and_only_nodes_have_images(whole_dir: Pa
         tower.embed_ids(tokens, [Image("0" * 64, 6, 6)])
 
 
-def test_features_are_computed_once_and_again_after_eviction(
-    whole_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_features_are_computed_once_and_again_after_eviction(whole_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokenizer, tower = load(whole_dir)
     encoded: list[str] = []
     encode = tower.encode
