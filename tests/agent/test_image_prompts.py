@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -111,7 +112,7 @@ def test_images_of_a_result_are_never_cut(tokenizer: Any, tower: VisionTower) ->
 
 
 def test_a_template_of_parts_writes_its_own_text_before_an_image(tokenizer: Any, tower: VisionTower) -> None:
-    tokenizer = build_copy(tokenizer)
+    tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = PARTS_TEMPLATE
     image = tower.expand(tokenizer, picture(1))
     fmt = build_format("auto", [SPEC], tokenizer)
@@ -132,12 +133,6 @@ def test_a_template_of_parts_writes_its_own_text_before_an_image(tokenizer: Any,
     assert "here<image>" in shown and shown.endswith("Assistant:")
 
 
-def build_copy(tokenizer: Any) -> Any:
-    import copy
-
-    return copy.deepcopy(tokenizer)
-
-
 def test_a_conversation_keeps_the_ids_of_its_images(seeing: tuple[Any, Any, VisionTower]) -> None:
     model, tokenizer, tower = seeing
     engine = LocalEngine(model, tokenizer, max_num_seqs=2, kv_cache_tokens=2048, threaded=False)
@@ -151,9 +146,8 @@ def test_a_conversation_keeps_the_ids_of_its_images(seeing: tuple[Any, Any, Visi
     talk.ask("And?", (second,))
     assert talk.images[-1] == second
     virtual = [token for token in talk.tokens if token >= tower.vocab_size]
-    assert virtual[-4:] == [
-        t for t in tower.embed_ids(tower.expand(tokenizer, second), [second]) if t >= tower.vocab_size
-    ]
+    own = tower.embed_ids(tower.expand(tokenizer, second), [second])
+    assert virtual[-4:] == [token for token in own if token >= tower.vocab_size]
     blind = Conversation(replace(agent, encoder=replace(encoder, vision=None)), Rollout(), 4, 0)
     with pytest.raises(ArpoError, match="the question has images"):
         blind.ask("What?", (first,))
