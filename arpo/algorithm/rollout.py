@@ -100,8 +100,11 @@ async def sample_trees(
     score: ScoreFn,
     slots: asyncio.Semaphore | None = None,
     on_tree: Callable[[ScoredTree], None] = lambda scored: None,
+    keep: Callable[[ScoredTree], ScoredTree] = lambda scored: scored,
 ) -> list[ScoredTree]:
     """The scored trees of many tasks, in their order; `on_tree` is called with each one as soon as it is scored.
+
+    `keep` returns what of a tree is returned in the end.
 
     At most `settings.concurrency` trajectories are sampled at a time over all tasks, or as many as the semaphore
     `slots` allows. If one tree fails, the others are cancelled. Of tasks with images, no more are in memory at a time
@@ -114,7 +117,7 @@ async def sample_trees(
         async with readers if task.images else nullcontext():
             scored = await sample_tree(agent, task, settings, branching, seed, score, slots)
         on_tree(scored)
-        return scored
+        return keep(scored)
 
     try:
         async with asyncio.TaskGroup() as group:

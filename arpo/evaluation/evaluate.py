@@ -13,11 +13,10 @@ from arpo.algorithm.rollout import sample_trees
 from arpo.config.algorithm import Branching
 from arpo.config.schema import Eval, Rollout
 from arpo.data.unread_images import without_image_data
-from arpo.environments.states import State
 from arpo.errors import ArpoError
 from arpo.rewards import RewardFn, Scorer, fault_metrics, reward_metrics
 from arpo.rewards.scorer import PART_METRICS
-from arpo.types import Reward, RolloutTree, ScoredTree, Task, derive_seed
+from arpo.types import Reward, ScoredTree, Task, derive_seed
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -121,11 +120,9 @@ async def evaluate(
     rollout = evaluation_rollout(settings, rollout, settings.samples)
     never = Branching(policy="never")
     with Scorer(reward, workers) as scorer:
-
-        async def score(tree: RolloutTree, states: Sequence[State]) -> ScoredTree:
-            return without_image_data(await scorer.score(tree, states))
-
-        trees = await sample_trees(agent, tasks, rollout, never, seeds, score, slots, on_tree)
+        trees = await sample_trees(
+            agent, tasks, rollout, never, seeds, scorer.score, slots, on_tree, keep=without_image_data
+        )
     return Evaluation(tuple(trees))
 
 
