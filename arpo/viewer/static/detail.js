@@ -157,7 +157,7 @@ function turn(tree, index, mode, top, trajectory, origin) {
   const node = tree.nodes[index];
   const open = () => go({ node: index, chat: null });
   const where = el("button", { type: "button", class: "link", click: open }, `node ${index}`);
-  const head = el("h4", {}, node.kind === "tool" ? `Tool: ${printable(shorten(node.call?.name ?? "", 60))} ` : `${NAMES[node.kind]} `, origin);
+  const head = el("h4", {}, node.kind === "tool" ? `Tool: ${printable(shorten(node.call?.name ?? "", 60))} ` : `${NAMES[node.kind]} `, where);
   const parts = [head];
   if (node.kind === "model") parts.push(shadedText(node, mode, top, creditOf(tree, index, trajectory)));
   else if (node.kind === "tool") {

@@ -45,6 +45,7 @@ def check_page(open_page: Any, url: str) -> None:
 
     page = open_page(url + "#tab=trees&step=1&leaf=0&chat=1")
     assert len(captions(page)) == 4  # of the question, the crop with its place, the turned one
+    assert page.locator(".turn h4").first.inner_text() == "Prompt node 0"
 
 
 def test_images_of_prompts_and_results(pages: Open, tmp_path: Path) -> None:
