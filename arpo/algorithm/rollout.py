@@ -62,7 +62,7 @@ from arpo.algorithm.posthoc import (
 from arpo.config.algorithm import Branching
 from arpo.config.schema import Rollout
 from arpo.data.images import refuse_images
-from arpo.data.unread_images import read_task_images
+from arpo.data.unread_images import has_unread_images, read_task_images
 from arpo.environments.states import State, open_state, pool_of
 from arpo.errors import ArpoError
 from arpo.tools.base import ToolUnavailable
@@ -187,7 +187,7 @@ async def _open_builder(
     """The builder of a task's tree, and the states of its trajectories, which are closed at the end of the block."""
     if branching.policy == "oracle":
         _require_oracle(agent)
-    if task.images:
+    if has_unread_images(task):
         task = await asyncio.to_thread(read_task_images, task)
     async with open_state(agent.tools, task) as root, _open_program(agent, task) as program:
         failed = root is not None and not await root.try_prepare()

@@ -147,9 +147,9 @@ def chat(conversation: Conversation, screen: Screen, read_line: Callable[[], str
             elif line.startswith("/"):
                 _command(line, conversation, screen)
             elif line:
+                shown, images = tuple(images), []
                 try:
-                    _exchange(runner, line, tuple(images), conversation, screen)
-                    images = []
+                    _exchange(runner, line, shown, conversation, screen)
                 except KeyboardInterrupt:
                     screen.note("stopped")
                     if not interactive:

@@ -171,8 +171,9 @@ class RowImages:
                     origin, setting="data.image_urls", timeout=URL_SECONDS, max_bytes=MAX_BYTES, trust_env=True
                 )
             client, path = self._clients[origin], url[len(origin) :] or "/"
+            ask = partial(client.request, "GET", path, headers={"Accept": "image/*"})
             with ThreadPoolExecutor(1) as pool:  # the caller may be inside an event loop
-                return pool.submit(asyncio.run, retry(lambda: client.request("GET", path), URL_RETRIES)).result()
+                return pool.submit(asyncio.run, retry(ask, URL_RETRIES)).result()
         except (HttpError, ArpoError) as error:
             raise ValueError(str(error)) from None
 

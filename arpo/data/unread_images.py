@@ -32,7 +32,7 @@ class UnreadImage(Image):
     """An image of a data set: its size is known, hash and content only when it is read."""
 
     place: str = field(default="", kw_only=True, compare=False)  # for messages: where it comes from
-    load: Callable[[], Image] = field(kw_only=True, repr=False)
+    load: Callable[[], Image] = field(kw_only=True, repr=False, compare=False)
 
     def read(self) -> Image:
         """The image; ArpoError if it cannot be read."""
@@ -42,10 +42,13 @@ class UnreadImage(Image):
             raise ArpoError(f"{self.place}: {error}") from None
 
 
+def has_unread_images(task: Task) -> bool:
+    """Whether the content of some image of a task is not in memory."""
+    return any(isinstance(image, UnreadImage) for image in task.images)
+
+
 def read_task_images(task: Task) -> Task:
     """The task with all of its images read; ArpoError if one cannot be."""
-    if not any(isinstance(image, UnreadImage) for image in task.images):
-        return task
     images = tuple(image.read() if isinstance(image, UnreadImage) else image for image in task.images)
     return replace(task, images=images)
 

@@ -1,14 +1,14 @@
-"""Images as users give and see them: in Python, `arpo rollout`, `arpo chat`, `arpo show`, evaluations, exported lines."""
+"""Images as users give and see them: in Python, `arpo rollout`, `arpo chat`, `arpo show`, evaluations, exports."""
 
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cli_runs import call
 from conversations import converse, says
 from image_runs import images_in, make_zoomed, picture, zoomed
 from vision_models import save_seeing_model
@@ -18,7 +18,6 @@ from arpo.api.tree import Tree
 from arpo.builtin.model import build_tokenizer
 from arpo.cli import display
 from arpo.cli.chat import Screen, chat
-from arpo.cli.main import main
 from arpo.data.images import encode_image, from_data_url
 from arpo.data.unread_images import without_image_data
 from arpo.errors import ArpoError
@@ -41,14 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def arpo_command(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
     """Exit code, and what was printed in one line."""
-    given, sys.argv = sys.argv, ["arpo", *map(str, arguments)]
-    code = 0
-    try:
-        main()
-    except SystemExit as stop:
-        code = int(stop.code or 0)
-    finally:
-        sys.argv = given
+    code = call(*arguments)
     printed = capsys.readouterr()
     return code, " ".join((printed.out + printed.err).split())
 
