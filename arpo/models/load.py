@@ -99,7 +99,8 @@ def _load_model(settings: Model, given: tuple[Any, Any] | None) -> tuple[Any, An
         if isinstance(module, torch.nn.Dropout) and module.p > 0:
             raise ArpoError(f"model.path: {shown!r} has dropout ({name}): its log-probs would not be reproducible")
     if (tower := vision_tower(model)) is not None:
-        tower.to(device)
+        for part in tower.to(device).parts:
+            own_memory(part)
     return own_memory(model.to(device)).eval(), tokenizer
 
 

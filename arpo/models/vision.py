@@ -138,9 +138,9 @@ class VisionTower:
         self._processor = processor
         with torch.device("meta"):
             self._skeleton = type(full)(copy.deepcopy(config)).to(full.dtype)
-        self._skeleton.generation_config = copy.deepcopy(full.generation_config)
         self._tied = full.lm_head.weight is full.get_input_embeddings().weight
-        self._lock = threading.RLock()  # the engine's thread and the trainer's use it
+        self._lock = threading.RLock()  # the event loop, the engine's thread and the trainer's use it; never for long
+        self._encoding = threading.Lock()  # held while features are computed
         self._known: dict[str, _Known] = {}
         self._firsts: list[int] = []  # ascending
         self._names: list[str] = []  # of the same images
@@ -155,14 +155,14 @@ class VisionTower:
 
     def to(self, device: torch.device) -> VisionTower:
         """Move the weights; returns the tower."""
-        self._encoder.to(device)
-        self._connector.to(device)
+        for part in self.parts:
+            part.to(device)
         return self
 
     @property
-    def num_parameters(self) -> int:
-        """Weights of encoder and connector."""
-        return sum(p.numel() for part in (self._encoder, self._connector) for p in part.parameters())
+    def parts(self) -> tuple[Any, Any]:
+        """The modules that hold its weights: encoder and connector."""
+        return self._encoder, self._connector
 
     # --- images as tokens
 
@@ -251,7 +251,7 @@ class VisionTower:
         """The features of virtual ids, in their order."""
         parts: list[Tensor] = []
         start = 0
-        with self._lock:
+        with self._encoding:
             while start < len(ids):
                 name = self._names[bisect_right(self._firsts, ids[start]) - 1]
                 known, stop = self._known[name], start + 1
@@ -264,13 +264,15 @@ class VisionTower:
         return torch.cat(parts)
 
     def _image_features(self, name: str, known: _Known) -> Tensor:
-        features_NE = self._features.get(name)
-        if features_NE is None:
+        with self._lock:
+            features_NE = self._features.get(name)
             image = next(iter(known.held.values()), None)
+        if features_NE is None:
             if image is None:
                 raise RuntimeError("the content of an image is gone, and the image is still being used")
             features_NE = self.encode(image)
-            self._features.put(name, features_NE, features_NE.nbytes)
+            with self._lock:
+                self._features.put(name, features_NE, features_NE.nbytes)
         return features_NE
 
     @torch.inference_mode(False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import shutil
@@ -126,11 +127,12 @@ def test_features_are_computed_once_and_again_after_eviction(whole_dir: Path, mo
     assert torch.equal(our_logits(model, (*ids[0], *ids[1], *ids[2])), together)
     assert torch.equal(our_logits(model, (*ids[0], *ids[1], *ids[2])), together)
     assert len(encoded) == 9  # each of them again, each time
-    alone = torch.cat([tower.encode(image) for image in images])
-    with torch.inference_mode():
+    with torch.inference_mode():  # as in the engine; the trainer may need them later
+        alone = torch.cat([tower.encode(image).clone() for image in images])
+        assert not any(tower.encode(image).is_inference() for image in images)
         rows = tower.embed(torch.tensor([t for part in ids for t in part]), model.get_input_embeddings())
     places = torch.tensor([t >= tower.vocab_size for part in ids for t in part])
-    assert torch.equal(rows[places], alone) and not alone.is_inference()
+    assert torch.equal(rows[places], alone)
 
 
 def test_images_that_nothing_holds_are_forgotten(whole_dir: Path) -> None:
@@ -139,6 +141,7 @@ def test_images_that_nothing_holds_are_forgotten(whole_dir: Path) -> None:
     held, dropped = picture(1), picture(2)
     ids = [tower.embed_ids(tower.expand(tokenizer, image), [image]) for image in (held, dropped)]
     tower.embed_ids(tower.expand(tokenizer, held), [held])
+    assert copy.deepcopy(tower) is tower  # a copy of the model has the same ids
     name = dropped.sha256
     del dropped
     gc.collect()
@@ -168,15 +171,16 @@ def test_an_adapter_is_merged_into_the_text_model(whole_dir: Path, tmp_path: Pat
     model, tokenizer = load_trainable(Model(path=str(whole_dir), device="cpu"), Train(lora_rank=2), 0)
     tower = vision_tower(model)
     assert tower is not None
+    torch.manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
-                parameter.normal_()
+                parameter.normal_(std=0.3)
     ids = tower.embed_ids((5, *tower.expand(tokenizer, PICTURES[0])), PICTURES[:1])
     save_merged(model, tokenizer, tmp_path / "merged")
     merged, _, other = load(tmp_path / "merged")
     other.embed_ids(tower.expand(tokenizer, PICTURES[0]), PICTURES[:1])
-    assert torch.allclose(our_logits(merged, ids), our_logits(model, ids), atol=1e-5)
+    assert torch.allclose(our_logits(merged, ids), our_logits(model, ids), atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -191,7 +191,11 @@ def test_a_run_with_images_in_questions(directory: Path, tmp_path: Path) -> None
     assert plain.full.config.model_type == "idefics3"
 
 
-def test_a_run_with_images_from_a_tool(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("max_tokens", [80, 30])
+def test_a_run_with_images_from_a_tool(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_tokens: int
+) -> None:
+    """Also if there is no room for a result: then the model does not see its image."""
     monkeypatch.setattr(
         "arpo.engine.build.build_engine", lambda settings, model, tokenizer, *_: ScriptedEngine(tokenizer, fruit.solve)
     )
@@ -203,11 +207,14 @@ def test_a_run_with_images_from_a_tool(directory: Path, tmp_path: Path, monkeypa
 
     monkeypatch.setattr("arpo.algorithm.rollout.call_tool", look)
     given: dict[str, Any] = {"tasks": fruit.ROWS, "tools": [fruit.price], "progress": False, **SMALL}
+    given["rollout"] = {**SMALL["rollout"], "max_tokens": max_tokens}
     with arpo.Trainer(str(directory), output_dir=str(tmp_path), **given) as trainer:
         assert len(trainer.train(steps=2)) == 2
     run = open_run_dir(tmp_path)
     results = [one for one in run.read_trees(1)[0].tree.nodes if one.kind is Kind.TOOL]
-    assert results and all(one.images == (seen,) and one.result and one.result.images == (seen,) for one in results)
+    assert results and all(one.result and one.result.images == (seen,) for one in results)
+    assert all(one.images == ((seen,) if one.tokens else ()) for one in results)
+    assert all(bool(one.tokens) == (max_tokens == 80) for one in results)
     assert all(one.text == "<result>here<image></result>\n" for one in results)
     assert run.read_image(seen.sha256) == seen.data
 
