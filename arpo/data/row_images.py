@@ -78,13 +78,18 @@ def release_images(value: Any, used: set[int]) -> Any:
     return [release_images(inner, used) for inner in value] if isinstance(value, list) else value
 
 
-def looks_like_image(value: Any) -> bool:
-    """Whether a value of a row, with its images held, seems to be an image or a list of some."""
+def looks_like_image(value: Any, any_url: bool = False) -> bool:
+    """Whether a value of a row, with its images held, seems to be an image or a list of some.
+
+    A URL does if it ends like the name of an image, or if `any_url` does.
+    """
     if isinstance(value, HeldImage):
         return True
     if isinstance(value, str):
-        return bool(_URL.match(value)) or (len(value) < 1000 and "\n" not in value and value.lower().endswith(SUFFIXES))
-    return isinstance(value, list) and bool(value) and all(map(looks_like_image, value))
+        if any_url and _URL.match(value):
+            return True
+        return len(value) < 1000 and "\n" not in value and value.partition("?")[0].lower().endswith(SUFFIXES)
+    return isinstance(value, list) and bool(value) and all(looks_like_image(one, any_url) for one in value)
 
 
 def _is_held(value: Any) -> bool:
@@ -114,7 +119,8 @@ class RowImages:
         """The image that a value of a row stands for; `place` names it in messages. ValueError if there is none."""
         value = value.value if isinstance(value, HeldImage) else value
         if isinstance(value, Mapping):
-            value = value["path"] if value["bytes"] is None else value["bytes"]
+            value = next((value[key] for key in ("bytes", "path", "url") if value.get(key) is not None), value)
+            value = value.value if isinstance(value, HeldImage) else value
         if isinstance(value, Image):
             return value
         if isinstance(value, str):
@@ -159,7 +165,7 @@ class RowImages:
         if not self.urls:
             raise ValueError(
                 f"{url[:200]!r} is not read: download the images, or allow it with data.image_urls=true, which makes "
-                "this machine request every address that the rows name"
+                "this machine request every address that the rows name; data.images=false reads the text alone"
             )
         if "${" in url:  # a client reads variables of the environment there
             raise ValueError(f"{url[:200]!r} is no address")

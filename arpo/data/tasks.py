@@ -284,7 +284,7 @@ class _RowParser:
         for column in self._columns.images:
             value = row.get(column)
             values = [one for one in (value if isinstance(value, list) else [value]) if one not in (None, "")]
-            if values and looks_like_image(values):
+            if values and looks_like_image(values, any_url=True):
                 return column, values
         return "", []
 

@@ -167,13 +167,16 @@ def test_what_is_wrong_with_an_image_is_said_with_its_row(value: Any, said: str)
 
 
 def test_a_column_that_holds_something_else_is_not_used() -> None:
-    row = ROW | {"image": "python:3.11-slim", "images": [], "figure": PNG, "data": b"\x00\x01"}
+    row = ROW | {"image": "python:3.11-slim", "images": [], "figure": PNG, "data": b"\x00\x01", "link": "https://a.b/c"}
     reading = tasks_from_rows([row], Columns())
     (task,) = reading.tasks
     assert task.images == () and reading.unused_images == {"figure": 1}
     assert task.meta["image"] == "python:3.11-slim" and task.meta["figure"] == base64.b64encode(PNG).decode()
     named = Columns.named(Data(images="image"))
     assert "there is no file" in problem([row], named)
+    assert "expected an image (a path, bytes or a picture), got dict" in problem([ROW | {"image": {"a": 1}}], named)
+    more = ROW | {"image": {"bytes": PNG, "path": None, "size": 3}}
+    assert one(tasks_from_rows([more], named)).images == (WHOLE,)
     assert "no column 'picture'" in problem([row], Columns.named(Data(images="picture")))
     assert tasks_from_rows([ROW | {"image": PNG}], Columns.named(Data(images=False))).tasks[0].images == ()
 
