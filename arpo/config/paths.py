@@ -1,7 +1,7 @@
 """Where relative paths in settings start: in a file of settings in its folder, elsewhere in the current directory.
 
-    absolute_paths({"data": {"train": "train.jsonl"}}, Path("/work"))      # {"data": {"train": "/work/train.jsonl"}}
-    absolute_paths({"data": {"train": "hf:openai/gsm8k"}}, Path("/work"))  # the same: this is no file
+    absolute_paths({"data": {"train": "train.jsonl"}}, Path("/project"))      # {"data": {"train": "/project/train.jsonl"}}
+    absolute_paths({"data": {"train": "hf:openai/gsm8k"}}, Path("/project"))  # the same: this is no file
 
 So a run stores absolute paths and can be used from any directory.
 
@@ -130,6 +130,7 @@ _RULES: dict[str, Callable[[Any, Path], Any]] = {
     "data.train": _tasks,
     "data.test": _tasks,
     "data.mix": _tables(source=_tasks),
+    "data.image_dir": _file(),
     "sft.data": _file(),
     "tools.enabled": _code,
     "tools.search": _file(*SEARCH_NAMES),

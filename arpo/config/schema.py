@@ -56,6 +56,17 @@ class _Columns(Section):
     answer_after: OptionalText = setting(
         None, 'the answer is the text after the last occurrence of this, like "####"; none: all'
     )
+    images: Annotated[Text | Literal[False] | None, NoneWord] = setting(
+        None,
+        "column of the question's image or list of images; none: image or images, if they hold images; false: the "
+        "questions have no images",
+    )
+    image_dir: OptionalText = setting(
+        None, "folder that paths of images lead into; none: that of the file with the questions"
+    )
+    image_urls: bool = setting(
+        False, "whether images are requested from the http(s) URLs that rows name, whatever these are"
+    )
 
 
 class Mix(_Columns):

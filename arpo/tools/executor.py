@@ -326,8 +326,8 @@ def _from_cache(cached: ToolResult, started: float) -> ToolResult:
 
 
 def _store(cache: ToolCache, key: CacheKey, result: ToolResult) -> ToolResult:
-    """Return the result, after storing it if it would be the same another time."""
-    if result.fault in (None, Fault.MODEL):
+    """Return the result, after storing it if it would be the same another time. One with images is not stored."""
+    if result.fault in (None, Fault.MODEL) and not result.images:
         cache.put(key, result)
     return result
 

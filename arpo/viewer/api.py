@@ -98,6 +98,21 @@ def tree(folder: Folder, run: str, step: int, number: int) -> dict[str, Any]:
     return tree_to_json(run_dir.read_tree(step, number))
 
 
+def image(folder: Folder, run: str, sha256: str) -> bytes:
+    """The PNG of an image of the run's trees, named by its SHA-256."""
+    run_dir = folder.open(run)
+    if not re.fullmatch("[0-9a-f]{64}", sha256):
+        raise NotFound("an image is named by its SHA-256, 64 hexadecimal digits")
+    path = run_dir.directory / "images" / f"{sha256}.png"
+    folder.require_inside(path)
+    if not path.is_file():
+        raise NotFound("this image is not stored with the run")
+    content = run_dir.read_image(sha256)
+    if not content.startswith(b"\x89PNG\r\n\x1a\n"):
+        raise ArpoError(f"{path.name}: is no PNG")
+    return content
+
+
 def search(folder: Folder, run: str, step: int, text: str) -> dict[str, Any]:
     """Where a text occurs in a step's nodes, ignoring case; `more` says that there are further hits."""
     run_dir = _open_trees(folder, run, step)

@@ -66,7 +66,7 @@ class Folder:
     def open(self, name: str) -> RunDir:
         """The run with this id, read-only."""
         directory = self._find("run", name)
-        for part in (CONFIG_FILE, METRICS_FILE, LOCK_FILE, "trees", "evaluations"):
+        for part in (CONFIG_FILE, METRICS_FILE, LOCK_FILE, "trees", "images", "evaluations"):
             self.require_inside(directory / part)
         return open_run_dir(directory)
 
