@@ -182,7 +182,7 @@ def _load_hugging_face(path: str, dtype: torch.dtype, device: torch.device) -> t
             check_vision_config(described)
         tokenizer = _load_tokenizer(path, directory, given)
         auto = AutoModelForImageTextToText if sees else AutoModelForCausalLM
-        _require_weights(auto, directory, AutoConfig.from_pretrained(path, **given), dtype, device)
+        _require_weights(directory, AutoConfig.from_pretrained(path, **given), dtype, device, auto)
         model, report = auto.from_pretrained(path, dtype=dtype, use_safetensors=True, output_loading_info=True, **given)
         _check_loaded(model, tokenizer, report)
         if sees:
@@ -269,7 +269,9 @@ def _download(repository: str, local: bool) -> Path:
     return directory
 
 
-def _require_weights(auto: Any, directory: Path, config: Any, dtype: torch.dtype, device: torch.device) -> None:
+def _require_weights(
+    directory: Path, config: Any, dtype: torch.dtype, device: torch.device, auto: Any = AutoModelForCausalLM
+) -> None:
     """Raise ValueError unless the files can hold all weights of the model, and the model fits into memory."""
     with torch.device("meta"):
         skeleton = auto.from_config(config, trust_remote_code=False)
