@@ -143,6 +143,14 @@ class Labyrinth(Section):
     )
 
 
+class Scenes(Section):
+    """The built-in generated scenes: pictures to zoom into."""
+
+    seed: int = setting(0, "seed of the scenes", ge=0, le=MAX_SEED)
+    train_tasks: int = setting(1000, "number of training tasks", ge=1, le=20_000)
+    test_tasks: int = setting(300, "number of held-out tasks", ge=1, le=20_000)
+
+
 class Mcp(Section):
     """One MCP server whose tools the model may call: a command to start, or a URL.
 
@@ -564,6 +572,7 @@ class Config(Section):
     data: Data = Data()
     world: World = World()
     labyrinth: Labyrinth = Labyrinth()
+    scenes: Scenes = Scenes()
     tools: Tools = Tools()
     environment: Environment = Environment()
     program: Program = Program()
