@@ -42,7 +42,11 @@ CHAT_TEMPLATE = (
 )
 HIDDEN, LAYERS, VISION_HIDDEN, VISION_LAYERS, MAX_CONTEXT = 96, 3, 64, 2, 512
 SEED, ROWS, STEPS, BATCH, LR = 1, 3000, 1500, 32, 2e-3
-GUESS, RIGHT, AGAIN = 0.55, 0.4, 0.4  # rates: answers without looking, looks at the right cell, looks again after a miss
+GUESS, RIGHT, AGAIN = (
+    0.55,
+    0.4,
+    0.4,
+)  # rates: answers without looking, looks at the right cell, looks again after a miss
 
 
 class Row(NamedTuple):
