@@ -73,7 +73,7 @@ class Fault(StrEnum):
     INFRA = "infra"  # the tool itself is broken or unreachable
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Image:
     """A picture as PNG, checked and bounded (`arpo.data.images.read_image`). Equal content has the same `sha256`.
 
@@ -501,7 +501,7 @@ class TreeBatch:
     tokens in that trajectory's term, and the node's advantage there.
     """
 
-    tokens_N: Tensor  # long
+    tokens_N: Tensor  # long; from the size of the vocabulary on, ids of images (`arpo.models.vision`)
     depth_N: Tensor  # long: its position, the number of tokens before it
     parent_N: Tensor  # long: the token before it; -1 for a root
     end_N: Tensor  # long

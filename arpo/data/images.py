@@ -8,9 +8,12 @@ Not covered: mistakes in the decoders of Pillow, which run in this process.
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hashlib
 import io
 import warnings
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from arpo.errors import ArpoError
@@ -18,6 +21,7 @@ from arpo.types import Image
 
 MAX_BYTES = 20 << 20  # of a file
 MAX_PIXELS = 16 << 20  # of a picture
+_DATA_URL = "data:image/png;base64,"
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 
 
@@ -79,6 +83,33 @@ def encode_image(picture: Any) -> Image:
 def open_image(image: Image) -> Any:
     """The image as a Pillow picture."""
     return require_pillow().open(io.BytesIO(image.data), formats=("PNG",)).convert("RGB")
+
+
+def to_data_url(image: Image) -> str:
+    """The image as text, which JSON can hold."""
+    return _DATA_URL + base64.b64encode(image.data).decode("ascii")
+
+
+def from_data_url(text: Any) -> Image:
+    """The image in a text as `to_data_url` writes it; ValueError if there is none."""
+    head, found, content = text.partition(";base64,") if isinstance(text, str) else ("", "", "")
+    if not found or not head.startswith("data:image/"):
+        raise ValueError("an image should be a text that starts with data:image/png;base64,")
+    if len(content) > 4 * MAX_BYTES // 3 + 4:
+        raise ValueError(f"the image has more than {MAX_BYTES:,} bytes")
+    try:
+        return read_image(base64.b64decode(content, validate=True))
+    except binascii.Error as error:
+        raise ValueError(f"an image is no base64: {error}") from None
+
+
+def refuse_images(images: Sequence[Image], what: str, reason: str) -> None:
+    """Raise ArpoError if there are images: `what` has them, and for this reason they cannot be seen."""
+    if images:
+        raise ArpoError(
+            f"{what} has images, and {reason}: use a SmolVLM or Idefics3 model with rollout.engine=local in one "
+            "process, or leave the images out"
+        )
 
 
 def require_pillow() -> Any:

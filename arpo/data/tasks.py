@@ -23,7 +23,8 @@ from typing import Any
 from arpo.config.schema import Data, Mix
 from arpo.data.rows import RawRow, read_rows, refuse_bad_rows, source_name
 from arpo.runs.json_values import json_value
-from arpo.types import Kind, Task
+from arpo.data.images import to_data_url
+from arpo.types import Image, Kind, Task
 
 Row = Mapping[str, Any]
 Segment = tuple[Kind, str]
@@ -76,15 +77,21 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A task and what follows its question: turns of the model and results of tools, alternating."""
+    """A task and what follows its question: turns of the model and results of tools, alternating.
+
+    `images` has those of each segment, if some have any; turns of the model have none.
+    """
 
     task: Task
     segments: tuple[Segment, ...]
+    images: tuple[tuple[Image, ...], ...] = ()
 
     def to_json(self) -> str:
         """One line of JSON with the segments as they are: read again, it gives the same tokens."""
         segments = [{"by": kind.value, "text": text} for kind, text in self.segments]
         row = {"id": self.task.id, "question": self.task.question, "answer": list(self.task.answers)}
+        for place, images in zip((row, *segments), (self.task.images, *self.images), strict=False):
+            place |= {"images": [to_data_url(image) for image in images]} if images else {}
         return json.dumps({**row, "segments": segments}, ensure_ascii=False)
 
 

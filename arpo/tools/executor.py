@@ -4,14 +4,14 @@
         result = await call_tool(tools, ToolCall("search", {"query": "Mira Tolven"}))
 
 Guarantees: `call_tool` always returns text that the model can read (valid Unicode, no NUL, bounded length) and says
-whose fault a failure was. A tool may also return images, MAX_IMAGES of which are shown. Whatever a tool raises, `SystemExit` and its own `CancelledError` too, is a failure of that
-call; only a cancellation of the caller and the user's Ctrl-C pass. Only infrastructure failures are retried, after
-growing random pauses, and never after a timeout. At its timeout, or if the caller is cancelled, a tool is cancelled and
-given a few seconds to clean up. Waiting for a free slot does not count against the timeout. With a cache, identical
-concurrent calls of a cacheable tool are made once. A quick tool runs without yielding to the event loop, so the order
-of events is the same in every run. Every call is counted when it starts and again when it ends, so `calls` is always
-the sum of calls in flight, cancelled, failed (by kind) and successful. A tool that ignores its cancellation does not
-keep the event loop from closing; `close` names it.
+whose fault a failure was, and with it MAX_IMAGES images or fewer, if the tool returns some. Whatever a tool raises,
+`SystemExit` and its own `CancelledError` too, is a failure of that call; only a cancellation of the caller and the
+user's Ctrl-C pass. Only infrastructure failures are retried, after growing random pauses, and never after a timeout. At
+its timeout, or if the caller is cancelled, a tool is cancelled and given a few seconds to clean up. Waiting for a free
+slot does not count against the timeout. With a cache, identical concurrent calls of a cacheable tool are made once. A
+quick tool runs without yielding to the event loop, so the order of events is the same in every run. Every call is
+counted when it starts and again when it ends, so `calls` is always the sum of calls in flight, cancelled, failed (by
+kind) and successful. A tool that ignores its cancellation does not keep the event loop from closing; `close` names it.
 Not covered: limits across processes or event loops, each of which has its own slots; the thread of a plain function
 that continues after its timeout, and a clean-up that takes too long: neither holds a slot any more. An async tool that
 never yields blocks the event loop, and with it the process.
@@ -328,7 +328,7 @@ def _from_cache(cached: ToolResult, started: float) -> ToolResult:
 
 
 def _store(cache: ToolCache, key: CacheKey, result: ToolResult) -> ToolResult:
-    """Return the result, after storing it if it would be the same another time, and is text alone."""
+    """Return the result, after storing it if it would be the same another time. One with images is not stored."""
     if result.fault in (None, Fault.MODEL) and not result.images:
         cache.put(key, result)
     return result
@@ -339,7 +339,7 @@ class _TooSlow(ToolUnresponsive):
 
 
 class Outcome(NamedTuple):
-    """What came of one attempt: text, whose fault it was if that is an error, the error if it was the tool's, images."""
+    """What came of one attempt: text, whose fault an error was, the error if it was the tool's, images."""
 
     text: str
     fault: Fault | None = None

@@ -82,7 +82,7 @@ def test_things_are_different_and_lie_in_cells_of_their_own() -> None:
         things = sample_scene(rng)
         assert len({thing.name for thing in things}) == len({(thing.column, thing.row) for thing in things}) == THINGS
         for thing in things:
-            assert 0 < thing.x and thing.x + 52 <= CELL and 0 < thing.y and thing.y + 24 <= CELL
+            assert 1 <= thing.x <= CELL - 52 and 1 <= thing.y <= CELL - 24
 
 
 def test_the_answer_follows_from_the_digits() -> None:
