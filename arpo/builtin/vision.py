@@ -1,8 +1,8 @@
 """Makes the built-in vision model: `python -m arpo.builtin.vision arpo/builtin/vision_model`.
 
 A small Idefics3: a Llama that reads a picture as 4 x 4 tokens, one for each cell of a scene. It is trained from nothing
-on scenes of its own, which are no training or test tasks: first to say where things are and to read digits in crops, and
-with that to imitate traces that use the tool `crop`. These have the habits to unlearn: most answer without looking, and
+on scenes of its own, which are no training or test tasks: first to say where things are and to read digits in crops,
+then also to imitate traces that use the tool `crop`. These have the habits to unlearn: most answer without looking, and
 those that look often do so at the wrong place. The weights are part of the package.
 """
 
@@ -23,7 +23,7 @@ from transformers import Idefics3Config, Idefics3ForConditionalGeneration, PreTr
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
 from arpo.builtin.cold_start import _build_optimizers
-from arpo.builtin.scenes import COLOURS, GRID, SHAPES, SMALL, draw_scene, sample_scene, sample_task
+from arpo.builtin.scenes import COLOURS, GRID, SHAPES, SMALL, Thing, draw_scene, sample_scene, sample_task
 from arpo.data.images import encode_image, open_image
 from arpo.environments.images import ImageEnvironment
 from arpo.types import Image, Task
@@ -42,11 +42,10 @@ CHAT_TEMPLATE = (
 )
 HIDDEN, LAYERS, VISION_HIDDEN, VISION_LAYERS, MAX_CONTEXT = 96, 3, 64, 2, 512
 SEED, ROWS, STEPS, BATCH, LR = 1, 3000, 1500, 32, 2e-3
-GUESS, RIGHT, AGAIN = (
-    0.55,
-    0.4,
-    0.4,
-)  # rates: answers without looking, looks at the right cell, looks again after a miss
+ALIGN_STEPS, ALIGN_LR = 800, 2e-3
+GUESS, RIGHT, AGAIN = 0.55, 0.4, 0.4  # rates: to answer without looking, to look at the right cell, and again if not
+EMPTY = (len(COLOURS), len(SHAPES))  # colour and shape of nothing
+CELL_SIZES, CROP_SIZES = (len(COLOURS) + 1, len(SHAPES) + 1, GRID, GRID), (len(COLOURS), len(SHAPES), 10)
 
 
 class Row(NamedTuple):
@@ -55,6 +54,7 @@ class Row(NamedTuple):
     tokens: list[int]
     trained: list[bool]
     pixels_NCHW: np.ndarray[Any, Any]
+    seen: tuple[list[list[int]], list[list[int]]] = ([], [])  # of a lesson: what is in each cell, and in each crop
 
 
 class _Writer:
@@ -63,6 +63,8 @@ class _Writer:
     def __init__(self) -> None:
         self.parts: list[tuple[str, bool]] = []
         self.images: list[Image] = []
+        self.cells: list[list[int]] = []
+        self.crops: list[list[int]] = []
 
     def add(self, text: str, trained: bool = False, image: Image | None = None) -> None:
         self.images += [] if image is None else [image]
@@ -128,6 +130,8 @@ def write_lesson(rng: random.Random) -> _Writer:
     writer, things = _Writer(), list(sample_scene(rng))
     picture = encode_image(draw_scene(tuple(things)))
     rng.shuffle(things)
+    there = {(thing.column, thing.row): _look(thing) for thing in things}
+    writer.cells = [[*there.get((n % GRID, n // GRID), EMPTY), n % GRID, n // GRID] for n in range(GRID**2)]
     writer.add("<|user|><image>", image=picture)
     for thing in things:
         box = f"[{', '.join(f'{side:g}' for side in thing.box)}]"
@@ -136,9 +140,55 @@ def write_lesson(rng: random.Random) -> _Writer:
     for thing in rng.sample(things, 3):
         left, top = (int(side * GRID * SMALL) for side in thing.box[:2])
         crop = encode_image(open_image(picture).crop((left, top, left + SMALL, top + SMALL)))
+        writer.crops.append([*_look(thing), thing.digit])
         writer.add("<result><image></result>\n", image=crop)
         writer.add(f" the {thing.name} {thing.digit}.", True)
     return writer
+
+
+def _look(thing: Thing) -> list[int]:
+    return [list(COLOURS).index(thing.colour), SHAPES.index(thing.shape)]
+
+
+def align(model: Any, lessons: list[Row], steps: int, lr: float, rng: random.Random) -> None:
+    """Train the vision tower alone, with heads that are thrown away: what is in each cell of a picture, and in a crop.
+
+    A small model that has to find out everything at once stays for thousands of steps where it looks at nothing.
+    """
+    with torch.random.fork_rng():
+        torch.manual_seed(SEED)
+        cells, crops = torch.nn.Linear(HIDDEN, sum(CELL_SIZES)), torch.nn.Linear(HIDDEN, sum(CROP_SIZES))
+    parts = torch.nn.ModuleList([model.model.vision_model, model.model.connector, cells, crops])
+    optimizer = torch.optim.AdamW(parts.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+    for step in range(steps):
+        batch = rng.sample(lessons, BATCH)
+        pixels_BICHW = torch.from_numpy(np.stack([row.pixels_NCHW for row in batch])).float()
+        features_BIPE = _features(model, pixels_BICHW.flatten(0, 1)).unflatten(0, pixels_BICHW.shape[:2])
+        whole = _head_loss(cells(features_BIPE[:, 0]), [row.seen[0] for row in batch], CELL_SIZES)
+        part = _head_loss(crops(features_BIPE[:, 1:].mean(dim=2)), [row.seen[1] for row in batch], CROP_SIZES)
+        for group in optimizer.param_groups:
+            group["lr"] = lr * min(1.0, (step + 1) / 50) * (1 - step / steps)
+        (whole + part).backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(parts.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if step % 50 == 0:
+            print(f"alignment, step {step} of {steps}, loss {whole.item():.3f} and {part.item():.3f}", flush=True)
+
+
+def _head_loss(logits_BNC: torch.Tensor, labels: list[list[list[int]]], sizes: tuple[int, ...]) -> torch.Tensor:
+    labels_BNL = torch.tensor(labels)
+    losses = [
+        functional.cross_entropy(some.flatten(0, 1), labels_BNL[..., number].flatten())
+        for number, some in enumerate(logits_BNC.split(sizes, dim=-1))
+    ]
+    return torch.stack(losses).sum()
+
+
+def _features(model: Any, pixels_NCHW: torch.Tensor) -> torch.Tensor:
+    """The features [N, P, E] of pictures."""
+    features: torch.Tensor = model.model.connector(model.model.vision_model(pixel_values=pixels_NCHW).last_hidden_state)
+    return features
 
 
 def build_row(writer: _Writer, tokenizer: Any, processor: Any) -> Row:
@@ -150,7 +200,7 @@ def build_row(writer: _Writer, tokenizer: Any, processor: Any) -> Row:
         tokens += ids
         trained += [is_trained] * len(ids)
     pixels = processor(images=[[open_image(image) for image in writer.images]], return_tensors="np")["pixel_values"][0]
-    return Row(tokens, trained, pixels.astype(np.float16))
+    return Row(tokens, trained, pixels.astype(np.float16), (writer.cells, writer.crops))
 
 
 def build_tokenizer() -> Any:
@@ -237,7 +287,8 @@ def train(model: Any, batches: Iterator[list[Row]], steps: int, lr: float) -> No
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         if step % 50 == 0:
-            print(f"step {step} of {steps}, loss {loss.item():.3f}", flush=True)
+            kind = "lessons" if batch[0].seen[0] else "traces"
+            print(f"step {step} of {steps}, loss {loss.item():.3f} ({kind})", flush=True)
 
 
 def _loss(model: Any, batch: list[Row]) -> torch.Tensor:
@@ -245,7 +296,7 @@ def _loss(model: Any, batch: list[Row]) -> torch.Tensor:
     tokens_BT = torch.tensor([row.tokens + [0] * (width - len(row.tokens)) for row in batch])
     mask_BT = torch.tensor([row.trained + [False] * (width - len(row.trained)) for row in batch])[:, 1:]
     pixels_NCHW = torch.from_numpy(np.concatenate([row.pixels_NCHW for row in batch])).float()
-    features_NPE = model.model.connector(model.model.vision_model(pixel_values=pixels_NCHW).last_hidden_state)
+    features_NPE = _features(model, pixels_NCHW)
     rows_BTE = model.get_input_embeddings()(tokens_BT)
     places_BT = (tokens_BT == model.config.image_token_id).unsqueeze(-1)
     rows_BTE = rows_BTE.masked_scatter(places_BT, features_NPE.flatten(0, 1))
@@ -269,6 +320,7 @@ def main(directory: Path) -> None:
     model = build_model(tokenizer, SEED)
     print(f"{sum(p.numel() for p in model.parameters()):,} weights, {len(tokenizer)} tokens", flush=True)
     lessons = [build_row(write_lesson(rng), tokenizer, processor) for _ in range(ROWS)]
+    align(model, lessons, ALIGN_STEPS, ALIGN_LR, rng)
     traces = [build_row(write_trace(sample_task(rng), rng), tokenizer, processor) for _ in range(ROWS)]
     train(model, _mixed(_batches(lessons, rng), _batches(traces, rng), rng), STEPS, LR)
     model.to(torch.bfloat16).save_pretrained(directory)

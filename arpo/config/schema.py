@@ -70,8 +70,8 @@ class Data(_Columns):
 
     train: OptionalText = setting(
         None,
-        'training tasks: a .jsonl, .json or .parquet file, "hf:NAME:CONFIG:SPLIT", "world" or "labyrinth"; none: '
-        "data.mix, or the world if there is no mix",
+        'training tasks: a .jsonl, .json or .parquet file, "hf:NAME:CONFIG:SPLIT", "world", "labyrinth" or '
+        '"scenes"; none: data.mix, or the world if there is no mix',
     )
     test: OptionalText = setting(
         None, "held-out tasks, as in data.train; none: those that go with built-in training tasks"
@@ -115,7 +115,7 @@ class Data(_Columns):
 
 
 COLUMNS = tuple(_Columns.model_fields)
-WORLD, LABYRINTH = "world", "labyrinth"  # in place of a file: the built-in tasks
+WORLD, LABYRINTH, SCENES = "world", "labyrinth", "scenes"  # in place of a file: the built-in tasks
 
 
 class World(Section):
@@ -197,6 +197,9 @@ class Tools(Section):
     max_result_tokens: int = setting(512, "longer tool results are cut to this many tokens", ge=1, le=1_000_000)
     python_memory_mb: int = setting(512, "memory limit of one execution of code, in MB", ge=16, le=2**20)
     python_blocks: bool = setting(False, "wait for each execution on the event loop: slower, but runs are reproducible")
+    python_figures: bool = setting(
+        False, "show figures that code makes with matplotlib, for a model that sees; the tool python only"
+    )
     unsafe_no_isolation: bool = setting(
         False, "run model-written code with your own rights where it cannot be isolated"
     )
@@ -216,7 +219,7 @@ class Environment(Section):
 
     name: OptionalText = setting(
         None,
-        "the environment: python, sqlite, gymnasium, openenv, labyrinth, or your class as path/to/file.py:name; none: "
+        "the environment: python, sqlite, images, gymnasium, openenv, labyrinth, or your class as path/to/file.py:name; none: "
         "tools without state",
     )
     settings: dict[str, JsonValue] = setting({}, "keyword arguments of the environment's class")
@@ -604,6 +607,11 @@ class Config(Section):
         if LABYRINTH in self.data.sources:
             self._default("environment", name=LABYRINTH)
             self._default("rollout", max_tool_calls=self.labyrinth.horizon + 2)
+        if SCENES in self.data.sources:
+            self._default("environment", name="images")
+            if self.environment.name == "images":  # the size that its model sees
+                self._default("environment", settings={"min_side": 64, "blocking": True})
+            self._default("rollout", max_tool_calls=6)
         with_environment = self.environment.name is not None
         if self.branching.policy == "never":
             self._default("rollout", num_initial=self.rollout.num_trajectories)
