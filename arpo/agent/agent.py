@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from arpo.agent.examples import encode_examples, read_examples
 from arpo.agent.encoding import IMAGE_PLACE
+from arpo.agent.examples import encode_examples, read_examples
 from arpo.agent.formats import CallFormat, build_format, encode_next_question, encode_prompt
 from arpo.agent.messages import ChatEncoder
 from arpo.agent.program import Program, build_program

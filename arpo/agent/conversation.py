@@ -122,7 +122,8 @@ class Conversation:
     ) -> None:
         """Start a conversation with messages from elsewhere: a question, then what was answered and asked next.
 
-        `system` takes the place of the system prompt; `images` belong to the first question. Raises ContextFull if no answer would fit into the context.
+        `system` takes the place of the system prompt; `images` belong to the first question. Raises ContextFull if no
+        answer would fit into the context.
         """
         self.task, self.earlier, self.is_new = _task(question, system, images), tuple(earlier), True
         self.tokens, self.turns, self.images = self._encode(self.task), [], list(images)
@@ -150,8 +151,7 @@ class Conversation:
         return tokens
 
     def ask(self, question: str, images: tuple[Image, ...] = ()) -> bool:
-        """Append a question with its images. False if the context was full, so that a new conversation began with it.
-        """
+        """Append a question and its images. False if the context was full, so that a new conversation began with it."""
         task, prompts = _task(question, images=images), self.agent.prompts
         expanded = prompts.expand(images, "the question")
         self._drop_thoughts()

@@ -611,7 +611,10 @@ def _rendered(tokenizer: Any, fmt: CallFormat | None) -> dict[str, Rendered]:
 
     For a template that writes nothing of a content that is text, contents are lists of parts.
     """
-    chats, arguments = _chats(() if fmt is None else fmt.template_tools), None if fmt is None else fmt.template_arguments
+    chats, arguments = (
+        _chats(() if fmt is None else fmt.template_tools),
+        None if fmt is None else fmt.template_arguments,
+    )
     rendered = render_chats(tokenizer, chats, arguments)
     if _SLOT_2 in (rendered["user"].text or ""):
         return rendered
@@ -621,7 +624,10 @@ def _rendered(tokenizer: Any, fmt: CallFormat | None) -> dict[str, Rendered]:
 
 def _before_image(tokenizer: Any, chat: str, fmt: CallFormat | None) -> str | None:
     """The text before the question's slot if an image stands there, without the image; None if it is no other."""
-    chats, arguments = _chats(() if fmt is None else fmt.template_tools), None if fmt is None else fmt.template_arguments
+    chats, arguments = (
+        _chats(() if fmt is None else fmt.template_tools),
+        None if fmt is None else fmt.template_arguments,
+    )
     first = {name: _in_parts(chats[name], image_first=True) for name in _WITH_QUESTION}
     if chat not in first:
         return None
@@ -669,9 +675,7 @@ def _turn_wrapper(tokenizer: Any, fmt: CallFormat) -> tuple[str, str]:
     return "\n<tool_response>\n", "\n</tool_response>\n"
 
 
-def _follow_up_pieces(
-    tokenizer: Any, fmt: CallFormat | None, image_first: bool = False
-) -> tuple[str, str] | None:
+def _follow_up_pieces(tokenizer: Any, fmt: CallFormat | None, image_first: bool = False) -> tuple[str, str] | None:
     """The text between a turn and the user's next message, and after that message."""
     if not getattr(tokenizer, "chat_template", None):
         return None

@@ -22,6 +22,7 @@ from safetensors.torch import load, save
 
 from arpo.config.loading import config_from_resolved
 from arpo.config.masking import mask_message
+from arpo.data.images import refuse_images
 from arpo.errors import ArpoError
 from arpo.runs.trees import pack_trees
 from arpo.training.context import open_context
@@ -85,7 +86,9 @@ class Worker:
 
 def encode_request(task: Task, seed: int, evaluating: bool) -> bytes:
     """The request of `Worker.sample`."""
-    values = {"task": {**asdict(task), "meta": dict(task.meta)}, "seed": seed, "evaluating": evaluating}
+    refuse_images(task.images, f"task {task.id!r}", "they are not sent to workers")
+    values: dict[str, Any] = {"task": {**asdict(task), "meta": dict(task.meta)}, "seed": seed, "evaluating": evaluating}
+    del values["task"]["images"]
     return json.dumps(values).encode()
 
 

@@ -77,7 +77,8 @@ def encode_image(picture: Any) -> Image:
     buffer = io.BytesIO()
     plain.save(buffer, format="PNG")
     data = buffer.getvalue()
-    return Image(hashlib.sha256(data).hexdigest(), *plain.size, data)
+    width, height = plain.size
+    return Image(hashlib.sha256(data).hexdigest(), width, height, data)
 
 
 def open_image(image: Image) -> Any:

@@ -21,9 +21,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from arpo.config.schema import Data, Mix
+from arpo.data.images import to_data_url
 from arpo.data.rows import RawRow, read_rows, refuse_bad_rows, source_name
 from arpo.runs.json_values import json_value
-from arpo.data.images import to_data_url
 from arpo.types import Image, Kind, Task
 
 Row = Mapping[str, Any]
@@ -88,10 +88,11 @@ class Trace:
 
     def to_json(self) -> str:
         """One line of JSON with the segments as they are: read again, it gives the same tokens."""
-        segments = [{"by": kind.value, "text": text} for kind, text in self.segments]
-        row = {"id": self.task.id, "question": self.task.question, "answer": list(self.task.answers)}
+        segments: list[dict[str, Any]] = [{"by": kind.value, "text": text} for kind, text in self.segments]
+        row: dict[str, Any] = {"id": self.task.id, "question": self.task.question, "answer": list(self.task.answers)}
         for place, images in zip((row, *segments), (self.task.images, *self.images), strict=False):
-            place |= {"images": [to_data_url(image) for image in images]} if images else {}
+            if images:
+                place["images"] = [to_data_url(image) for image in images]
         return json.dumps({**row, "segments": segments}, ensure_ascii=False)
 
 

@@ -29,9 +29,9 @@ from arpo.agent.formats import CallFormat, NativeFormat, ResultPlace, build_form
 from arpo.agent.native import EXAMPLE_ARGS, NAME, Layout
 from arpo.agent.turn_loop import EncodedResult, Turn, run_turns, sampling_params
 from arpo.config.schema import Config, Rollout
+from arpo.data.images import refuse_images
 from arpo.data.tasks import Trace
 from arpo.environments.states import State, open_state
-from arpo.data.images import refuse_images
 from arpo.errors import ArpoError
 from arpo.net.chat import ChatClient, Reply, RequestedCall
 from arpo.runs.reporter import SILENT, Reporter

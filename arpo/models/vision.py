@@ -130,7 +130,8 @@ class VisionTower:
         config = full.config
         self.image_token_id: int = config.image_token_id
         self.vocab_size: int = config.text_config.vocab_size
-        self.tile_tokens = (config.vision_config.image_size // config.vision_config.patch_size // config.scale_factor) ** 2
+        vision = config.vision_config
+        self.tile_tokens: int = (vision.image_size // vision.patch_size // config.scale_factor) ** 2
         self.files = files
         self._encoder = full.model.vision_model.requires_grad_(False).eval()
         self._connector = full.model.connector.requires_grad_(False).eval()
@@ -143,7 +144,7 @@ class VisionTower:
         self._known: dict[str, _Known] = {}
         self._firsts: list[int] = []  # ascending
         self._names: list[str] = []  # of the same images
-        self._next = self.vocab_size
+        self._next: int = self.vocab_size
         self._features: _Recent[Tensor] = _Recent(FEATURE_BYTES)
         self._kept: _Recent[Image] = _Recent(IMAGE_BYTES)
         self._grid = lru_cache(maxsize=4096)(self._compute_grid)

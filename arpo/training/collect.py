@@ -161,9 +161,7 @@ def _same_tokens(agent: Agent, trajectory: Trajectory, trace: Trace) -> bool:
         check_segments(trace.segments, agent.format)
     except ValueError:
         return False
-    example = encode_trace(
-        trace, agent.tokenizer, agent.format, agent.result_tokens, vision=agent.prompts.vision
-    )
+    example = encode_trace(trace, agent.tokenizer, agent.format, agent.result_tokens, vision=agent.prompts.vision)
     return [tuple(ids) for _, ids in example.segments[1:]] == [node.tokens for node in trajectory.nodes[1:]]
 
 

@@ -71,9 +71,9 @@ def open_sft(config: Config, resume: bool = False, reporter: Reporter = SILENT) 
         model, tokenizer = load_policy(start.config, reporter, start.checkpoint)
         prompts = build_prompts(config, tools, tokenizer, model.config.max_position_embeddings)
         traces, problems = reading or _read_traces(config, prompts.format)
-        limit = config.tools.max_result_tokens
+        limit, tower = config.tools.max_result_tokens, vision_tower(model)
         encoded = [
-            encode_trace(trace, tokenizer, prompts.format, limit, prompts.system_prompt(trace.task), vision_tower(model))
+            encode_trace(trace, tokenizer, prompts.format, limit, prompts.system_prompt(trace.task), tower)
             for trace in traces
         ]
         examples = _fitting(encoded, model.config.max_position_embeddings, config, problems, reporter)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -10,8 +12,8 @@ from transformers import AutoModelForImageTextToText, Idefics3Config, SmolVLMCon
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
-from arpo.data.images import encode_image, require_pillow
-from arpo.types import Image
+from arpo.data.images import encode_image, open_image, require_pillow
+from arpo.types import Image, Node
 
 SIDE, PATCH, SCALE = 8, 2, 2  # a tile of 4 x 4 patches becomes 2 x 2 tokens
 TILE_TOKENS = 4
@@ -86,3 +88,41 @@ def save_seeing_model(
         do_image_splitting=split,
     ).save_pretrained(directory)
     return directory
+
+
+class PlainSeeing:
+    """The whole model as transformers compute it, on token ids and the pictures that belong to them.
+
+    It stands for a model in the oracles: called with the ids of a trajectory, it returns logits. Which pictures belong
+    to a trajectory is told before (`show`). Shares no code with `arpo.models.vision`.
+    """
+
+    def __init__(self, directory: Path, dtype: torch.dtype = torch.float32) -> None:
+        self.full = AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32).to(dtype).eval()
+        kinds = {"idefics3": Idefics3ImageProcessorPil, "smolvlm": SmolVLMImageProcessorPil}
+        self.processor = kinds[self.full.config.model_type].from_pretrained(directory)
+        self.device, self.shown = torch.device("cpu"), dict[tuple[int, ...], list[Node]]()
+
+    def show(self, nodes: Sequence[Node]) -> tuple[int, ...]:
+        """Remember the nodes of a trajectory; returns its ids."""
+        tokens = tuple(token for node in nodes for token in node.tokens)
+        self.shown[tokens] = list(nodes)
+        return tokens
+
+    def pixels(self, images: Sequence[Image]) -> dict[str, torch.Tensor]:
+        """What the whole model takes of these pictures."""
+        given = self.processor(images=[[open_image(image) for image in images]], return_tensors="pt")
+        return {"pixel_values": given["pixel_values"], "pixel_attention_mask": given["pixel_attention_mask"]}
+
+    def __call__(self, ids: torch.Tensor) -> Any:
+        rows = []
+        for node in self.shown[tuple(ids[0].tolist())]:
+            tokens = torch.tensor(node.tokens, dtype=torch.long)
+            embedded = self.full.get_input_embeddings()(tokens)
+            if node.images:
+                features = self.full.model.get_image_features(**self.pixels(node.images)).pooler_output
+                places = (tokens == self.full.config.image_token_id).nonzero()[:, 0]
+                embedded = embedded.index_put((places,), torch.cat(list(features)))
+            rows.append(embedded)
+        hidden = self.full.model.text_model(inputs_embeds=torch.cat(rows)[None], use_cache=False).last_hidden_state
+        return SimpleNamespace(logits=self.full.lm_head(hidden))

@@ -96,7 +96,8 @@ class LocalEngine:
         self, prefix: Sequence[int], params: SamplingParams, *, on_token: OnToken | None = None
     ) -> Completion:
         """Sample one turn after `prefix`."""
-        check_request(self.capabilities, prefix, params, self._tower and self._tower.num_ids)
+        num_ids = None if self._tower is None else self._tower.num_ids
+        check_request(self.capabilities, prefix, params, num_ids)
         max_length = min(len(prefix) + params.max_tokens, self.capabilities.max_context)
         if max_length > self.kv_cache_tokens:
             raise ArpoError(
