@@ -88,10 +88,10 @@ def sample_task(rng: random.Random, task_id: str = "trace") -> Task:
     return Task(task_id, question, (answer,), kind, meta, images=(encode_image(draw_scene(things)),))
 
 
-def sample_scene(rng: random.Random) -> tuple[Thing, ...]:
+def sample_scene(rng: random.Random, things: int = THINGS) -> tuple[Thing, ...]:
     """Different things in different cells."""
-    cells = rng.sample([(column, row) for row in range(GRID) for column in range(GRID)], THINGS)
-    looks = rng.sample([(colour, shape) for colour in COLOURS for shape in SHAPES], THINGS)
+    cells = rng.sample([(column, row) for row in range(GRID) for column in range(GRID)], things)
+    looks = rng.sample([(colour, shape) for colour in COLOURS for shape in SHAPES], things)
     across, down = range(0, CELL - SHAPE - TILE - 2 * STEP, STEP), range(STEP, CELL - SHAPE, STEP)
     return tuple(
         Thing(*look, rng.randrange(10), *cell, rng.choice(across) + STEP, rng.choice(down))

@@ -23,7 +23,7 @@ from transformers import Idefics3Config, Idefics3ForConditionalGeneration, PreTr
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
 from arpo.builtin.cold_start import _build_optimizers
-from arpo.builtin.scenes import COLOURS, GRID, SHAPES, SMALL, Thing, draw_scene, sample_scene, sample_task
+from arpo.builtin.scenes import COLOURS, GRID, SHAPES, SMALL, THINGS, Thing, draw_scene, sample_scene, sample_task
 from arpo.data.images import encode_image, open_image
 from arpo.environments.images import ImageEnvironment
 from arpo.types import Image, Task
@@ -42,7 +42,7 @@ CHAT_TEMPLATE = (
 )
 HIDDEN, LAYERS, VISION_HIDDEN, VISION_LAYERS, MAX_CONTEXT = 96, 3, 64, 2, 512
 SEED, ROWS, STEPS, BATCH, LR = 1, 3000, 1500, 32, 2e-3
-ALIGN_STEPS, ALIGN_LR = 800, 2e-3
+ALIGN_STEPS, ALIGN_LR, CROPS = 500, 2e-3, 3  # crops in a lesson
 GUESS, RIGHT, AGAIN = 0.55, 0.4, 0.4  # rates: to answer without looking, to look at the right cell, and again if not
 EMPTY = (len(COLOURS), len(SHAPES))  # colour and shape of nothing
 CELL_SIZES, CROP_SIZES = (len(COLOURS) + 1, len(SHAPES) + 1, GRID, GRID), (len(COLOURS), len(SHAPES), 10)
@@ -126,8 +126,11 @@ def _other_cell(box: list[float], rng: random.Random) -> list[float]:
 
 
 def write_lesson(rng: random.Random) -> _Writer:
-    """A picture, and where each of its things is; or crops of it, and what is in them."""
-    writer, things = _Writer(), list(sample_scene(rng))
+    """A picture, and where each of its things is; then crops of it, and what is in them.
+
+    Some pictures have a single thing, so that where it is can be learned before which one is asked for.
+    """
+    writer, things = _Writer(), list(sample_scene(rng, rng.choice((1, 1, 2, 3, THINGS, THINGS))))
     picture = encode_image(draw_scene(tuple(things)))
     rng.shuffle(things)
     there = {(thing.column, thing.row): _look(thing) for thing in things}
@@ -137,7 +140,7 @@ def write_lesson(rng: random.Random) -> _Writer:
         box = f"[{', '.join(f'{side:g}' for side in thing.box)}]"
         writer.add(f" the {thing.name}:")
         writer.add(f"<crop>{box}</crop>", True)
-    for thing in rng.sample(things, 3):
+    for thing in rng.choices(things, k=CROPS):
         left, top = (int(side * GRID * SMALL) for side in thing.box[:2])
         crop = encode_image(open_image(picture).crop((left, top, left + SMALL, top + SMALL)))
         writer.crops.append([*_look(thing), thing.digit])
