@@ -63,7 +63,7 @@ async def _test(training: Training, tasks: Sequence[Task], step: int) -> dict[st
 
 def choose_held_out(tasks: Sequence[Task], questions: int) -> list[Task]:
     """The first tasks of each kind, equally many and `questions` in all, so that rare kinds are tested, too."""
-    kinds = [kind for kind in (*KINDS, *scenes.KINDS) if any(task.kind == kind for task in tasks)]
+    kinds = [kind for kind in dict.fromkeys((*KINDS, *scenes.KINDS)) if any(task.kind == kind for task in tasks)]
     each = max(1, questions // max(1, len(kinds)))
     return [task for kind in kinds for task in [task for task in tasks if task.kind == kind][:each]]
 

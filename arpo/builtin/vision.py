@@ -166,7 +166,8 @@ def align(model: Any, lessons: list[Row], steps: int, lr: float, rng: random.Ran
     for step in range(steps):
         batch = rng.sample(lessons, BATCH)
         pixels_BICHW = torch.from_numpy(np.stack([row.pixels_NCHW for row in batch])).float()
-        features_BIPE = _features(model, pixels_BICHW.flatten(0, 1)).unflatten(0, pixels_BICHW.shape[:2])
+        features_NPE = _features(model, pixels_BICHW.flatten(0, 1))
+        features_BIPE = features_NPE.view(BATCH, 1 + CROPS, *features_NPE.shape[1:])
         whole = _head_loss(cells(features_BIPE[:, 0]), [row.seen[0] for row in batch], CELL_SIZES)
         part = _head_loss(crops(features_BIPE[:, 1:].mean(dim=2)), [row.seen[1] for row in batch], CROP_SIZES)
         for group in optimizer.param_groups:
@@ -183,7 +184,7 @@ def _head_loss(logits_BNC: torch.Tensor, labels: list[list[list[int]]], sizes: t
     labels_BNL = torch.tensor(labels)
     losses = [
         functional.cross_entropy(some.flatten(0, 1), labels_BNL[..., number].flatten())
-        for number, some in enumerate(logits_BNC.split(sizes, dim=-1))
+        for number, some in enumerate(torch.split(logits_BNC, list(sizes), dim=-1))
     ]
     return torch.stack(losses).sum()
 

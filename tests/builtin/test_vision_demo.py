@@ -64,7 +64,9 @@ def test_a_short_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     tree = next(iter(run.read_trees(1)))
     assert len(tree.tree.nodes[0].images) == 1
-    crops = [node for scored in run.read_trees(1) for node in scored.tree.nodes if node.call and node.call.name == "crop"]
+    crops = [
+        node for scored in run.read_trees(1) for node in scored.tree.nodes if node.call and node.call.name == "crop"
+    ]
     assert all(len(node.images) == 1 for node in crops if node.result and node.result.fault is None)
     said = "\n".join(reporter.messages)
     assert "zoom in with the tool crop" in said and "tool calls per answer" in said
