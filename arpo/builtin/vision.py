@@ -1,9 +1,10 @@
 """Makes the built-in vision model: `python -m arpo.builtin.vision arpo/builtin/vision_model`.
 
 A small Idefics3: a Llama that reads a picture as 4 x 4 tokens, one for each cell of a scene. It is trained from nothing
-on scenes of its own, which are no training or test tasks: first to say where things are and to read digits in crops,
-then also to imitate traces that use the tool `crop`. These have the habits to unlearn: most answer without looking, and
-those that look often do so at the wrong place. The weights are part of the package.
+on scenes of its own, which are no training or test tasks. The vision tower learns what pictures show, then the text
+model learns to say where things are, to read digits in crops, and to imitate traces that use the tool `crop`. These
+have the habits to unlearn: most answer without looking, and those that look often do so at the wrong place. The weights
+are part of the package.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.nn import functional
 from transformers import Idefics3Config, Idefics3ForConditionalGeneration, PreTrainedTokenizerFast
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
-from arpo.builtin.cold_start import _build_optimizers
+from arpo.builtin.cold_start import build_optimizers
 from arpo.builtin.scenes import COLOURS, GRID, SHAPES, SMALL, THINGS, Thing, draw_scene, sample_scene, sample_task
 from arpo.data.images import encode_image, open_image
 from arpo.environments.images import ImageEnvironment
@@ -42,7 +43,8 @@ CHAT_TEMPLATE = (
 )
 HIDDEN, LAYERS, VISION_HIDDEN, VISION_LAYERS, MAX_CONTEXT = 96, 3, 64, 2, 512
 SEED, ROWS, STEPS, BATCH, LR = 1, 3000, 1500, 32, 2e-3
-ALIGN_STEPS, ALIGN_LR, CROPS = 500, 2e-3, 3  # crops in a lesson
+ALIGN_STEPS, ALIGN_LR, CROPS = 700, 2e-3, 3  # crops in a lesson
+LESSONS = 0.6  # share of batches
 GUESS, RIGHT, AGAIN = 0.55, 0.4, 0.4  # rates: to answer without looking, to look at the right cell, and again if not
 EMPTY = (len(COLOURS), len(SHAPES))  # colour and shape of nothing
 CELL_SIZES, CROP_SIZES = (len(COLOURS) + 1, len(SHAPES) + 1, GRID, GRID), (len(COLOURS), len(SHAPES), 10)
@@ -53,7 +55,7 @@ class Row(NamedTuple):
 
     tokens: list[int]
     trained: list[bool]
-    pixels_NCHW: np.ndarray[Any, Any]
+    pictures: np.ndarray[Any, Any]  # pixels [N, C, H, W], or features [N, P, E]
     seen: tuple[list[list[int]], list[list[int]]] = ([], [])  # of a lesson: what is in each cell, and in each crop
 
 
@@ -153,11 +155,12 @@ def _look(thing: Thing) -> list[int]:
     return [list(COLOURS).index(thing.colour), SHAPES.index(thing.shape)]
 
 
-def align(model: Any, lessons: list[Row], steps: int, lr: float, rng: random.Random) -> None:
+def align(model: Any, lessons: list[Row], steps: int, lr: float) -> None:
     """Train the vision tower alone, with heads that are thrown away: what is in each cell of a picture, and in a crop.
 
     A small model that has to find out everything at once stays for thousands of steps where it looks at nothing.
     """
+    rng = random.Random(f"{SEED} alignment")
     with torch.random.fork_rng():
         torch.manual_seed(SEED)
         cells, crops = torch.nn.Linear(HIDDEN, sum(CELL_SIZES)), torch.nn.Linear(HIDDEN, sum(CROP_SIZES))
@@ -165,7 +168,7 @@ def align(model: Any, lessons: list[Row], steps: int, lr: float, rng: random.Ran
     optimizer = torch.optim.AdamW(parts.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
     for step in range(steps):
         batch = rng.sample(lessons, BATCH)
-        pixels_BICHW = torch.from_numpy(np.stack([row.pixels_NCHW for row in batch])).float()
+        pixels_BICHW = torch.from_numpy(np.stack([row.pictures for row in batch])).float()
         features_NPE = _features(model, pixels_BICHW.flatten(0, 1))
         features_BIPE = features_NPE.view(BATCH, 1 + CROPS, *features_NPE.shape[1:])
         whole = _head_loss(cells(features_BIPE[:, 0]), [row.seen[0] for row in batch], CELL_SIZES)
@@ -276,22 +279,31 @@ def build_processor() -> Any:
     return Idefics3ImageProcessorPil(**sides, do_image_splitting=False)
 
 
-def train(model: Any, batches: Iterator[list[Row]], steps: int, lr: float) -> None:
-    """Imitate the trained tokens, with a short warmup and a linear decay to 0."""
-    optimizers = _build_optimizers(model, lr)
+def encode_pictures(model: Any, rows: list[Row]) -> Iterator[Row]:
+    """The rows with the features of their pictures in place of pixels."""
+    for row in rows:
+        with torch.no_grad():
+            yield row._replace(pictures=_features(model, torch.from_numpy(row.pictures).float()).numpy())
+
+
+def imitate(model: Any, lessons: list[Row], traces: list[Row], steps: int, lr: float) -> None:
+    """Train the text model on rows with features, with a short warmup and a linear decay to 0."""
+    rng = random.Random(f"{SEED} batches")
+    sources = {"lessons": _batches(lessons, rng), "traces": _batches(traces, rng)}
+    text = model.model.text_model
+    optimizers = build_optimizers(text, lr)
     for step in range(steps):
-        batch = next(batches)
-        loss = _loss(model, batch)
+        kind = "lessons" if rng.random() < LESSONS else "traces"
+        loss = _loss(model, next(sources[kind]))
         loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(text.parameters(), 1.0)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group.setdefault("base_lr", group["lr"])
                 group["lr"] = group["base_lr"] * min(1.0, (step + 1) / 50) * (1 - step / steps)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        if step % 50 == 0:
-            kind = "lessons" if batch[0].seen[0] else "traces"
+        if step % 25 == 0:
             print(f"step {step} of {steps}, loss {loss.item():.3f} ({kind})", flush=True)
 
 
@@ -299,8 +311,7 @@ def _loss(model: Any, batch: list[Row]) -> torch.Tensor:
     width = max(len(row.tokens) for row in batch)
     tokens_BT = torch.tensor([row.tokens + [0] * (width - len(row.tokens)) for row in batch])
     mask_BT = torch.tensor([row.trained + [False] * (width - len(row.trained)) for row in batch])[:, 1:]
-    pixels_NCHW = torch.from_numpy(np.concatenate([row.pixels_NCHW for row in batch])).float()
-    features_NPE = _features(model, pixels_NCHW)
+    features_NPE = torch.from_numpy(np.concatenate([row.pictures for row in batch]))
     rows_BTE = model.get_input_embeddings()(tokens_BT)
     places_BT = (tokens_BT == model.config.image_token_id).unsqueeze(-1)
     rows_BTE = rows_BTE.masked_scatter(places_BT, features_NPE.flatten(0, 1))
@@ -320,21 +331,33 @@ def _batches(rows: list[Row], rng: random.Random) -> Iterator[list[Row]]:
 
 def main(directory: Path) -> None:
     """Make the model and write it as a Hugging Face directory."""
-    tokenizer, processor, rng = build_tokenizer(), build_processor(), random.Random(f"{SEED} vision model")
+    tokenizer, processor = build_tokenizer(), build_processor()
     model = build_model(tokenizer, SEED)
     print(f"{sum(p.numel() for p in model.parameters()):,} weights, {len(tokenizer)} tokens", flush=True)
-    lessons = [build_row(write_lesson(rng), tokenizer, processor) for _ in range(ROWS)]
-    align(model, lessons, ALIGN_STEPS, ALIGN_LR, rng)
-    traces = [build_row(write_trace(sample_task(rng), rng), tokenizer, processor) for _ in range(ROWS)]
-    train(model, _mixed(_batches(lessons, rng), _batches(traces, rng), rng), STEPS, LR)
+    lessons = build_lessons(tokenizer, processor)
+    align(model, lessons, ALIGN_STEPS, ALIGN_LR)
+    traces = build_traces(tokenizer, processor)
+    imitate(model, [*encode_pictures(model, lessons)], [*encode_pictures(model, traces)], STEPS, LR)
+    save(model, tokenizer, processor, directory)
+
+
+def build_lessons(tokenizer: Any, processor: Any) -> list[Row]:
+    """The lessons to learn from."""
+    rng = random.Random(f"{SEED} lessons")
+    return [build_row(write_lesson(rng), tokenizer, processor) for _ in range(ROWS)]
+
+
+def build_traces(tokenizer: Any, processor: Any) -> list[Row]:
+    """The traces to imitate."""
+    rng = random.Random(f"{SEED} traces")
+    return [build_row(write_trace(sample_task(rng), rng), tokenizer, processor) for _ in range(ROWS)]
+
+
+def save(model: Any, tokenizer: Any, processor: Any, directory: Path) -> None:
+    """Write the model as a Hugging Face directory."""
     model.to(torch.bfloat16).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     processor.save_pretrained(directory)
-
-
-def _mixed(lessons: Iterator[list[Row]], traces: Iterator[list[Row]], rng: random.Random) -> Iterator[list[Row]]:
-    while True:
-        yield next(lessons if rng.random() < 0.6 else traces)
 
 
 if __name__ == "__main__":

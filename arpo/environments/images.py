@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal, Self
 
 from arpo.config.files import expand_user, require_regular_file
@@ -29,6 +30,12 @@ from arpo.types import Image, Task
 
 MAX_FRAMES = 10_000  # of a video
 SCALES = {"fraction": 1.0, "thousandth": 1000.0}
+UNITS = {
+    "fraction": "fractions of its width and height, from 0 to 1",
+    "thousandth": "thousandths of its width and height, from 0 to 1000",
+    "pixel": "pixels",
+}
+"""What the model is told of the numbers in a box."""
 Coordinates = Literal["fraction", "thousandth", "pixel"]
 Shown = list[str | Image]
 
@@ -52,12 +59,13 @@ class ImageEnvironment(Environment):
         frames_column: str | None = None,
         blocking: bool = False,
     ) -> None:
-        if coordinates not in (*SCALES, "pixel"):
+        if coordinates not in UNITS:
             raise ArpoError(f"environment.settings: coordinates is fraction, thousandth or pixel, not {coordinates!r}")
         if not 1 <= min_side <= max_side <= 4096 or max_images < 1:
             raise ArpoError("environment.settings: 1 <= min_side <= max_side <= 4096 and max_images >= 1 must hold")
         require_pillow()
-        self._scale, self._sides, self._max_images = SCALES.get(coordinates), (min_side, max_side), max_images
+        self._unit, self._scale = UNITS[coordinates], SCALES.get(coordinates)
+        self._sides, self._max_images = (min_side, max_side), max_images
         self._column, self._blocking = frames_column, blocking
         self.images: tuple[Image, ...] = ()
         self._frames: tuple[str, ...] = ()
@@ -88,14 +96,14 @@ class ImageEnvironment(Environment):
 
     def tools(self) -> list[Tool]:
         """The tools; `frames` only if there is a video."""
-        return [one for one in super().tools() if self._column is not None or one.spec.name != "frames"]
+        found = {one.spec.name: one for one in super().tools()}
+        told = f"{found['crop'].spec.description} The numbers of the box are {self._unit}."
+        found["crop"] = replace(found["crop"], spec=replace(found["crop"].spec, description=told))
+        return [one for name, one in found.items() if self._column is not None or name != "frames"]
 
     @tool
     async def crop(self, box: list[float], image: int = 1) -> Shown:
-        """Zoom into a part of a picture, given as box [x0, y0, x1, y1] from its upper left corner; image is its number.
-
-        Unless settings say otherwise, the numbers are fractions of width and height, from 0 to 1.
-        """
+        """Zoom into a part of a picture: box is [x0, y0, x1, y1] from its upper left corner, image its number."""
         return await self._run(lambda: self._crop(box, image))
 
     @tool
@@ -136,6 +144,8 @@ class ImageEnvironment(Environment):
         return [f"Frames {', '.join(map(str, chosen))}.", *shown]
 
     def _image(self, number: int) -> Image:
+        if not self.images:
+            raise ToolError("you have seen no image yet; look at frames of the video first")
         if not 1 <= number <= len(self.images):
             raise ToolError(f"there is no image {number!r:.20}; they are numbered from 1 to {len(self.images)}")
         return self.images[number - 1]

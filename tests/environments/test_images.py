@@ -59,6 +59,12 @@ def test_a_crop_is_the_part_in_the_box(coordinates: Any, box: list[float]) -> No
     assert [image.width for image in state.images] == [40, 20]
 
 
+def test_the_model_is_told_how_a_box_is_written() -> None:
+    for coordinates, unit in (("fraction", "from 0 to 1."), ("thousandth", "from 0 to 1000."), ("pixel", "pixels.")):
+        told = opened(coordinates=coordinates).tools()[0].spec.description
+        assert "[x0, y0, x1, y1]" in told and told.endswith(unit)
+
+
 def test_a_box_between_pixels_covers_all_that_it_touches_and_at_least_one() -> None:
     assert act(opened(), "crop", [0.51, 0.49, 0.52, 0.51])[1][0].size == (1, 2)
     assert act(opened(), "crop", [0.9999999, 0, 1, 1e-9])[1][0].size == (1, 1)
@@ -134,6 +140,8 @@ def test_frames_are_evenly_spaced(tmp_path: Path) -> None:
     state = ImageEnvironment(blocking=True, frames_column="video")
     assert state.reset(task) == "The video has 12 frames, numbered from 0 to 11."
     assert [one.spec.name for one in state.tools()] == ["crop", "rotate", "frames"]
+    with pytest.raises(ToolError, match="you have seen no image yet"):
+        act(state, "crop", [0, 0, 1, 1])
     assert [one.spec.name for one in opened().tools()] == ["crop", "rotate"]
     text, pictures = act(state, "frames", 1, 10, 4)
     assert text == "Frames 1, 4, 7, 10. Images 1, 2, 3, 4:"
