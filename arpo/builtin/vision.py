@@ -18,12 +18,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, pre_tokenizers
 from torch.nn import functional
-from transformers import Idefics3Config, Idefics3ForConditionalGeneration, PreTrainedTokenizerFast
+from transformers import Idefics3Config, Idefics3ForConditionalGeneration
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
 from arpo.builtin.cold_start import build_optimizers
+from arpo.builtin.model import train_tokenizer
 from arpo.builtin.scenes import COLOURS, GRID, SHAPES, SMALL, THINGS, Thing, draw_scene, sample_scene, sample_task
 from arpo.data.images import encode_image, open_image
 from arpo.environments.images import ImageEnvironment
@@ -212,28 +213,14 @@ def build_row(writer: _Writer, tokenizer: Any, processor: Any) -> Row:
 
 def build_tokenizer() -> Any:
     """A byte-level tokenizer in which every word of the scenes and every coordinate is one token."""
-    core = Tokenizer(models.BPE())
     words = pre_tokenizers.Split(Regex(r" ?\p{L}+| ?\d(\.\d+)?| ?[^\s\p{L}\d]|\s"), "isolated")
-    core.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(False, use_regex=False)])
-    core.decoder = decoders.ByteLevel()
     rng = random.Random(0)
     texts = [text for _ in range(200) for text, _ in write_trace(sample_task(rng), rng).parts]
     texts += [f"{gap}{number / 8:g}" for gap in ("", " ") for number in range(9) for _ in range(100)]
     texts += [f"{gap}{digit}" for gap in ("", " ") for digit in range(10) for _ in range(100)]
-    core.train_from_iterator(
-        texts,
-        trainers.BpeTrainer(
-            vocab_size=512,
-            min_frequency=20,
-            special_tokens=list(SPECIALS),
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        ),
-    )
-    core.add_tokens([AddedToken(tag, normalized=False) for tag in TAGS])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<|pad|>", eos_token="<|end|>")
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer
+    trainer = {"vocab_size": 512, "min_frequency": 20, "special_tokens": list(SPECIALS)}
+    splits = [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    return train_tokenizer(texts, splits, trainer, TAGS, CHAT_TEMPLATE)
 
 
 def build_model(tokenizer: Any, seed: int) -> Any:

@@ -219,8 +219,8 @@ class Environment(Section):
 
     name: OptionalText = setting(
         None,
-        "the environment: python, sqlite, images, gymnasium, openenv, labyrinth, or your class as path/to/file.py:name; "
-        "none: tools without state",
+        "the environment: python, sqlite, images, gymnasium, openenv, labyrinth, or your class as path/to/file.py:name;"
+        " none: tools without state",
     )
     settings: dict[str, JsonValue] = setting({}, "keyword arguments of the environment's class")
     timeout: float = setting(60.0, "time limit of a reset, a fork or a close, in seconds", gt=0, le=86_400)
