@@ -92,7 +92,9 @@ def test_a_rotation_is_clockwise() -> None:
         right, bottom = picture.width - 1, picture.height - 1
         found = [picture.getpixel(place) for place in ((0, 0), (right, 0), (0, bottom), (right, bottom))]
         assert found == [COLOURS[number] for number in expected], degrees
-    assert act(opened(), "rotate", 45)[1][0].size == (44, 44)
+    slanted = act(opened(), "rotate", 45)[1][0]
+    assert slanted.size == (44, 44)
+    assert slanted.getpixel((18, 11)) == COLOURS[0] and slanted.getpixel((25, 32)) == COLOURS[3]
 
 
 @pytest.mark.parametrize(
@@ -148,6 +150,7 @@ def test_frames_are_evenly_spaced(tmp_path: Path) -> None:
     assert [picture.getpixel((0, 0))[0] for picture in pictures] == [10, 40, 70, 100]
     assert act(state, "frames", 3, 4, 8)[0] == "Frames 3, 4. Images 5, 6:"
     assert act(state, "frames", 11, 11, 1)[0] == "Frames 11. Image 7:"
+    assert act(state, "frames", 0, 11, 4)[0].startswith("Frames 0, 4, 7, 11.")
     for wrong in ((-1, 3), (3, 2), (0, 12)):
         with pytest.raises(ToolError, match="numbered from 0 to 11"):
             act(state, "frames", *wrong, 2)
