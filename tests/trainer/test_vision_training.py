@@ -112,7 +112,7 @@ def test_gradients_are_those_of_trajectories_one_by_one(directory: Path, budget:
 
 
 def test_a_batch_without_images_is_as_ever(directory: Path) -> None:
-    _, tokenizer, tower = load(directory)
+    _, _, tower = load(directory)
     nodes = [node(None, [5, 6]), turn(0, [7, tower.image_token_id]), turn(0, [9])]
     scored = with_credits(tree(nodes, leaves=[1, 2]), [1.0, -1.0])
     with_tower = build_batch([scored], Loss(), 9, embed_ids=lambda one: tower.embed_ids(one.tokens, one.images))
