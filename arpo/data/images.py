@@ -14,7 +14,7 @@ import hashlib
 import io
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from arpo.errors import ArpoError
 from arpo.types import Image
@@ -26,7 +26,10 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 
 
 def read_image(content: bytes) -> Image:
-    """The image in a file's bytes; of an animation the first frame. ValueError if it is none, or too large."""
+    """The image in a file's bytes; of an animation the first frame. ValueError if it is none, or too large.
+
+    It is turned as its EXIF data say. What is transparent becomes white.
+    """
     pillow = require_pillow()
     if len(content) > MAX_BYTES:
         raise ValueError(f"the image has {len(content):,} bytes, more than {MAX_BYTES:,}")
@@ -34,18 +37,41 @@ def read_image(content: bytes) -> Image:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # size and metadata are dealt with here
             with pillow.open(io.BytesIO(content), formats=FORMATS) as picture:
-                width, height = picture.size
-                if width * height > MAX_PIXELS:
-                    raise ValueError(f"the image has {width} x {height} pixels, more than {MAX_PIXELS:,}")
-                return encode_image(picture.convert("RGB"))
-    except ValueError:
-        raise
+                size = picture.size
+                plain = _plain_picture(picture) if _fits(*size) else None
     except Exception as error:  # damaged files make the decoders raise anything
-        raise ValueError(f"no readable image ({', '.join(FORMATS)}): {error}") from error
+        unknown = isinstance(error, pillow.UnidentifiedImageError)  # its message names an object, not the reason
+        reason = "the file is something else, or its beginning is damaged" if unknown else error
+        raise ValueError(f"no readable image ({', '.join(FORMATS)}): {reason}") from error
+    return encode_image(plain) if plain is not None else _refuse_size(*size)
+
+
+def _plain_picture(picture: Any) -> Any:
+    """The pixels of an opened picture as RGB, upright and on white."""
+    from PIL import ImageOps
+
+    if picture.mode.startswith("I;16"):  # `convert` would cut off at 255
+        picture = picture.point(lambda level: level / 257).convert("L")
+    if picture.has_transparency_data:
+        picture = picture.convert("RGBA")
+        ground = require_pillow().new("RGBA", picture.size, "white")
+        ground.alpha_composite(picture)
+        ground.info, picture = picture.info, ground
+    return ImageOps.exif_transpose(picture.convert("RGB"))
+
+
+def _fits(width: int, height: int) -> bool:
+    return min(width, height) > 0 and width * height <= MAX_PIXELS
+
+
+def _refuse_size(width: int, height: int) -> NoReturn:
+    raise ValueError(f"the image has {width} x {height} pixels, expected 1 to {MAX_PIXELS:,} in all")
 
 
 def encode_image(picture: Any) -> Image:
-    """The image of a Pillow picture."""
+    """The image of a Pillow picture; ValueError if it is too large."""
+    if not _fits(*picture.size):
+        _refuse_size(*picture.size)
     plain = picture.convert("RGB")
     plain.info = {}
     buffer = io.BytesIO()

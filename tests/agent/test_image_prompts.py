@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
@@ -143,7 +144,7 @@ def test_a_conversation_keeps_the_ids_of_its_images(seeing: tuple[Any, Any, Visi
     agent = Agent(engine, tokenizer, {}, fmt, encoder=encoder)
     talk = Conversation(agent, Rollout(), 4, 0)
     first, second = picture(11), picture(12)
-    talk.begin("What?", images=(first,))
+    asyncio.run(talk.begin("What?", images=(first,)))
     assert talk.images == [first] and sum(token >= tower.vocab_size for token in talk.tokens) == 4
     talk.ask("And?", (second,))
     assert talk.images == [first, second]
