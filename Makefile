@@ -5,7 +5,7 @@ SEED ?= 0
 # Slow tests are handed out one by one, the others file by file: see tests/conftest.py.
 PARALLEL := -n logical --dist loadgroup --no-loadscope-reorder
 
-.PHONY: demo chaos test test-fast check format clean bench-sandbox bench-session bench-search bench-engine bench-gpu bench-tree bench-math bench-view bench-plan bench-cluster bench-labyrinth bench-serve test-kernels test-mcp-npm test-openenv test-browser test-vllm
+.PHONY: demo chaos test test-fast check docs package format clean bench-sandbox bench-session bench-search bench-engine bench-gpu bench-tree bench-math bench-view bench-plan bench-cluster bench-labyrinth bench-serve test-kernels test-mcp-npm test-openenv test-browser test-vllm
 
 demo: .venv/installed  ## watch a small agent learn, a few minutes
 	$(BIN)/arpo demo --seed $(SEED)
@@ -86,12 +86,20 @@ check: .venv/installed-dev  ## lint, format, types, import direction
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_architecture.py
 
+docs: .venv/installed-docs  ## the documentation as a site in build/site; fails on dead links and missing pages
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --conf-dir docs . build/site
+
+package: .venv/installed-dev  ## the source distribution and the wheel, in dist/, and a try of both
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/python -m pytest tests/test_package.py
+
 format: .venv/installed-dev  ## let ruff format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:  ## remove the environment and caches
-	rm -rf .venv .venv-openenv .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
+	rm -rf .venv .venv-openenv .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
 
 # torch first: its pinned build keeps pip from choosing another one for the packages that need it.
 .venv/installed: pyproject.toml constraints.txt
@@ -103,6 +111,10 @@ clean:  ## remove the environment and caches
 
 .venv/installed-dev: .venv/installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+.venv/installed-docs: .venv/installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	touch $@
 
 # The wheel wants one exact torch and an older transformers. What else it names as required, it does without.

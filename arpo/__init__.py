@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from arpo.tools.base import Tool, ToolError, ToolTimeout, tool
     from arpo.types import Reward, RolloutTree, Task, Trajectory
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"  # the one place: pyproject.toml reads it here
 __all__ = [
     "Agent",
     "ArpoError",

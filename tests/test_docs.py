@@ -1,4 +1,4 @@
-"""Documentation that could go stale: the table of settings, links, and the code and settings shown in examples."""
+"""Documentation that could go stale: settings, commands, the API's reference, links, and what examples show."""
 
 from __future__ import annotations
 
@@ -7,19 +7,26 @@ import importlib
 import inspect
 import json
 import re
+import subprocess
+import sys
 import textwrap
+import tomllib
 from functools import reduce
 from itertools import groupby
 from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+import typer.cli
 import typer.main
 
 import arpo
 from arpo.cli.main import app
 from arpo.config.loading import load_config, settings_table
+
+if TYPE_CHECKING:
+    from cli_runs import Arpo
 
 ROOT = Path(__file__).parent.parent
 SETTINGS = ROOT / "docs" / "settings.md"
@@ -77,6 +84,39 @@ def _plain(text: str) -> str:
 
 def test_the_settings_page_is_up_to_date() -> None:
     assert SETTINGS.read_text(encoding="utf-8") == settings_page(), "run: .venv/bin/python tests/test_docs.py"
+
+
+CLI = ROOT / "docs" / "cli.md"
+
+
+def cli_page() -> str:
+    """What docs/cli.md must hold, from the help of the commands; `python tests/test_docs.py` writes it."""
+    command = typer.main.get_command(app)
+    commands = typer.cli.get_docs_for_click(obj=command, ctx=typer.Context(command), name="arpo").partition("\n## ")[2]
+    lines = [
+        "# Commands",
+        "",
+        "Generated from the help of the commands by `.venv/bin/python tests/test_docs.py`; do not edit by hand.",
+        "",
+        "`arpo COMMAND --help` shows the same. `KEY=VALUE` after a command's arguments overrides settings",
+        "([settings.md](settings.md)). Exit codes: 2 for a mistake of the user's, with one message; 3 for a run that",
+        "collapsed; 130 for Ctrl-C.",
+        "",
+    ]
+    in_code = False
+    for line in f"## {commands}".splitlines():
+        in_code ^= line.startswith("```")
+        if in_code or not line:
+            lines += [line] if line or in_code or lines[-1] else []
+        elif not line.startswith("* `--help`"):
+            indent = "  " if line.startswith("* ") else ""
+            lines += textwrap.wrap(line, 100, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    text = re.sub(r"\*\*Options\*\*:\n+(?=#|\*\*|\Z)", "", "\n".join(lines) + "\n")  # of commands that had only --help
+    return text.rstrip() + "\n"
+
+
+def test_the_page_of_commands_is_up_to_date() -> None:
+    assert CLI.read_text(encoding="utf-8") == cli_page(), "run: .venv/bin/python tests/test_docs.py"
 
 
 REFERENCE = "## Reference\n"
@@ -156,6 +196,26 @@ def test_links_between_pages_lead_somewhere() -> None:
             assert (page.parent / target).is_file(), f"{page.name} links to {target}"
 
 
+def test_extras_are_named_as_they_are() -> None:
+    extras = set(
+        tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    )
+    table = (ROOT / "docs" / "install.md").read_text(encoding="utf-8").partition("| extra | for |\n|---|---|\n")[2]
+    rows = table.partition("\n\n")[0].splitlines()
+    assert sorted(extra for row in rows for extra in re.findall(r"`(\w+)`", row.split("|")[1])) == sorted(extras)
+    sources = [*(ROOT / "arpo").rglob("*.py"), *(ROOT / "examples").rglob("*.py"), *PAGES, ROOT / "pyproject.toml"]
+    for source in sources:
+        for named in re.findall(r"(?:arpo|['\"]\.)\[([\w,]+)\]", source.read_text(encoding="utf-8")):
+            assert set(named.split(",")) <= extras, f"{source.name} names [{named}]"
+
+
+def test_the_changelog_starts_with_this_version() -> None:
+    found = re.search(
+        r"^## ([\d.]+)( \(unreleased\))?$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert found and found[1] + (".dev0" if found[2] else "") == arpo.__version__
+
+
 def blocks(page: Path, language: str) -> list[str]:
     """The code blocks of a page that are marked as this language."""
     fenced = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
@@ -170,13 +230,13 @@ SMALLER = {
 """What the tests of Python examples replace, besides the name of the model, so that they take seconds."""
 
 
-def run_examples(page: Path, model: Path) -> dict[str, Any]:
-    """Run the Python blocks of a page one after the other, with a small random model; returns their variables."""
-    code = "\n".join(blocks(page, "python")).replace("Qwen/Qwen3-0.6B", str(model))
+def run_examples(examples: list[str], model: Path) -> dict[str, Any]:
+    """Run Python blocks one after the other, with a small random model; returns their variables."""
+    code = "\n".join(examples).replace("Qwen/Qwen3-0.6B", str(model))
     for shown, smaller in SMALLER.items():
         code = code.replace(shown, smaller)
     variables: dict[str, Any] = {"__name__": "__main__"}
-    exec(compile(code, page.name, "exec"), variables)
+    exec(compile(code, "example", "exec"), variables)
     return variables
 
 
@@ -185,7 +245,7 @@ def test_the_python_example_in_the_readme_runs(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    trainer = run_examples(ROOT / "README.md", model_dir)["trainer"]
+    trainer = run_examples(blocks(ROOT / "README.md", "python"), model_dir)["trainer"]
     trainer.close()
     shown = capsys.readouterr().out
     assert shown.startswith("What do two pears cost?\n├─ ")
@@ -201,11 +261,63 @@ def test_the_examples_of_the_api_run(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    found = run_examples(ROOT / "docs" / "api.md", model_dir)
+    found = run_examples(blocks(ROOT / "docs" / "api.md", "python"), model_dir)
     assert [record["step"] for record in found["history"]] == [1, 2, 3, 4]
     assert (tmp_path / "runs" / "arpo-2" / "metrics.jsonl").is_file()
     assert capsys.readouterr().out.count("<Tree of 'tasks:") == 2 * 4  # of each task of two steps
     assert len(found["evaluation"].trees) == 4
+
+
+def files(page: Path) -> dict[str, str]:
+    """The files that a page shows: code blocks that begin with a comment that names one."""
+    found = [block for language in ("python", "toml") for block in blocks(page, language)]
+    return {named[1]: block for block in found if (named := re.match(r"# (\w+\.\w+)\n", block))}
+
+
+OWN_TASK = ROOT / "docs" / "own-task.md"
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_page_on_your_own_task_work(arpo: Arpo, model_dir: Path) -> None:
+    Path("small.toml").unlink()
+    smaller = {
+        "Qwen/Qwen3-0.6B": str(model_dir),
+        "num_trajectories = 8 ": "num_trajectories = 4 ",
+        "max_tokens = 1024 ": "max_tokens = 40 ",
+        "steps = 40\n": "steps = 1\n",
+        "batch_size = 4 ": "batch_size = 2 ",
+    }
+    for name, text in files(OWN_TASK).items():
+        Path(name).write_text(reduce(lambda text, pair: text.replace(*pair), smaller.items(), text), encoding="utf-8")
+    exec(compile(Path("stock.py").read_text(), "stock.py", "exec"), {"__name__": "__main__"})
+    assert [len(Path(name).read_text().splitlines()) for name in ("train.jsonl", "test.jsonl")] == [48, 12]
+    lines = [line for line in "\n".join(blocks(OWN_TASK, "")).splitlines() if line.startswith("arpo ")]
+    commands = [line.split("  ")[0].replace("train.steps=60", "train.steps=2").split()[1:] for line in lines]
+    added = {"view": ["--export", "view.html"], "eval": ["eval.questions=2"]}  # a file instead of a server
+    for command in commands:
+        if command[0] not in ("chat", "compare"):  # which wait for a person, and need a model that calls tools
+            done = arpo(*command, *added.get(command[0], ()))
+            assert done.code == 0, (command, done)
+    assert [command[0] for command in commands].count("train") == 2
+    metrics = json.loads(Path("runs/stock/metrics.jsonl").read_text().splitlines()[-1])
+    assert (metrics["step"], metrics["accuracy"]) == (2, 0.0) and "reward_worked" in metrics
+    assert "stock" in Path("view.html").read_text(encoding="utf-8")
+    assert Path("my-agent/arpo_agent.json").is_file()
+
+
+@pytest.mark.slow
+def test_the_python_of_the_page_on_your_own_task_runs(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    Path("stock.py").write_text(files(OWN_TASK)["stock.py"], encoding="utf-8")
+    run_examples([block for block in blocks(OWN_TASK, "python") if "arpo.Trainer(" in block], model_dir)
+    assert (
+        "<Evaluation of 12 tasks, 12 trajectories: accuracy 0.0%, reward 0.000, reward_worked"
+        in capsys.readouterr().out
+    )
+    assert (tmp_path / "my-python-agent" / "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -213,7 +325,22 @@ def test_python_examples_import_names_that_exist(page: Path) -> None:
     for block in blocks(page, "python"):
         code = ast.parse(block)
         imports = [node for node in code.body if isinstance(node, ast.Import | ast.ImportFrom)]
+        imports = [node for node in imports if f"{ast.unparse(node).removeprefix('import ')}.py" not in files(page)]
         exec(compile(ast.Module(imports, []), page.name, "exec"), {})
+
+
+@pytest.mark.slow
+def test_the_site_can_be_built(tmp_path: Path) -> None:
+    pytest.importorskip("sphinx")
+    command = [sys.executable, "-m", "sphinx", "--fail-on-warning", "--keep-going", "--quiet", "--conf-dir", "docs"]
+    done = subprocess.run([*command, ".", tmp_path], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert {page.stem for page in (ROOT / "docs").glob("*.md")} <= {page.stem for page in tmp_path.glob("docs/*.html")}
+    fetched = r"<(?:script|img|iframe|source)[^>]*src=.(?:https?:)?//|<link(?![^>]*canonical)[^>]*href=.(?:https?:)?//"
+    for page in tmp_path.rglob("*.html"):
+        assert not re.search(fetched, page.read_text(encoding="utf-8")), f"{page.name} needs the network"
+    for style in tmp_path.rglob("*.css"):
+        assert not re.search(r"(?:url\(|@import )['\"]?(?:https?:)?//", style.read_text(encoding="utf-8")), style.name
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -245,7 +372,7 @@ def test_names_of_code_in_prose_exist(page: Path) -> None:
         assert (ROOT / path).exists(), f"{page.name} names {path}"
     files = {
         f"/{path.relative_to(ROOT).as_posix()}"
-        for room in ("arpo", "benchmarks", "examples", "tests")
+        for room in ("arpo", "benchmarks", "docs", "examples", "tests")
         for path in (ROOT / room).rglob("*.py")
     }
     for path in re.findall(r"`([\w/]+\.py)`", text):
@@ -273,5 +400,6 @@ def test_every_room_is_in_the_picture() -> None:
 
 if __name__ == "__main__":
     SETTINGS.write_text(settings_page(), encoding="utf-8")
+    CLI.write_text(cli_page(), encoding="utf-8")
     API = ROOT / "docs" / "api.md"
     API.write_text(API.read_text(encoding="utf-8").partition(REFERENCE)[0] + reference(), encoding="utf-8")

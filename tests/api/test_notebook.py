@@ -59,13 +59,14 @@ class Kernel:
 
 
 @pytest.mark.slow
-def test_the_example_and_the_interrupt_button(model_dir: Path, tmp_path: Path) -> None:
+def test_the_example_and_the_interrupt_button(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cells = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells)
+    monkeypatch.setenv("ARPO_CACHE", str(tmp_path / "cache"))
     kernel = Kernel(tmp_path)
     try:
         # The example as it is, with a small random model in place of the one from the hub.
-        displayed = []
+        displayed, texts = [], ""
         for cell in cells:
             source = (
                 cell["source"].replace("Qwen/Qwen3-0.6B", str(model_dir)).replace('max_tokens": 256', 'max_tokens": 40')
@@ -73,10 +74,14 @@ def test_the_example_and_the_interrupt_button(model_dir: Path, tmp_path: Path) -
             printed, shown, reply = kernel.run(source)
             assert reply["status"] == "ok", reply
             displayed += shown
-            if "trainer.train" in source:
+            texts += printed
+            if "steps=2" in source:
                 assert "step 2: reward" in printed  # in the output of this cell, not of the one that made the trainer
-        assert displayed[0]["text/html"].startswith("<svg")
-        assert displayed[2]["text/plain"].startswith("<Evaluation of 12 tasks, 24 trajectories: accuracy")
+        assert [data.get("text/html", "")[:4] for data in displayed] == ["", "<svg", "", "<svg", "", ""]
+        assert ": log-prob -" in texts and "P 0." in texts and "advantage +" in texts
+        # The step went where the advantages say: turns became likelier, or less likely, by more the larger they are.
+        assert kernel.run("print(sum(advantage * change for advantage, change in changes.values()))")[0][0] != "-"
+        assert displayed[5]["text/plain"].startswith("<Evaluation of 12 tasks, 24 trajectories: accuracy")
         assert (tmp_path / "fruit-agent" / "model.safetensors").is_file()
         # Interrupted, it saves, and can go on.
         assert kernel.run(CELL.replace("MODEL", repr(str(model_dir))))[2]["status"] == "ok"

@@ -314,7 +314,7 @@ def test_later_minibatches_are_off_policy_by_what_the_earlier_ones_changed(model
 def test_every_step_draws_anew(model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[int] = []
 
-    async def record(*given: Any) -> list[ScoredTree]:
+    async def record(*given: Any, **named: Any) -> list[ScoredTree]:
         drawn.extend(given[4])
         return []
 
