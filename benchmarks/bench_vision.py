@@ -41,7 +41,9 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--trajectories", type=int, default=4)
-    parser.add_argument("--tiles", type=int, default=1, help="tiles in a row and in a column; more than 1 splits images")
+    parser.add_argument(
+        "--tiles", type=int, default=1, help="tiles in a row and in a column; more than 1 splits images"
+    )
     parser.add_argument("--seed", type=int, default=0, help="decides weights and pictures")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
