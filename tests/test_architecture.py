@@ -130,7 +130,7 @@ def test_every_setting_is_described() -> None:
     assert [key for key, kind, _, description in table if not (kind and description.strip())] == []
 
 
-PRINTING = {"builtin/pretrain.py", "training/collect.py"}  # a script; to a file
+PRINTING = {"builtin/pretrain.py", "builtin/vision.py", "training/collect.py"}  # a script; to a file
 IN_SANDBOX = "tools/sandbox/"  # mostly other processes; and that there is no isolation must be seen
 
 
