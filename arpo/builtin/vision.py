@@ -46,7 +46,7 @@ HIDDEN, LAYERS, VISION_HIDDEN, VISION_LAYERS, MAX_CONTEXT = 96, 3, 64, 2, 512
 SEED, NUM_LESSONS, NUM_TRACES, STEPS, BATCH, LR = 1, 3000, 2500, 1300, 32, 2e-3
 ALIGN_STEPS, ALIGN_LR, CROPS = 700, 2e-3, 3  # crops in a lesson
 HABIT_STEPS, HABIT_LR = 150, 5e-4
-GOOD, HABITS = (0.1, 0.8), (0.55, 0.4)  # rates of traces: to answer without looking, to look at the right cell
+GOOD, HABITS = (0.1, 0.8), (0.4, 0.6)  # rates of traces: to answer without looking, to look at the right cell
 AGAIN = 0.4  # rate of looking again after a wrong cell
 EMPTY = (len(COLOURS), len(SHAPES))  # colour and shape of nothing
 CELL_SIZES, CROP_SIZES = (len(COLOURS) + 1, len(SHAPES) + 1, GRID, GRID), (len(COLOURS), len(SHAPES), 10)
@@ -75,7 +75,7 @@ class _Writer:
         self.parts.append((text, trained))
 
 
-def write_trace(task: Task, rng: random.Random, guess: float = HABITS[0], right: float = HABITS[1]) -> _Writer:
+def write_trace(task: Task, rng: random.Random, guess: float, right: float) -> _Writer:
     """The question, calls of the real tool, and an answer; guessed if what it needs was not seen."""
     writer, state = _Writer(), ImageEnvironment(min_side=SMALL, blocking=True)
     state.reset(task)
@@ -216,7 +216,7 @@ def build_tokenizer() -> Any:
     """A byte-level tokenizer in which every word of the scenes and every coordinate is one token."""
     words = pre_tokenizers.Split(Regex(r" ?\p{L}+| ?\d(\.\d+)?| ?[^\s\p{L}\d]|\s"), "isolated")
     rng = random.Random(0)
-    texts = [text for _ in range(200) for text, _ in write_trace(sample_task(rng), rng).parts]
+    texts = [text for _ in range(200) for text, _ in write_trace(sample_task(rng), rng, 0.55, 0.4).parts]
     texts += [f"{gap}{number / 8:g}" for gap in ("", " ") for number in range(9) for _ in range(100)]
     texts += [f"{gap}{digit}" for gap in ("", " ") for digit in range(10) for _ in range(100)]
     trainer = {"vocab_size": 512, "min_frequency": 20, "special_tokens": list(SPECIALS)}
