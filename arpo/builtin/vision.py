@@ -43,10 +43,11 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 HIDDEN, LAYERS, VISION_HIDDEN, VISION_LAYERS, MAX_CONTEXT = 96, 3, 64, 2, 512
-SEED, ROWS, STEPS, BATCH, LR = 1, 3000, 1500, 32, 2e-3
+SEED, NUM_LESSONS, NUM_TRACES, STEPS, BATCH, LR = 1, 3000, 2500, 1300, 32, 2e-3
 ALIGN_STEPS, ALIGN_LR, CROPS = 700, 2e-3, 3  # crops in a lesson
-LESSONS = 0.6  # share of batches
-GUESS, RIGHT, AGAIN = 0.55, 0.4, 0.4  # rates: to answer without looking, to look at the right cell, and again if not
+HABIT_STEPS, HABIT_LR = 150, 5e-4
+GOOD, HABITS = (0.1, 0.8), (0.4, 0.6)  # rates of traces: to answer without looking, to look at the right cell
+AGAIN = 0.4  # rate of looking again after a wrong cell
 EMPTY = (len(COLOURS), len(SHAPES))  # colour and shape of nothing
 CELL_SIZES, CROP_SIZES = (len(COLOURS) + 1, len(SHAPES) + 1, GRID, GRID), (len(COLOURS), len(SHAPES), 10)
 
@@ -74,7 +75,7 @@ class _Writer:
         self.parts.append((text, trained))
 
 
-def write_trace(task: Task, rng: random.Random, guess: float = GUESS, right: float = RIGHT) -> _Writer:
+def write_trace(task: Task, rng: random.Random, guess: float, right: float) -> _Writer:
     """The question, calls of the real tool, and an answer; guessed if what it needs was not seen."""
     writer, state = _Writer(), ImageEnvironment(min_side=SMALL, blocking=True)
     state.reset(task)
@@ -215,7 +216,7 @@ def build_tokenizer() -> Any:
     """A byte-level tokenizer in which every word of the scenes and every coordinate is one token."""
     words = pre_tokenizers.Split(Regex(r" ?\p{L}+| ?\d(\.\d+)?| ?[^\s\p{L}\d]|\s"), "isolated")
     rng = random.Random(0)
-    texts = [text for _ in range(200) for text, _ in write_trace(sample_task(rng), rng).parts]
+    texts = [text for _ in range(200) for text, _ in write_trace(sample_task(rng), rng, 0.55, 0.4).parts]
     texts += [f"{gap}{number / 8:g}" for gap in ("", " ") for number in range(9) for _ in range(100)]
     texts += [f"{gap}{digit}" for gap in ("", " ") for digit in range(10) for _ in range(100)]
     trainer = {"vocab_size": 512, "min_frequency": 20, "special_tokens": list(SPECIALS)}
@@ -273,15 +274,14 @@ def encode_pictures(model: Any, rows: list[Row]) -> Iterator[Row]:
             yield row._replace(pictures=_features(model, torch.from_numpy(row.pictures).float()).numpy())
 
 
-def imitate(model: Any, lessons: list[Row], traces: list[Row], steps: int, lr: float) -> None:
-    """Train the text model on rows with features, with a short warmup and a linear decay to 0."""
+def imitate(model: Any, sources: list[list[Row]], steps: int, lr: float) -> None:
+    """Train the text model on rows with features, from all sources in turn; the learning rate decays to 0."""
     rng = random.Random(f"{SEED} batches")
-    sources = {"lessons": _batches(lessons, rng), "traces": _batches(traces, rng)}
+    batches = [_batches(rows, rng) for rows in sources]
     text = model.model.text_model
     optimizers = build_optimizers(text, lr)
     for step in range(steps):
-        kind = "lessons" if rng.random() < LESSONS else "traces"
-        loss = _loss(model, next(sources[kind]))
+        loss = _loss(model, next(batches[step % len(batches)]))
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(text.parameters(), 1.0)
         for optimizer in optimizers:
@@ -290,8 +290,8 @@ def imitate(model: Any, lessons: list[Row], traces: list[Row], steps: int, lr: f
                 group["lr"] = group["base_lr"] * min(1.0, (step + 1) / 50) * (1 - step / steps)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        if step % 25 == 0:
-            print(f"step {step} of {steps}, loss {loss.item():.3f} ({kind})", flush=True)
+        if step % 50 < len(batches):
+            print(f"step {step} of {steps}, loss {loss.item():.3f}", flush=True)
 
 
 def _loss(model: Any, batch: list[Row]) -> torch.Tensor:
@@ -323,21 +323,25 @@ def main(directory: Path) -> None:
     print(f"{sum(p.numel() for p in model.parameters()):,} weights, {len(tokenizer)} tokens", flush=True)
     lessons = build_lessons(tokenizer, processor)
     align(model, lessons, ALIGN_STEPS, ALIGN_LR)
-    traces = build_traces(tokenizer, processor)
-    imitate(model, [*encode_pictures(model, lessons)], [*encode_pictures(model, traces)], STEPS, LR)
+    lessons = [*encode_pictures(model, lessons)]
+    good, habits = ([*encode_pictures(model, build_traces(tokenizer, processor, *rates))] for rates in (GOOD, HABITS))
+    imitate(model, [lessons, good], STEPS, LR)
+    imitate(model, [habits], HABIT_STEPS, HABIT_LR)
     save(model, tokenizer, processor, directory)
 
 
 def build_lessons(tokenizer: Any, processor: Any) -> list[Row]:
     """The lessons to learn from."""
     rng = random.Random(f"{SEED} lessons")
-    return [build_row(write_lesson(rng), tokenizer, processor) for _ in range(ROWS)]
+    return [build_row(write_lesson(rng), tokenizer, processor) for _ in range(NUM_LESSONS)]
 
 
-def build_traces(tokenizer: Any, processor: Any) -> list[Row]:
-    """The traces to imitate."""
-    rng = random.Random(f"{SEED} traces")
-    return [build_row(write_trace(sample_task(rng), rng), tokenizer, processor) for _ in range(ROWS)]
+def build_traces(tokenizer: Any, processor: Any, guess: float, right: float) -> list[Row]:
+    """Traces to imitate, with these rates of guesses and of looks at the right cell."""
+    rng = random.Random(f"{SEED} traces {guess} {right}")
+    return [
+        build_row(write_trace(sample_task(rng), rng, guess, right), tokenizer, processor) for _ in range(NUM_TRACES)
+    ]
 
 
 def save(model: Any, tokenizer: Any, processor: Any, directory: Path) -> None:

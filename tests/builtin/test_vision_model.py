@@ -56,7 +56,7 @@ def test_it_was_trained_on_what_a_rollout_shows() -> None:
     rng = random.Random(5)
     for _ in range(10):
         task = sample_task(rng)
-        writer = write_trace(task, rng, guess=0.2)
+        writer = write_trace(task, rng, guess=0.2, right=0.5)
         row = build_row(writer, tokenizer, build_processor())
         segments = [
             (Kind.MODEL if trained else Kind.TOOL, text.removeprefix("<result>").removesuffix("<image></result>\n"))
