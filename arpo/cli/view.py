@@ -14,12 +14,13 @@ from rich.table import Table
 from rich.text import Text
 
 from arpo.cli.display import console, print_trajectory, print_tree
+from arpo.cli.evaluation import EVALS_DIR
 from arpo.config.files import expand_user
 from arpo.errors import ArpoError
 from arpo.figures.text import printable
 from arpo.runs.run_dir import CONFIG_FILE, RunDir, is_run_dir, open_run_dir
 
-FOLDER_HELP = "a folder of runs, a run or a comparison"
+FOLDER_HELP = "a folder of runs, a run, a comparison or a folder of evaluations"
 DISPLAY_VARIABLES = ("DISPLAY", "WAYLAND_DISPLAY")  # without one, a text browser would take over the terminal
 
 
@@ -46,7 +47,7 @@ def view(
     folder = expand_user(folder)
     if not folder.is_dir():
         raise ArpoError(f"{folder}: there is no such folder; give {FOLDER_HELP}")
-    runs = Folder(folder)
+    runs = Folder(folder, evals=EVALS_DIR)
     if export is not None:
         from arpo.viewer.export import write_page
 

@@ -23,6 +23,7 @@ from arpo.runs.locks import is_live
 from arpo.runs.run_dir import CONFIG_FILE, RunDir
 from arpo.runs.trees import tree_to_json
 from arpo.types import ScoredTree
+from arpo.viewer.evals import list_evals
 from arpo.viewer.folder import Folder, NotFound
 
 MAX_HITS = 200  # of a search
@@ -35,11 +36,12 @@ STUDY_TOKENS = 50  # at the start of each turn
 
 
 def runs(folder: Folder) -> dict[str, Any]:
-    """The runs of the folder with their latest metrics, and the comparisons."""
+    """The runs of the folder with their latest metrics, the comparisons, and the evaluations."""
     run_dirs, comparisons = folder.search()
     titles = [{"id": name, "title": _title(folder, name)} for name in comparisons]
     summaries = (_summarize_run(folder, name) for name in run_dirs)
-    return {"root": folder.name, "runs": [run for run in summaries if run is not None], "comparisons": titles}
+    found = [run for run in summaries if run is not None]
+    return {"root": folder.name, "runs": found, "comparisons": titles, "evals": list_evals(folder)}
 
 
 def metrics(folder: Folder, run: str, after: int) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from urllib.parse import unquote
 
 from arpo.errors import ArpoError
 from arpo.net.hosts import LOCAL, known_host, listen_address, server_url
-from arpo.viewer import api
+from arpo.viewer import api, evals
 from arpo.viewer.folder import Folder, NotFound
 from arpo.viewer.messages import MAX_BODY, BadRequest, Query, dump, read_ask
 from arpo.viewer.playground import Busy, Off, Playground
@@ -68,6 +68,16 @@ ROUTES: Mapping[str, Route] = {
     "evaluations": lambda folder, query: api.evaluations(folder, query.text("run")),
     "entropy": lambda folder, query: api.entropy(folder, query.text("run"), query.optional("steps")),
     "comparison": lambda folder, query: api.comparison(folder, query.text("id")),
+    "eval": lambda folder, query: evals.evaluation(folder, query.text("id")),
+    "answers": lambda folder, query: evals.answers(
+        folder,
+        query.text("id"),
+        query.text("set"),
+        query.number("after", 0),
+        query.optional("kind"),
+        query.optional("wrong") is not None,
+    ),
+    "answer": lambda folder, query: evals.answer(folder, query.text("id"), query.text("set"), query.number("at")),
 }
 
 
