@@ -1,7 +1,8 @@
 // What `arpo eval` leaves: the numbers of evaluations, and every answer with its tree.
 
 import { detailPanel } from "./detail.js";
-import { choice, clear, el, number, percent, plural, printable, problem, put, shorten, table, toggle } from "./dom.js";
+import { choice, clear, el, number, plural, printable, problem, put, shorten, table, toggle } from "./dom.js";
+import { withInterval } from "./heldout.js";
 import { selection, showPicture } from "./picture.js";
 import { api, exported, get } from "./source.js";
 import { go, parseIndex } from "./state.js";
@@ -16,10 +17,10 @@ export function evalTable(evals, runs, chosen) {
   const scored = every.some(([, set]) => differs(set));
   const rows = every.map(([one, set]) => [
     openButton(one, set, chosen && one.id === chosen.one.id && set.name === chosen.set.name),
-    agentOf(one, runs),
     ...numbersOf(set, scored),
+    agentOf(one, runs),
   ]);
-  return table(["evaluation", "agent", ...numberHeads(scored)], rows, { class: "evals" });
+  return table(["evaluation", ...numberHeads(scored), "agent"], rows, { class: "evals" });
 }
 
 function openButton(one, set, current) {
@@ -42,24 +43,19 @@ function differs(set) {
 }
 
 function numberHeads(scored) {
-  return ["questions", "answers", "accuracy (95 %)", ...(scored ? ["score (95 %)"] : []), "mean reward", "tool calls", "failed"];
+  return ["accuracy (95 %)", ...(scored ? ["score (95 %)"] : []), "questions", "answers", "mean reward", "tool calls", "failed"];
 }
 
 function numbersOf(found, scored) {
   return [
+    withInterval(found.accuracy),
+    ...(scored ? [withInterval(found.score)] : []),
     number(found.questions),
     number(found.answers),
-    spanOf(found.accuracy, (value) => percent(value, 1)),
-    ...(scored ? [spanOf(found.score, (value) => percent(value, 1))] : []),
     number(found.reward?.value),
     number(found.calls),
     number(found.failed),
   ];
-}
-
-function spanOf(found, show) {
-  if (!found) return "–";
-  return show(found.value) + (typeof found.low === "number" ? ` (${show(found.low)} to ${show(found.high)})` : "");
 }
 
 export async function evaluationsTab(main, state, evals, runs) {
@@ -187,7 +183,8 @@ function answerRow(answer, chosen) {
   const mark = typeof answer.correct === "number" ? (answer.correct >= 1 ? "✓ right" : "✗ not right") : "";
   const kind = answer.kind && printable(shorten(answer.kind, 24));
   const said = [kind, mark, `reward ${number(answer.reward)}`];
-  const took = [plural(answer.calls, "call"), answer.tokens === null ? "" : plural(answer.tokens, "token"), printable(shorten(answer.stop, 30)), `answer ${number((answer.number ?? 0) + 1)}`];
+  const tokens = answer.tokens === null ? "" : plural(answer.tokens, "token");
+  const took = [`sample ${number((answer.number ?? 0) + 1)}`, plural(answer.calls, "call"), tokens, `ended by ${printable(shorten(answer.stop, 30))}`];
   return el(
     "li",
     {},
