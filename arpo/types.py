@@ -73,13 +73,27 @@ class Fault(StrEnum):
     INFRA = "infra"  # the tool itself is broken or unreachable
 
 
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class Image:
+    """A picture as PNG, checked and bounded (`arpo.data.images.read_image`). Equal content has the same `sha256`.
+
+    A run directory stores each image once, under this hash. `data` is empty in a tree that was read from there.
+    """
+
+    sha256: str
+    width: int
+    height: int
+    data: bytes = field(default=b"", repr=False, compare=False)
+
+
 @dataclass(frozen=True, slots=True)
 class Task:
     """One question. `Task("q1", "Where was Mira Tolven born?", ("Upper Kelso",), kind="hop1")`.
 
     `answers` are all accepted answers; there may be none where a reward of the user's own judges. `kind` groups tasks
     (reports, `reward.by_kind`). `meta` has all columns of the row that the task was read from, as JSON can hold them.
-    `system` is the row's own system message, if it has one.
+    `system` is the row's own system message, if it has one. `images` belong to the question: each stands where the
+    question has the text `<image>`; if it has none, they stand before it.
     """
 
     id: str
@@ -88,6 +102,7 @@ class Task:
     kind: str = ""
     meta: Mapping[str, Any] = field(default_factory=dict)
     system: str = ""
+    images: tuple[Image, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.question.strip():
@@ -172,7 +187,7 @@ class ToolResult:
 
     `seconds` does not include waiting for a free slot of the tool. `attempts` is 0 when nothing was run: the call was
     malformed, unknown or had the wrong arguments. It is 1 for a `cached` result, which was taken from an earlier or
-    simultaneous identical call and counts as a call like any other.
+    simultaneous identical call and counts as a call like any other. `images` are shown to the model after the text.
     """
 
     text: str
@@ -180,6 +195,7 @@ class ToolResult:
     seconds: float = 0.0
     attempts: int = 1
     cached: bool = False
+    images: tuple[Image, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +221,8 @@ class Node:
 
     A node's tokens follow those of its parent. In a trajectory of several conversations (`arpo.agent.program`), a tool
     node may have another `context`: the earlier node that its tokens follow instead, or NO_CONTEXT.
+
+    `images` are those that its image tokens stand for, in their order. Model nodes have none.
     """
 
     parent: int | None
@@ -221,8 +239,11 @@ class Node:
     seconds: float = 0.0
     char_offsets: tuple[int, ...] = ()
     context: int | None = None
+    images: tuple[Image, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.images and self.kind is Kind.MODEL:
+            raise ValueError("a model node has no images")
         if self.context is not None and self.kind is not Kind.TOOL:
             raise ValueError(f"a {self.kind} node follows its parent and has no other context")
         if self.char_offsets and len(self.char_offsets) != len(self.tokens):
@@ -543,7 +564,7 @@ class TreeBatch:
     tokens in that trajectory's term, and the node's advantage there.
     """
 
-    tokens_N: Tensor  # long
+    tokens_N: Tensor  # long; from the size of the vocabulary on, ids of images (`arpo.models.vision`)
     depth_N: Tensor  # long: its position, the number of tokens before it
     parent_N: Tensor  # long: the token before it; -1 for a root
     end_N: Tensor  # long

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from arpo.agent.encoding import IMAGE_PLACE
 from arpo.agent.examples import encode_examples, read_examples
 from arpo.agent.formats import CallFormat, build_format, encode_next_question, encode_prompt
 from arpo.agent.messages import ChatEncoder
@@ -15,14 +16,16 @@ from arpo.agent.turn_end import turn_end_tokens
 from arpo.config.files import expand_user, read_limited
 from arpo.config.plugins import NO_OBJECTS, Objects
 from arpo.config.schema import Config
+from arpo.data.images import refuse_images
 from arpo.data.task_set import TaskSet
 from arpo.data.tasks import Trace
 from arpo.errors import ArpoError
 from arpo.tools.base import Tool
-from arpo.types import Task
+from arpo.types import Image, Task
 
 if TYPE_CHECKING:
     from arpo.engine.base import Engine
+    from arpo.models.vision import VisionTower
 
 
 MAX_STARTS = 64  # encoded beginnings of prompts that are kept, by their system prompt
@@ -39,6 +42,7 @@ class PromptEncoder:
     examples: tuple[Trace, ...] = ()
     system: str | None = None  # prompt.system; None: the default of the format
     from_data: bool = True  # a task's own system message takes its place
+    vision: VisionTower | None = None  # None: the model cannot see
     _starts: dict[str, tuple[int, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     def system_prompt(self, task: Task) -> str:
@@ -50,15 +54,38 @@ class PromptEncoder:
     def encode(self, task: Task) -> tuple[int, ...]:
         """The token ids of a task's prompt, however long."""
         system = self.system_prompt(task)
+        images = self.expand(task.images, f"task {task.id!r}")
         if not self.examples:
-            return encode_prompt(self.tokenizer, task.question, system, self.format)
+            return encode_prompt(self.tokenizer, task.question, system, self.format, images)
         start = self._starts.get(system)
         if start is None:
             start = encode_examples(self.examples, self.tokenizer, self.format, self.result_tokens, system)
             if len(self._starts) >= MAX_STARTS:
                 self._starts.clear()
             self._starts[system] = start
-        return (*start, *encode_next_question(self.tokenizer, start, task.question, self.format))
+        return (*start, *encode_next_question(self.tokenizer, start, task.question, self.format, images))
+
+    def expand(self, images: Sequence[Image], what: str) -> list[tuple[int, ...]]:
+        """The token ids that stand for each of these images of `what`; ArpoError if the model cannot see."""
+        if self.vision is None:
+            refuse_images(images, what, "this model or engine cannot see")
+            return []
+        return [self.vision.expand(self.tokenizer, image) for image in images]
+
+    def embed_ids(self, tokens: Sequence[int], images: Sequence[Image]) -> Sequence[int]:
+        """A node's tokens as the engine gets them: at the places of its images, the ids of their features."""
+        if not images:
+            return tokens
+        assert self.vision is not None  # else they were refused
+        return self.vision.embed_ids(tokens, images)
+
+    def shown_text(self, tokens: Sequence[int], images: Sequence[Image]) -> str:
+        """The text of a node's tokens, in which `<image>` stands for each of its images."""
+        text: str = self.tokenizer.decode(list(tokens))
+        for image in images:
+            assert self.vision is not None
+            text = text.replace(self.vision.expanded_text(image), IMAGE_PLACE, 1)
+        return text
 
     def prompt(self, task: Task) -> tuple[int, ...]:
         """The prompt's token ids; an error if no answer would fit into the context."""
@@ -131,6 +158,7 @@ def build_agent(
     from arpo.engine.build import build_engine
     from arpo.models.lora import has_adapter
     from arpo.models.save import save_for_vllm
+    from arpo.models.vision import vision_tower
 
     program = build_program(config.program, objects)
     if program is not None and tools:
@@ -146,7 +174,8 @@ def build_agent(
         )
     save_weights, ends = partial(save_for_vllm, model, tokenizer), turn_end_tokens(model, tokenizer)
     engine = build_engine(config.rollout, model, tokenizer, save_weights, threaded, ends)
-    prompts = build_prompts(config, tools, tokenizer, engine.capabilities.max_context, objects)
+    tower = vision_tower(model) if config.rollout.engine == "local" else None  # others get ids that they do not know
+    prompts = build_prompts(config, tools, tokenizer, engine.capabilities.max_context, objects, tower)
     texts = {text for text in tokenizer.convert_ids_to_tokens(sorted(ends)) if isinstance(text, str)}
     fmt = replace(prompts.format, end_texts=tuple(sorted({*prompts.format.end_texts, *texts})))
     prompts = replace(prompts, format=fmt)
@@ -157,7 +186,12 @@ def build_agent(
 
 
 def build_prompts(
-    config: Config, tools: Mapping[str, Tool], tokenizer: Any, max_context: int, objects: Objects = NO_OBJECTS
+    config: Config,
+    tools: Mapping[str, Tool],
+    tokenizer: Any,
+    max_context: int,
+    objects: Objects = NO_OBJECTS,
+    vision: VisionTower | None = None,
 ) -> PromptEncoder:
     """The encoder of the prompts that these settings describe."""
     fmt = call_format(config, tools, tokenizer, objects)
@@ -169,6 +203,7 @@ def build_prompts(
         read_examples(config.rollout.examples, fmt),
         system_text(config.prompt.system),
         config.prompt.from_data,
+        vision,
     )
 
 

@@ -25,16 +25,22 @@ from arpo.agent.formats import (
     drops_thoughts,
     encode_follow_up,
     encode_next_question,
-    encode_result,
     without_thoughts,
 )
-from arpo.agent.turn_loop import EncodedResult, Turn, generate_turn, run_turns, sampling_params
+from arpo.agent.turn_loop import (
+    EncodedResult,
+    Turn,
+    encode_tool_result,
+    generate_turn,
+    run_turns,
+    sampling_params,
+)
 from arpo.config.schema import Rollout
 from arpo.environments.states import State, open_state
 from arpo.errors import ArpoError
 from arpo.tools.base import ToolUnavailable
 from arpo.tools.executor import call_tool
-from arpo.types import StopReason, Task, ToolCall, ToolResult, derive_seed
+from arpo.types import Image, StopReason, Task, ToolCall, ToolResult, derive_seed
 
 
 class ContextFull(ArpoError):
@@ -72,13 +78,17 @@ class Answer:
 
 @dataclass(slots=True)
 class Conversation:
-    """All messages so far, as the token ids that the model sees; `seed` decides what it samples."""
+    """All messages so far, as the token ids that the engine gets; `seed` decides what it samples.
+
+    At the places of images these are the ids of their features. The images themselves are kept in `images`.
+    """
 
     agent: Agent
     settings: Rollout
     probe_tokens: int
     seed: int
     tokens: list[int] = field(default_factory=list)
+    images: list[Image] = field(default_factory=list)
     turns: list[tuple[int, int]] = field(default_factory=list)  # where the model's turns since the last question stand
     questions: int = 0
     task: Task | None = None  # the first question
@@ -98,19 +108,26 @@ class Conversation:
 
     def clear(self) -> None:
         """Start a new conversation."""
-        self.tokens, self.turns = [], []
+        self.tokens, self.turns, self.images = [], [], []
 
     async def close(self) -> None:
         """Close the state of the environment."""
         await self._open.aclose()
 
-    async def begin(self, question: str, earlier: Sequence[tuple[str, str]] = (), system: str = "") -> None:
+    async def begin(
+        self,
+        question: str,
+        earlier: Sequence[tuple[str, str]] = (),
+        system: str = "",
+        images: tuple[Image, ...] = (),
+    ) -> None:
         """Start a conversation with messages from elsewhere: a question, then what was answered and asked next.
 
-        `system` takes the place of the system prompt. Raises ContextFull if no answer would fit into the context.
+        `system` takes the place of the system prompt; `images` belong to the first question. Raises ContextFull if no
+        answer would fit into the context.
         """
-        self.task, self.earlier, self.is_new = _task(question, system), tuple(earlier), True
-        self.tokens, self.turns = await self._encode_beside(self.task), []
+        self.task, self.earlier, self.is_new = _task(question, system, images), tuple(earlier), True
+        self.tokens, self.turns, self.images = await self._encode_beside(self.task), [], list(images)
         self.questions = 1 + len(self.earlier)
 
     async def _encode_beside(self, task: Task) -> list[int]:
@@ -126,7 +143,7 @@ class Conversation:
                 "the model's chat template does not mark where an answer ends, so no question can follow one: send one "
                 "question, without earlier messages"
             )
-        tokens = list(agent.prompts.encode(task))
+        tokens = list(agent.prompts.embed_ids(agent.prompts.encode(task), task.images))
         for answer, question in self.earlier:
             if len(tokens) >= context:
                 break
@@ -139,16 +156,23 @@ class Conversation:
             )
         return tokens
 
-    def ask(self, question: str) -> bool:
-        """Append a question. False if the context was full, so that a new conversation began with it."""
-        task = _task(question)
+    def ask(self, question: str, images: tuple[Image, ...] = ()) -> bool:
+        """Append a question and its images. False if the context was full, so that a new conversation began with it."""
+        task, prompts = _task(question, images=images), self.agent.prompts
+        expanded = prompts.expand(images, "the question")
         self._drop_thoughts()
-        more = encode_follow_up(self.agent.tokenizer, self.tokens, question, self.agent.format) if self.tokens else None
+        more = (
+            encode_follow_up(self.agent.tokenizer, self.tokens, question, self.agent.format, expanded)
+            if self.tokens
+            else None
+        )
         fits = more is None or len(self.tokens) + len(more) < self.agent.engine.capabilities.max_context
         if more is not None and fits:
-            self.tokens = [*self.tokens, *more]
+            self.tokens = [*self.tokens, *prompts.embed_ids(more, images)]
+            self.images += images
         else:
-            self.tokens, self.task, self.is_new = list(self.agent.prompt(task)), task, True
+            self.tokens = list(prompts.embed_ids(self.agent.prompt(task), images))
+            self.task, self.is_new, self.images = task, True, list(images)
             self.earlier = ()
         self.turns = []
         self.questions += 1
@@ -191,9 +215,9 @@ class Conversation:
         self.is_new = False
 
 
-def _task(question: str, system: str = "") -> Task:
+def _task(question: str, system: str = "", images: tuple[Image, ...] = ()) -> Task:
     try:
-        return Task("chat", question, ("unknown",), system=system)
+        return Task("chat", question, ("unknown",), system=system, images=images)
     except ValueError as error:
         raise ArpoError(str(error)) from None
 
@@ -248,10 +272,10 @@ class _AnswerInProgress(Answer):
         self.listener.on_result(result)
         return result
 
-    def encode_result(self, text: str, place: ResultPlace) -> EncodedResult:
-        agent = self.conversation.agent
-        tokens, text = encode_result(agent.tokenizer, agent.format, text, agent.result_tokens, place)
-        return EncodedResult(text, len(tokens), tokens)
+    def encode_result(self, result: ToolResult, place: ResultPlace) -> EncodedResult:
+        return encode_tool_result(self.conversation.agent, result, place)
 
     def append_result(self, call: ToolCall, result: ToolResult, encoded: EncodedResult, seconds: float) -> None:
-        self.conversation.tokens.extend(encoded.tokens)
+        images = result.images if encoded.tokens else ()
+        self.conversation.tokens.extend(self.conversation.agent.prompts.embed_ids(encoded.tokens, images))
+        self.conversation.images.extend(images)

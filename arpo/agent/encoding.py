@@ -7,7 +7,7 @@ Not covered: look-alike letters that the tokenizer's own normalizer turns into c
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from itertools import pairwise
@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from arpo.errors import ArpoError
 
+IMAGE_PLACE = "<image>"  # where an image stands in a question; in a message's shown text, an image
 LARGE_TEXT = 10_000  # characters; tokenizing more would hold up an event loop noticeably
 _large_texts = ThreadPoolExecutor(2, "arpo-encode")  # few, since the tokens of a long text take much memory
 _T = TypeVar("_T")
@@ -54,6 +55,32 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
     """Ids of text of our own or of a chat template, control tokens included."""
     ids: list[int] = _encode(tokenizer, text)
     return ids
+
+
+def encode_with_images(tokenizer: Any, text: str, images: Sequence[Sequence[int]]) -> list[int]:
+    """Ids of external text in which each `IMAGE_PLACE` is one of these images, given as the ids that stand for it.
+
+    Where the text has none, they stand before it. Without images, a place in the text is text like any other.
+    """
+    if not images:
+        return encode_plain(tokenizer, text)
+    pieces = text.split(IMAGE_PLACE)
+    if len(pieces) == 1:
+        pieces = [*[""] * len(images), text]
+    if len(pieces) != len(images) + 1:
+        raise ArpoError(
+            f"a question has {len(pieces) - 1} places {IMAGE_PLACE} for {len(images)} images: give as many of both, or "
+            "no place, and the images stand before the question"
+        )
+    ids = encode_plain(tokenizer, pieces[0]) if pieces[0] else []
+    for image, piece in zip(images, pieces[1:], strict=True):
+        ids += [*image, *(encode_plain(tokenizer, piece) if piece else ())]
+    return ids
+
+
+def starts_with_image(text: str, images: Sequence[Sequence[int]]) -> bool:
+    """Whether `encode_with_images` begins with an image."""
+    return bool(images) and (IMAGE_PLACE not in text or text.startswith(IMAGE_PLACE))
 
 
 def decode(tokenizer: Any, ids: list[int]) -> str:

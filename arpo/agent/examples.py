@@ -39,6 +39,8 @@ def encode_examples(
     system = fmt.system_prompt() if system is None else system
     ids: list[int] = []
     for trace in traces:
+        if trace.task.images or any(trace.images):
+            raise ArpoError("rollout.examples: worked examples are text alone, and one has images; leave it out")
         if ids:
             ids += encode_next_question(tokenizer, ids, trace.task.question, fmt)
         else:

@@ -8,7 +8,8 @@
 
 Guarantees: `find_calls` never raises and parses only what the model wrote. External text (a question, a tool's output)
 cannot become a control token of the tokenizer, and a tool's output cannot contain one of our tags. The wrapper around a
-result is always complete. Sampled tokens are never tokenized again.
+result is always complete. Sampled tokens are never tokenized again. Images are given as the ids that stand for them
+(`arpo.models.vision`); text from outside never becomes one.
 Not covered: chat templates that rewrite questions, and look-alike letters that the tokenizer's own normalizer turns
 into our tags. Text is encoded piece by piece, so the ids at the seams may differ from encoding the whole text at once.
 """
@@ -25,7 +26,15 @@ from typing import Any
 from arpo.agent.answers import HOW_TO_ANSWER, AnswerParser, build_answer_parser
 from arpo.agent.call_syntax import bare_call, check_call, read_calls
 from arpo.agent.chat_template import Chat, Rendered, render_chats
-from arpo.agent.encoding import control_tokens, decode, encode_plain, encode_text
+from arpo.agent.encoding import (
+    IMAGE_PLACE,
+    control_tokens,
+    decode,
+    encode_plain,
+    encode_text,
+    encode_with_images,
+    starts_with_image,
+)
 from arpo.agent.native import TRANSFORMS, Layout, NotNative, find_layout
 from arpo.agent.turn_end import closing_text
 from arpo.config.plugins import NO_OBJECTS, Objects
@@ -41,6 +50,7 @@ ANSWER_STOP = "</answer>"
 CUT_NOTE = " [cut]"
 TOOLS_PLACE = "{tools}"  # where a system prompt of the user's has the tools described
 _SLOT_1, _SLOT_2 = "@@slot-1@@", "@@slot-2@@"  # placeholders for content in a rendered chat template; never encoded
+_WITH_QUESTION = ("system and user", "next question", "user")  # chats whose last message is the question
 _GAP = "\n\n"  # between instructions and question, where both are the user's message
 
 
@@ -64,6 +74,17 @@ def _chats(tools: Sequence[Mapping[str, Any]] = ()) -> dict[str, Chat]:
     }
     described = [dict(tool) for tool in tools] or None
     return {name: Chat(messages, start, described) for name, (messages, start) in chats.items()}
+
+
+def _in_parts(chat: Chat, image_first: bool = False) -> Chat:
+    """The chat with each content as a list of parts, as templates of models that see may want it.
+
+    If so, an image stands at the beginning of the last message.
+    """
+    messages = [{**one, "content": [{"type": "text", "text": one["content"]}]} for one in chat.messages]
+    if image_first:
+        messages[-1]["content"].insert(0, {"type": "image"})
+    return chat._replace(messages=messages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,16 +415,21 @@ def build_format(
     return (JsonFormat if name == "json" else TagFormat)(**common)
 
 
-def encode_prompt(tokenizer: Any, question: str, system: str, fmt: CallFormat | None = None) -> tuple[int, ...]:
+def encode_prompt(
+    tokenizer: Any, question: str, system: str, fmt: CallFormat | None = None, images: Sequence[Sequence[int]] = ()
+) -> tuple[int, ...]:
     """Token ids of the whole prompt, up to where the model starts to write.
 
+    Each of the `images` stands where the question has the text `<image>`, or all before it if it has none.
     If the chat template handles the system role by writing nothing for it, the instructions are left out.
     """
+    question = question.strip()
+    image_first = starts_with_image(question, images)
     system = "" if _ignores_system(tokenizer, fmt) else system
     gap = _GAP if system else ""
     if getattr(tokenizer, "chat_template", None):
         names = ("system and user", "combined") if system else ("user",)
-        pieces = next(filter(None, (_pieces(tokenizer, name, fmt) for name in names)), None)
+        pieces = next(filter(None, (_pieces(tokenizer, name, fmt, image_first) for name in names)), None)
         if pieces is None:
             why = _rendered(tokenizer, fmt)[names[-1]].error or "it leaves the message out, or repeats it"
             raise ArpoError(
@@ -415,17 +441,22 @@ def encode_prompt(tokenizer: Any, question: str, system: str, fmt: CallFormat | 
         between, after = f"{gap}Question: ", "\nAnswer:"
         start = [i for i in tokenizer("")["input_ids"][:1] if i == tokenizer.bos_token_id]
     middle = encode_plain(tokenizer, system, tags=True) + encode_text(tokenizer, between)
-    return (*start, *middle, *encode_plain(tokenizer, question.strip()), *encode_text(tokenizer, after))
+    return (*start, *middle, *encode_with_images(tokenizer, question, images), *encode_text(tokenizer, after))
 
 
 def encode_follow_up(
-    tokenizer: Any, history: Sequence[int], question: str, fmt: CallFormat | None = None
+    tokenizer: Any,
+    history: Sequence[int],
+    question: str,
+    fmt: CallFormat | None = None,
+    images: Sequence[Sequence[int]] = (),
 ) -> tuple[int, ...] | None:
     """Token ids of the user's next message after `history`, up to where the model starts to write again.
 
     None if the chat template does not mark the end of a model's turn, so that no question can follow an answer.
     """
-    pieces = _follow_up_pieces(tokenizer, fmt)
+    question = question.strip()
+    pieces = _follow_up_pieces(tokenizer, fmt, starts_with_image(question, images))
     if pieces is None:
         return None
     between, after = (encode_text(tokenizer, piece) for piece in pieces)
@@ -433,7 +464,7 @@ def encode_follow_up(
     end = next((place for place, token in enumerate(between) if token in control), None)
     if end is not None and tuple(history[-1:]) == (between[end],):  # the model sampled the end-of-turn token itself
         between = between[end + 1 :]
-    return (*between, *encode_plain(tokenizer, question.strip()), *after)
+    return (*between, *encode_with_images(tokenizer, question, images), *after)
 
 
 def drops_thoughts(tokenizer: Any, fmt: CallFormat) -> bool:
@@ -451,10 +482,14 @@ def without_thoughts(tokenizer: Any, turn: Sequence[int]) -> list[int]:
 
 
 def encode_next_question(
-    tokenizer: Any, history: Sequence[int], question: str, fmt: CallFormat | None = None
+    tokenizer: Any,
+    history: Sequence[int],
+    question: str,
+    fmt: CallFormat | None = None,
+    images: Sequence[Sequence[int]] = (),
 ) -> tuple[int, ...]:
     """Token ids of a question that comes after worked examples, up to where the model starts to write."""
-    more = encode_follow_up(tokenizer, history, question, fmt)
+    more = encode_follow_up(tokenizer, history, question, fmt, images)
     if more is not None:
         return more
     if getattr(tokenizer, "chat_template", None):
@@ -462,7 +497,7 @@ def encode_next_question(
             "rollout.examples: the model's chat template does not mark where an answer ends; leave them out"
         )
     before, after = encode_text(tokenizer, "\n\nQuestion: "), encode_text(tokenizer, "\nAnswer:")
-    return (*before, *encode_plain(tokenizer, question.strip()), *after)
+    return (*before, *encode_with_images(tokenizer, question.strip(), images), *after)
 
 
 def encode_message(tokenizer: Any, history: Sequence[int], text: str, fmt: CallFormat | None = None) -> tuple[int, ...]:
@@ -490,9 +525,17 @@ def place_after(fmt: CallFormat, turn: str) -> ResultPlace:
 
 
 def encode_result(
-    tokenizer: Any, fmt: CallFormat, text: str, max_tokens: int, place: ResultPlace | None = None
+    tokenizer: Any,
+    fmt: CallFormat,
+    text: str,
+    max_tokens: int,
+    place: ResultPlace | None = None,
+    images: Sequence[Sequence[int]] = (),
 ) -> tuple[tuple[int, ...], str]:
-    """Token ids and text of a tool result in its wrapper; the tool's text is cut to `max_tokens`, note included."""
+    """Token ids and text of a tool result in its wrapper; the tool's text is cut to `max_tokens`, note included.
+
+    The `images` follow the tool's text and are never cut.
+    """
     body = escape_protocol_tags(text, fmt.specs)
     ids = encode_plain(tokenizer, body)
     if len(ids) > max_tokens:
@@ -506,7 +549,9 @@ def encode_result(
     if (changed := fmt.transform(body)) != body:
         ids, body = encode_plain(tokenizer, changed), changed
     before, after = fmt.wrapper(tokenizer, place or ResultPlace())
-    return (*encode_text(tokenizer, before), *ids, *encode_text(tokenizer, after)), f"{before}{body}{after}"
+    ids = [*ids, *(token for image in images for token in image)]
+    shown = f"{before}{body}{IMAGE_PLACE * len(images)}{after}"
+    return (*encode_text(tokenizer, before), *ids, *encode_text(tokenizer, after)), shown
 
 
 def wrap_result(fmt: CallFormat, text: str, max_chars: int) -> str:
@@ -562,10 +607,34 @@ def _tools_prompt(tools: Iterable[str], how: str) -> str:
 
 
 def _rendered(tokenizer: Any, fmt: CallFormat | None) -> dict[str, Rendered]:
-    """All chats in the tokenizer's template, with the tools and arguments of the format."""
-    if fmt is None:
-        return render_chats(tokenizer, _chats())
-    return render_chats(tokenizer, _chats(fmt.template_tools), fmt.template_arguments)
+    """All chats in the tokenizer's template, with the tools and arguments of the format.
+
+    For a template that writes nothing of a content that is text, contents are lists of parts.
+    """
+    chats, arguments = (
+        _chats(() if fmt is None else fmt.template_tools),
+        None if fmt is None else fmt.template_arguments,
+    )
+    rendered = render_chats(tokenizer, chats, arguments)
+    if _SLOT_2 in (rendered["user"].text or ""):
+        return rendered
+    in_parts = render_chats(tokenizer, {name: _in_parts(chat) for name, chat in chats.items()}, arguments)
+    return in_parts if _SLOT_2 in (in_parts["user"].text or "") else rendered
+
+
+def _before_image(tokenizer: Any, chat: str, fmt: CallFormat | None) -> str | None:
+    """The text before the question's slot if an image stands there, without the image; None if it is no other."""
+    chats, arguments = (
+        _chats(() if fmt is None else fmt.template_tools),
+        None if fmt is None else fmt.template_arguments,
+    )
+    first = {name: _in_parts(chats[name], image_first=True) for name in _WITH_QUESTION}
+    if chat not in first:
+        return None
+    text = render_chats(tokenizer, first, arguments)[chat].text or ""
+    before, found, _ = text.partition(_SLOT_2)
+    before = before.removesuffix(_SLOT_1)  # in the chat "user", both slots are the question
+    return before.removesuffix(IMAGE_PLACE) if found and before.endswith(IMAGE_PLACE) else None
 
 
 def _ignores_system(tokenizer: Any, fmt: CallFormat | None) -> bool:
@@ -577,12 +646,23 @@ def _ignores_system(tokenizer: Any, fmt: CallFormat | None) -> bool:
     return with_system is not None and "system" in tokenizer.chat_template and with_system == without
 
 
-def _pieces(tokenizer: Any, chat: str, fmt: CallFormat | None) -> tuple[str, str, str] | None:
-    """The chat template's text before, between and after the two slots; None if it raises or drops one."""
+def _pieces(
+    tokenizer: Any, chat: str, fmt: CallFormat | None, image_first: bool = False
+) -> tuple[str, str, str] | None:
+    """The chat template's text before, between and after the two slots; None if it raises or drops one.
+
+    Some templates write other text before a message that begins with an image.
+    """
     text = _rendered(tokenizer, fmt)[chat].text or ""
     before, _, rest = text.partition(_SLOT_1)
     between, found, after = rest.partition(_SLOT_2)
-    return (before, between, after) if found and text.count(_SLOT_1) == text.count(_SLOT_2) == 1 else None
+    if not found or not text.count(_SLOT_1) == text.count(_SLOT_2) == 1:
+        return None
+    other = _before_image(tokenizer, chat, fmt) if image_first else None
+    if other is not None:
+        start, slot, end = other.partition(_SLOT_1)
+        before, between = (start, end) if slot else ("", start)
+    return before, between, after
 
 
 def _turn_wrapper(tokenizer: Any, fmt: CallFormat) -> tuple[str, str]:
@@ -595,10 +675,10 @@ def _turn_wrapper(tokenizer: Any, fmt: CallFormat) -> tuple[str, str]:
     return "\n<tool_response>\n", "\n</tool_response>\n"
 
 
-def _follow_up_pieces(tokenizer: Any, fmt: CallFormat | None) -> tuple[str, str] | None:
+def _follow_up_pieces(tokenizer: Any, fmt: CallFormat | None, image_first: bool = False) -> tuple[str, str] | None:
     """The text between a turn and the user's next message, and after that message."""
     if not getattr(tokenizer, "chat_template", None):
         return None
-    pieces = _pieces(tokenizer, "next question", fmt)
+    pieces = _pieces(tokenizer, "next question", fmt, image_first)
     answered = _rendered(tokenizer, fmt)["answer, no turn"].text or ""
     return pieces[1:] if pieces is not None and answered.partition(_SLOT_1)[2].strip() else None

@@ -7,6 +7,8 @@ A row has one of three layouts:
                                             tags are brought into the run's format
     {"question": ..., "segments": [...]}    the same in pieces, {"by": "model" or "tool", "text": ...}, taken verbatim
 
+Of the last two, a row may have `images`, a list of data URLs, and so may a result among the segments.
+
 Guarantees: every row becomes a trace or a problem that names the row and says why. Each turn of the model ends where
 sampling would have stopped: at a call that can be parsed, or at the closed answer. A system message is the task's own.
 Not covered: whether a call's arguments make sense and what a tool would return; several calls in one turn.
@@ -20,9 +22,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from arpo.agent.formats import ANSWER_STOP, CallFormat, TagFormat
+from arpo.data.images import from_data_url
 from arpo.data.rows import read_rows, source_name
 from arpo.data.tasks import Row, Segment, Trace, question_of
-from arpo.types import Kind, Task, ToolCall
+from arpo.types import Image, Kind, Task, ToolCall
 
 LAYOUTS = ("messages", "text", "segments")
 _RESULT = re.compile(r"<result>(.*?)</result>", re.DOTALL)
@@ -99,11 +102,14 @@ def _parse_trace(row: Row, name: str, fmt: CallFormat) -> Trace:
         got = ", ".join(layouts) or "none of them"
         raise ValueError(f"expected one of the columns {', '.join(LAYOUTS)}, got {got}")
     value = row[layouts[0]]
+    shown: tuple[tuple[Image, ...], ...] = ()
     if layouts == ["messages"]:
         question, system, segments = _from_messages(value, fmt)
     else:
         question, system = question_of(row), ""
         segments = _from_text(value) if layouts == ["text"] else _from_segments(value)
+        if layouts == ["segments"] and any(piece.get("images") for piece in value):
+            shown = tuple(_images(piece) for piece in value)
         segments = [(kind, _translate(text, fmt) if kind is Kind.MODEL else text) for kind, text in segments]
     last = len(segments) - 1
     segments = [
@@ -113,7 +119,18 @@ def _parse_trace(row: Row, name: str, fmt: CallFormat) -> Trace:
     check_segments(segments, fmt)
     answer = row.get("answer")
     answers = tuple(map(str, answer if isinstance(answer, list) else [answer])) if answer else ()
-    return Trace(Task(str(row.get("id") or name), question, answers, system=system), tuple(segments))
+    task = Task(str(row.get("id") or name), question, answers, system=system, images=_images(row))
+    return Trace(task, tuple(segments), shown)
+
+
+def _images(value: Mapping[str, Any]) -> tuple[Image, ...]:
+    """The images of a row, or of a result in it: a list of texts as `Trace.to_json` writes them."""
+    images = value.get("images") or []
+    if not isinstance(images, list):
+        raise ValueError(f"images should be a list, got {_short(images)}")
+    if images and value.get("by") == "model":
+        raise ValueError("a turn of the model has images")
+    return tuple(map(from_data_url, images))
 
 
 def _translate(text: str, fmt: CallFormat) -> str:

@@ -16,10 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from arpo.agent.formats import ANSWER_STOP, CallFormat, ResultPlace
+from arpo.agent.formats import ANSWER_STOP, CallFormat, ResultPlace, encode_result
 from arpo.types import Completion, Fault, SamplingParams, StopReason, ToolCall, ToolResult
 
 if TYPE_CHECKING:
+    from arpo.agent.agent import Agent
     from arpo.config.schema import Rollout
     from arpo.engine.base import Engine, OnToken
 
@@ -69,8 +70,8 @@ class Dialogue(Protocol):
     async def call_tool(self, call: ToolCall) -> ToolResult:
         """Make a call."""
 
-    def encode_result(self, text: str, place: ResultPlace) -> EncodedResult:
-        """A tool's text in its wrapper, truncated to the limit for results."""
+    def encode_result(self, result: ToolResult, place: ResultPlace) -> EncodedResult:
+        """A tool's text in its wrapper, truncated to the limit for results, with its images."""
 
     def append_result(self, call: ToolCall, result: ToolResult, encoded: EncodedResult, seconds: float) -> None:
         """Append the result of a call that took `seconds`; without tokens if the trajectory ends here."""
@@ -116,13 +117,21 @@ async def _run_call(
     except TimeoutError:
         stop_reason = StopReason.MAX_SECONDS
         result = ToolResult("The trajectory's time was up.", Fault.TIMEOUT)
-    encoded = dialogue.encode_result(result.text, place)
+    encoded = dialogue.encode_result(result, place)
     if stop_reason is None and encoded.num_tokens >= dialogue.remaining_tokens:
         stop_reason = StopReason.LENGTH
     if stop_reason is not None:
         encoded = EncodedResult(encoded.text, 0)
     dialogue.append_result(place.call, result, encoded, time.monotonic() - started)
     return StopReason.DONE if stop_reason is None and dialogue.done else stop_reason
+
+
+def encode_tool_result(agent: Agent, result: ToolResult, place: ResultPlace) -> EncodedResult:
+    """A tool result as an agent with token ids sees it."""
+    name = "a tool" if place.call is None else place.call.name
+    images = agent.prompts.expand(result.images, f"a result of {name}")
+    tokens, text = encode_result(agent.tokenizer, agent.format, result.text, agent.result_tokens, place, images)
+    return EncodedResult(text, len(tokens), tokens)
 
 
 def sampling_params(settings: Rollout, fmt: CallFormat, max_tokens: int, seed: int) -> SamplingParams:

@@ -52,13 +52,19 @@ class _Span:
 
 
 def build_batch(
-    trees: Sequence[ScoredTree], loss: Loss, max_tokens: int, shared: bool = True, entropy_weight: float = 0.0
+    trees: Sequence[ScoredTree],
+    loss: Loss,
+    max_tokens: int,
+    shared: bool = True,
+    entropy_weight: float = 0.0,
+    embed_ids: Callable[[Node], Sequence[int]] = lambda node: node.tokens,
 ) -> TreeBatch:
     """The forest of all trajectories with a gradient; the trees must have credits.
 
     "constant" aggregation divides by `max_tokens`. Without `shared`, prefixes are not shared: every trajectory is a
     tree of its own. The policy term of a target is multiplied by max(0, 1 + `entropy_weight` z), where z is its entropy
-    at sampling time, normalized over all sampled tokens of unmasked leaves, shared ones counted once.
+    at sampling time, normalized over all sampled tokens of unmasked leaves, shared ones counted once. `embed_ids` gives
+    the ids of a node's tokens as the model gets them, where some stand for images.
     """
     used = [
         (number, trajectory, credit)
@@ -87,7 +93,7 @@ def build_batch(
             if group:
                 total += _add_tree(spans, scored.tree, group, len(trajectory_tokens))
                 trajectory_tokens.extend(one.model_tokens for one in group)
-    return _flatten(spans, trajectory_tokens, total, entropy_weights(trees, entropy_weight))
+    return _flatten(spans, trajectory_tokens, total, entropy_weights(trees, entropy_weight), embed_ids)
 
 
 def entropy_weights(trees: Sequence[ScoredTree], weight: float) -> Callable[[Node], Floats]:
@@ -146,7 +152,11 @@ def _add_tree(spans: list[_Span], tree: RolloutTree, trained: Sequence[_Trained]
 
 
 def _flatten(
-    spans: Sequence[_Span], trajectory_tokens: Sequence[int], total: int, entropy_weights: Callable[[Node], Floats]
+    spans: Sequence[_Span],
+    trajectory_tokens: Sequence[int],
+    total: int,
+    entropy_weights: Callable[[Node], Floats],
+    embed_ids: Callable[[Node], Sequence[int]],
 ) -> TreeBatch:
     """The tensors of the spans, which are in depth-first order."""
     count_S = np.array([len(span.node.tokens) for span in spans], dtype=np.int64)
@@ -170,7 +180,7 @@ def _flatten(
         (np.array(column) for column in zip(*pairs, strict=True)) if pairs else [[]] * 4
     )
     return TreeBatch(
-        tokens_N=_joined([span.node.tokens for span in spans], torch.long),
+        tokens_N=_joined([embed_ids(span.node) for span in spans], torch.long),
         depth_N=torch.from_numpy(depth_S[span_N] + inside_N),
         parent_N=torch.from_numpy(np.where(inside_N == 0, last_above_S[span_N], np.arange(len(span_N)) - 1)),
         end_N=torch.from_numpy((first_S + size_S)[span_N]),

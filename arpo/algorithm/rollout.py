@@ -25,16 +25,23 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 from arpo.agent.agent import Agent
 from arpo.agent.detokenize import token_char_offsets
 from arpo.agent.endpoint import open_endpoint
-from arpo.agent.formats import ResultPlace, encode_result
+from arpo.agent.formats import ResultPlace
 from arpo.agent.messages import Piece
 from arpo.agent.program_run import Place, ProgramRuns
-from arpo.agent.turn_loop import EncodedResult, Turn, generate_turn, run_turns, sampling_params
+from arpo.agent.turn_loop import (
+    EncodedResult,
+    Turn,
+    encode_tool_result,
+    generate_turn,
+    run_turns,
+    sampling_params,
+)
 from arpo.algorithm.branching import (
     POSTHOC_POLICIES,
     REWARD_POLICIES,
@@ -54,6 +61,8 @@ from arpo.algorithm.posthoc import (
 )
 from arpo.config.algorithm import Branching
 from arpo.config.schema import Rollout
+from arpo.data.images import refuse_images
+from arpo.data.unread_images import has_unread_images, read_task_images
 from arpo.environments.states import State, open_state, pool_of
 from arpo.errors import ArpoError
 from arpo.tools.base import ToolUnavailable
@@ -102,21 +111,25 @@ async def sample_trees(
     score: ScoreFn,
     slots: asyncio.Semaphore | None = None,
     on_tree: Callable[[ScoredTree], None] = lambda scored: None,
+    keep: Callable[[ScoredTree], ScoredTree] = lambda scored: scored,
     observer: Observer | None = None,
 ) -> list[ScoredTree]:
     """The scored trees of many tasks, in their order; `on_tree` is called with each one as soon as it is scored.
 
-    An `observer` gets the events of all trees.
+    `keep` returns what of a tree is returned in the end. An `observer` gets the events of all trees.
 
     At most `settings.concurrency` trajectories are sampled at a time over all tasks, or as many as the semaphore
-    `slots` allows. If one tree fails, the others are cancelled.
+    `slots` allows. If one tree fails, the others are cancelled. Of tasks with images, no more are in memory at a time
+    than trajectories can be sampled.
     """
     slots = slots or asyncio.Semaphore(settings.concurrency)
+    readers = asyncio.Semaphore(settings.concurrency)
 
     async def sample(task: Task, seed: int) -> ScoredTree:
-        scored = await sample_tree(agent, task, settings, branching, seed, score, slots, observer)
+        async with readers if task.images else nullcontext():
+            scored = await sample_tree(agent, task, settings, branching, seed, score, slots, observer)
         on_tree(scored)
-        return scored
+        return keep(scored)
 
     try:
         async with asyncio.TaskGroup() as group:
@@ -189,6 +202,8 @@ async def _open_builder(
     """The builder of a task's tree, and the states of its trajectories, which are closed at the end of the block."""
     if branching.policy == "oracle":
         _require_oracle(agent)
+    if has_unread_images(task):
+        task = await asyncio.to_thread(read_task_images, task)
     async with open_state(agent.tools, task) as root, _open_program(agent, task) as program:
         failed = root is not None and not await root.try_prepare()
         if branching.policy == "oracle" and root is not None and not failed and not await _knows_decisive(root):
@@ -206,6 +221,7 @@ async def _open_program(agent: Agent, task: Task) -> AsyncIterator[ProgramRuns |
     if agent.program is None:
         yield None
         return
+    refuse_images(task.images, f"task {task.id!r}", "a program asks with text alone")
     assert agent.chat is not None
     async with open_endpoint() as server:
         yield ProgramRuns(agent.program, agent.chat, server, task)
@@ -254,8 +270,9 @@ class _TreeBuilder:
         self.agent, self.task, self.settings, self.branching, self.seed = agent, task, settings, branching, seed
         self.slots = slots or asyncio.Semaphore(settings.concurrency)
         prompt = agent.prompt(task)
+        shown = agent.prompts.shown_text(prompt, task.images)
         self.nodes: list[Node] = []
-        self.add(Node(None, Kind.PROMPT, prompt, agent.tokenizer.decode(list(prompt))))
+        self.add(Node(None, Kind.PROMPT, prompt, shown, images=task.images))
         self.leaves: list[Leaf] = []
         self.final_states: list[State] = []  # of the leaves, if there is an environment
         self.rewards: list[Reward] = []  # of the leaves that were scored so far
@@ -531,8 +548,9 @@ class _TreeBuilder:
         return self.agent.format.read_answer(node.text) if node.kind is Kind.MODEL else None
 
     def prefix_tokens(self, index: int) -> list[int]:
-        """All token ids that the model sees at the end of a node."""
-        return [token for at in context_nodes(self.nodes, index) for token in self.nodes[at].tokens]
+        """All token ids that the model sees at the end of a node; for images, those of their features."""
+        seen, embed_ids = [self.nodes[at] for at in context_nodes(self.nodes, index)], self.agent.prompts.embed_ids
+        return [token for node in seen for token in embed_ids(node.tokens, node.images)]
 
     def begin(self, tokens: tuple[int, ...]) -> bool:
         """Make these tokens, of a program's first request, the prompt; False if the tree has another one."""
@@ -666,14 +684,13 @@ class _ActiveTrajectory:
         self.builder.notify(CallStarted(self.number, self.node, call))
         return await call_tool(self.builder.agent.tools, call, self.builder.task, self.state)
 
-    def encode_result(self, text: str, place: ResultPlace) -> EncodedResult:
-        agent = self.builder.agent
-        tokens, text = encode_result(agent.tokenizer, agent.format, text, agent.result_tokens, place)
-        return EncodedResult(text, len(tokens), tokens)
+    def encode_result(self, result: ToolResult, place: ResultPlace) -> EncodedResult:
+        return encode_tool_result(self.builder.agent, result, place)
 
     def append_result(self, call: ToolCall, result: ToolResult, encoded: EncodedResult, seconds: float) -> None:
-        node = Node(self.node, Kind.TOOL, encoded.tokens, encoded.text, call=call, result=result, seconds=seconds)
-        self.node = self.builder.add(node, self.number)
+        images = result.images if encoded.tokens else ()
+        node = Node(self.node, Kind.TOOL, encoded.tokens, encoded.text, call=call, result=result, images=images)
+        self.node = self.builder.add(replace(node, seconds=seconds), self.number)
         self.tokens += len(encoded.tokens)
         if self.state is not None and self.builder.branches_later:
             self.builder.saved_states[self.node] = self.state.branch()

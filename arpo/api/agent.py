@@ -23,6 +23,7 @@ from arpo.algorithm.branching import REWARD_POLICIES, fill_unscored
 from arpo.api.progress import CallbackReporter, as_callbacks, show
 from arpo.api.settings import (
     EnvironmentArgument,
+    ImagesArgument,
     ModelArgument,
     ProgramArgument,
     RewardArgument,
@@ -36,6 +37,7 @@ from arpo.api.thread import LoopThread
 from arpo.api.tree import Tree
 from arpo.config.plugins import GIVEN
 from arpo.config.schema import Config
+from arpo.data.row_images import given_images
 from arpo.data.rows import refuse_bad_rows
 from arpo.data.task_set import needs_answers
 from arpo.data.tasks import Columns, Row, load_tasks, tasks_from_rows
@@ -120,17 +122,18 @@ class Agent:
         """The model's tokenizer."""
         return self._require_context().agent.tokenizer
 
-    def ask(self, question: str, *, seed: int | None = None) -> str:
+    def ask(self, question: str, *, images: ImagesArgument = (), seed: int | None = None) -> str:
         """The agent's answer to a question, which it may look up or compute with its tools.
 
-        It is the content of the final answer, or all of the last message if the model gave none. Sampled with the
-        temperature of `eval`; the same seed gives the same answer.
+        `images` are files, bytes or Pillow pictures; each stands where the question has the text `<image>`, or before
+        it. The answer is the content of the final answer, or all of the last message if the model gave none. It is
+        sampled with the temperature of `eval`; the same seed gives the same answer.
         """
         context = self._require_context()
         settings = self.config.eval.model_copy(update={"samples": 1})
         sampler = self._sampler(context, {"eval": settings}, _no_reward)
         seeds = [derive_seed(self.config.seed if seed is None else seed, "ask", 0)]
-        asked = self._thread.run(sampler.evaluate([_question(question)], seeds))
+        asked = self._thread.run(sampler.evaluate([_question(question, images)], seeds))
         (trajectory,) = asked.trees[0].tree.trajectories
         return trajectory.answer or (
             self._require_context().agent.format.message(trajectory.turns[-1]) if trajectory.turns else ""
@@ -145,14 +148,18 @@ class Agent:
         self._conversations.append(conversation)
         return Chat(conversation, self._thread)
 
-    def rollout(self, question: str | Row | Task, *, seed: int | None = None) -> Tree:
+    def rollout(self, question: str | Row | Task, *, images: ImagesArgument = (), seed: int | None = None) -> Tree:
         """Sample the rollout tree of a question, as training would.
 
-        A row is a dict with the columns of the tasks. The tree of a row or task is scored; that of a plain question is
-        not, since a reward may need the answer or other columns. The same seed gives the same tree.
+        `images` go with a plain question, as in `ask`; a row, a dict with the columns of the tasks, has its own. The
+        tree of a row or task is scored; that of a plain question is not, since a reward may need the answer or other
+        columns. The same seed gives the same tree.
         """
         context = self._require_context()
-        task = self._tasks("question", [question])[0] if isinstance(question, Mapping) else _question(question)
+        if isinstance(question, Mapping):
+            task = _with_images(self._tasks("question", [question])[0], images)
+        else:
+            task = _question(question, images)
         scoreable = not isinstance(question, str) and (bool(task.answers) or not needs_answers(self.config))
         if not scoreable and self.config.branching.policy in REWARD_POLICIES:
             raise ArpoError(
@@ -244,10 +251,10 @@ class Chat:
     def __init__(self, conversation: Conversation, thread: LoopThread) -> None:
         self._conversation, self._thread = conversation, thread
 
-    def ask(self, question: str) -> str:
+    def ask(self, question: str, *, images: ImagesArgument = ()) -> str:
         """The agent's answer, as of `Agent.ask`."""
-        turns = _Turns()
-        self._conversation.ask(_question(question).question)
+        turns, task = _Turns(), _question(question, images)
+        self._conversation.ask(task.question, task.images)
         self._thread.run(self._conversation.answer(turns))
         text: str = self._conversation.agent.tokenizer.decode(turns.tokens, skip_special_tokens=True)
         return self._conversation.agent.format.read_answer(text) or text.strip()
@@ -317,10 +324,10 @@ def load_agent(
     )
 
 
-def rollout(model: ModelArgument, question: str | Row | Task, **arguments: Any) -> Tree:
-    """Sample the rollout tree of one question: `Agent(model, **arguments).rollout(question)`."""
+def rollout(model: ModelArgument, question: str | Row | Task, *, images: ImagesArgument = (), **arguments: Any) -> Tree:
+    """Sample the rollout tree of one question: `Agent(model, **arguments).rollout(question, images=images)`."""
     with Agent(model, **arguments) as agent:
-        return agent.rollout(question)
+        return agent.rollout(question, images=images)
 
 
 def evaluate(
@@ -341,13 +348,20 @@ def _names_tasks(data: object) -> bool:
     return isinstance(data, Mapping) and any(data.get(name) for name in ("train", "test", "mix"))
 
 
-def _question(question: str | Task) -> Task:
+def _with_images(task: Task, images: ImagesArgument) -> Task:
+    """The task, which has its own images; raises if more are given."""
+    if not isinstance(images, tuple) or images:
+        raise ArpoError("images: they go with a question that is a text; a row has them in its columns")
+    return task
+
+
+def _question(question: str | Task, images: ImagesArgument = ()) -> Task:
     if isinstance(question, Task):
-        return question
+        return _with_images(question, images)
     if not isinstance(question, str):
         raise ArpoError(f"question: got {question!r:.100}, expected a text, a row or an arpo.Task")
     try:
-        return Task("asked", question, ())
+        return Task("asked", question, (), images=given_images(images))
     except ValueError as error:
         raise ArpoError(f"question: {error}") from None
 

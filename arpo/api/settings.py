@@ -29,6 +29,7 @@ from arpo.tools.base import Tool, tool
 from arpo.types import Reward, Task
 
 if TYPE_CHECKING:
+    import PIL.Image
     from transformers import PreTrainedModel
 
 Section: TypeAlias = Mapping[str, Any]
@@ -37,6 +38,7 @@ ModelArgument: TypeAlias = "str | os.PathLike[str] | PreTrainedModel | Section"
 TasksArgument: TypeAlias = "str | os.PathLike[str] | Iterable[Row | Task]"
 ToolArgument: TypeAlias = "Tool | Callable[..., Any] | str | Mcp"
 ToolsArgument: TypeAlias = "Iterable[ToolArgument] | ToolArgument | Section"
+ImagesArgument: TypeAlias = "str | os.PathLike[str] | bytes | PIL.Image.Image | Iterable[Any]"
 RewardFunction: TypeAlias = "Callable[..., float | Reward]"
 RewardArgument: TypeAlias = "str | RewardFunction | Sequence[str | RewardFunction] | Mapping[Any, float] | Section"
 EnvironmentArgument: TypeAlias = "str | Callable[[], Any] | Section"
@@ -128,11 +130,22 @@ def rows_of(label: str, rows: Any) -> list[Any]:
     if hasattr(rows, "to_dict") and hasattr(rows, "columns"):
         raise ArpoError(f'{label}: got a {type(rows).__name__}; give its rows: {label}=frame.to_dict("records")')
     try:
-        return list(rows)
+        return list(_undecoded(rows))
     except TypeError:
         raise ArpoError(
             f"{label}: got {rows!r:.100}, expected a list of rows, a data set, a list of arpo.Task or a file"
         ) from None
+
+
+def _undecoded(rows: Any) -> Any:
+    """A data set of the `datasets` package that gives its images as they are stored, not as pictures in memory."""
+    for name, feature in (getattr(rows, "features", None) or {}).items() if hasattr(rows, "cast_column") else ():
+        inner: Any = getattr(feature, "feature", None)
+        if type(feature).__name__ == "Image":
+            rows = rows.cast_column(name, type(feature)(decode=False))
+        elif type(inner).__name__ == "Image":
+            rows = rows.cast_column(name, type(feature)(type(inner)(decode=False)))
+    return rows
 
 
 def _has_rows(value: Any) -> bool:

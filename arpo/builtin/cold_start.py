@@ -175,7 +175,7 @@ def _fingerprint(
 
 def imitate(model: Any, batches: Iterator[list[Row]], steps: int, lr: float, progress: Progress) -> None:
     """Train on `steps` batches, with a short warmup and a linear decay to 0."""
-    optimizers = _build_optimizers(model, lr)
+    optimizers = build_optimizers(model, lr)
     for step in range(steps):
         lr_scale = min(1.0, (step + 1) / 30) * (1 - step / steps)
         progress(step + 1, steps, _train_step(model, optimizers, next(batches), lr_scale))
@@ -206,7 +206,7 @@ def batch_rows(next_rows: Callable[[], list[Row]], batch_tokens: int, rng: rando
         yield from batches
 
 
-def _build_optimizers(model: Any, lr: float) -> list[torch.optim.Optimizer]:
+def build_optimizers(model: Any, lr: float) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of the layers, where it learns faster here than AdamW; AdamW for the rest."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     rest = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]

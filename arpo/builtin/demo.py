@@ -9,6 +9,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from arpo.builtin import scenes
 from arpo.builtin.world import KINDS
 from arpo.config.loading import load_config
 from arpo.evaluation.statistics import evaluation_record
@@ -21,13 +22,22 @@ A small language model must answer questions about a made-up world. It knows non
 the world's documents and Python in a sandbox. Its cold start taught it how to call them, from examples full of
 mistakes. Now ARPO lets it try each question several times, with more tries where it was unsure after a tool result,
 and makes what led to right answers likelier."""
+VISION_INTRODUCTION = """\
+A small model that sees must read digits in pictures. It sees a picture in 64 x 64 pixels, which show where things are,
+but no digits: for these it has to zoom in with the tool crop. Its examples taught it how; most of them guess instead,
+or look at the wrong place. Now ARPO lets it try each question several times, and makes what led to right answers
+likelier."""
 
 
-def run_demo(seed: int, run_async: Callable[[Coroutine[Any, Any, Any]], Any], reporter: Reporter) -> None:
-    """Cold start, ARPO, and accuracy on held-out questions of each kind before and after; the run keeps both."""
-    with resources.as_file(resources.files("arpo.builtin").joinpath("demo.toml")) as path:
-        config = load_config(path, [f"seed={seed}", f"run.dir={_free_directory()}"])
-    reporter.message(INTRODUCTION + "\n")
+def run_demo(
+    seed: int, run_async: Callable[[Coroutine[Any, Any, Any]], Any], reporter: Reporter, vision: bool = False
+) -> None:
+    """ARPO on the world, or with `vision` on the scenes, and accuracy on held-out questions of each kind before and
+    after; the run keeps both."""
+    name = "vision_demo" if vision else "demo"
+    with resources.as_file(resources.files("arpo.builtin").joinpath(f"{name}.toml")) as path:
+        config = load_config(path, [f"seed={seed}", f"run.dir={_free_directory(name)}"])
+    reporter.message((VISION_INTRODUCTION if vision else INTRODUCTION) + "\n")
     with open_training(config, reporter=reporter) as training:
         before, after = run_async(_learn(training))
         reporter.message(_conclusion(training, before, after))
@@ -53,8 +63,9 @@ async def _test(training: Training, tasks: Sequence[Task], step: int) -> dict[st
 
 def choose_held_out(tasks: Sequence[Task], questions: int) -> list[Task]:
     """The first tasks of each kind, equally many and `questions` in all, so that rare kinds are tested, too."""
-    each = max(1, questions // len(KINDS))
-    return [task for kind in KINDS for task in [task for task in tasks if task.kind == kind][:each]]
+    kinds = [kind for kind in dict.fromkeys((*KINDS, *scenes.KINDS)) if any(task.kind == kind for task in tasks)]
+    each = max(1, questions // max(1, len(kinds)))
+    return [task for kind in kinds for task in [task for task in tasks if task.kind == kind][:each]]
 
 
 def _conclusion(training: Training, before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
@@ -103,7 +114,7 @@ def loss_line(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
     return f"Worse than before: {', '.join(worse)}." if worse else "No kind of question is answered worse than before."
 
 
-def _free_directory() -> Path:
-    """runs/demo, or runs/demo-2, ... if that is taken."""
-    names = (Path("runs") / (f"demo-{n}" if n > 1 else "demo") for n in count(1))
+def _free_directory(name: str) -> Path:
+    """runs/NAME, or runs/NAME-2, ... if that is taken."""
+    names = (Path("runs") / (f"{name}-{n}" if n > 1 else name) for n in count(1))
     return next(path for path in names if not path.exists())

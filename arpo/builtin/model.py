@@ -6,7 +6,7 @@ one token, so a name is two tokens and a number is one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,22 +25,27 @@ CHAT_TEMPLATE = (
 
 def build_tokenizer(texts: Iterable[str], max_vocab: int = 2048) -> Any:
     """Train the small tokenizer on `texts`. Its chat template contains only the question."""
-    core = Tokenizer(models.BPE())
     numbers = pre_tokenizers.Split(Regex(r"\p{N}{1,2}"), "isolated")
-    core.pre_tokenizer = pre_tokenizers.Sequence([numbers, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    trainer = {"vocab_size": max_vocab, "special_tokens": list(SPECIALS)}
+    return train_tokenizer(texts, [numbers, pre_tokenizers.ByteLevel(add_prefix_space=False)], trainer, TAGS)
+
+
+def train_tokenizer(
+    texts: Iterable[str],
+    splits: Sequence[Any],
+    trainer: Mapping[str, Any],
+    tags: Sequence[str],
+    chat_template: str = CHAT_TEMPLATE,
+) -> Any:
+    """Train a byte-level tokenizer on `texts`, which these pre-tokenizers split; each of the tags is one token."""
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.Sequence(list(splits))
     core.decoder = decoders.ByteLevel()
-    core.train_from_iterator(
-        texts,
-        trainers.BpeTrainer(
-            vocab_size=max_vocab,
-            special_tokens=list(SPECIALS),
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        ),
-    )
-    core.add_tokens([AddedToken(tag, normalized=False) for tag in TAGS])
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    core.train_from_iterator(texts, trainers.BpeTrainer(initial_alphabet=alphabet, show_progress=False, **trainer))
+    core.add_tokens([AddedToken(tag, normalized=False) for tag in tags])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<|pad|>", eos_token="<|end|>")
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.chat_template = chat_template
     return tokenizer
 
 

@@ -1,4 +1,4 @@
-"""The built-in task plug-ins: the toy world and the labyrinth, each with the small model cold-started for it.
+"""The built-in task plug-ins: the toy world, the labyrinth and the scenes, each with the small model made for it.
 
 Light: torch is imported only when the model is asked for.
 """
@@ -9,6 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from arpo.builtin.labyrinth import build_labyrinths
+from arpo.builtin.scenes import build_scenes
 from arpo.builtin.world import build_world
 from arpo.config.schema import Config
 from arpo.data.task_set import Progress
@@ -16,6 +17,7 @@ from arpo.errors import ArpoError
 from arpo.types import Document, Task
 
 _cached_labyrinths = lru_cache(maxsize=4)(build_labyrinths)
+_cached_scenes = lru_cache(maxsize=4)(build_scenes)
 _cached_world = lru_cache(maxsize=4)(build_world)
 
 
@@ -58,6 +60,23 @@ class LabyrinthPlugin:
         return labyrinth_cold_start(config, progress)
 
 
+class ScenesPlugin:
+    """The scenes of `config.scenes` as a `TaskPlugin`."""
+
+    def tasks(self, config: Config) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
+        """The training and the test tasks."""
+        return _cached_scenes(config.scenes)
+
+    def documents(self, config: Config) -> tuple[Document, ...]:
+        """None: there is nothing to search."""
+        return ()
+
+    def model(self, config: Config, progress: Progress) -> Path:
+        """The directory of the vision model, which is part of the package (`arpo.builtin.vision`)."""
+        _require_tags(config)
+        return Path(__file__).with_name("vision_model")
+
+
 def _require_tags(config: Config) -> None:
     if config.rollout.format not in ("auto", "tags"):
         raise ArpoError(
@@ -67,3 +86,4 @@ def _require_tags(config: Config) -> None:
 
 WORLD = WorldPlugin()
 LABYRINTH = LabyrinthPlugin()
+SCENES = ScenesPlugin()

@@ -22,15 +22,17 @@ from arpo.agent.conversation import Answer, Conversation, Listener
 from arpo.agent.detokenize import StreamDecoder
 from arpo.cli.display import COLORS, ConsoleReporter
 from arpo.config.schema import Config
+from arpo.data.row_images import given_images
 from arpo.environments.build import build_toolset
 from arpo.errors import ArpoError
 from arpo.figures.text import printable
 from arpo.models.end_tokens import end_texts
 from arpo.models.resolve import load_policy
-from arpo.types import Kind, StopReason, ToolCall, ToolResult
+from arpo.types import Image, Kind, StopReason, ToolCall, ToolResult
 
 COMMANDS = {
     "/new": "start a new conversation",
+    "/image FILE": "show the model an image with the next question; it stands where that has <image>, or before it",
     "/tools": "list the tools that the model can call",
     "/entropy": "shade tokens by their entropy, on or off",
     "/quit": "quit, like Ctrl-D. Ctrl-C stops an answer",
@@ -72,6 +74,7 @@ class Screen(Listener):
         """Show how a call went and the first lines of its result."""
         facts = [f"{result.seconds:.3f} s", *(["cached"] if result.cached else [])]
         facts += [f"{result.fault} fault"] if result.fault else []
+        facts += [f"image {image.width} x {image.height}" for image in result.images]
         self._write("\n".join([", ".join(facts), *(f"  {line}" for line in shorten(result.text))]), "dim")
         self._fresh_line()
 
@@ -131,6 +134,7 @@ def chat(conversation: Conversation, screen: Screen, read_line: Callable[[], str
         screen.note(NO_MEMORY)
     with asyncio.Runner() as runner, ExitStack() as stack:  # the runner turns Ctrl-C into a cancellation
         stack.callback(lambda: runner.run(conversation.close()))
+        images: list[Image] = []  # of the next question
         while True:
             try:
                 line = read_line().strip()
@@ -138,22 +142,42 @@ def chat(conversation: Conversation, screen: Screen, read_line: Callable[[], str
                 return
             if line == "/quit":
                 return
-            if line.startswith("/"):
+            if line.split(maxsplit=1)[:1] == ["/image"]:
+                images += _open_image(line, conversation, screen)
+            elif line.startswith("/"):
                 _command(line, conversation, screen)
             elif line:
+                shown, images = tuple(images), []
                 try:
-                    _exchange(runner, line, conversation, screen)
+                    _exchange(runner, line, shown, conversation, screen)
                 except KeyboardInterrupt:
                     screen.note("stopped")
                     if not interactive:
                         raise
 
 
-def _exchange(runner: asyncio.Runner, question: str, conversation: Conversation, screen: Screen) -> None:
+def _open_image(line: str, conversation: Conversation, screen: Screen) -> tuple[Image, ...]:
+    """The image that `/image FILE` names; none, and a note, if it cannot be read or the model cannot see."""
+    file = line.removeprefix("/image").strip()
+    try:
+        if not file:
+            raise ArpoError("name a file: /image picture.png")
+        images = given_images(file)
+        conversation.agent.prompts.expand(images, "the question")
+    except ArpoError as error:
+        screen.note(f"error: {error}")
+        return ()
+    screen.note(f"The next question has this image of {images[0].width} x {images[0].height} pixels.")
+    return images
+
+
+def _exchange(
+    runner: asyncio.Runner, question: str, images: tuple[Image, ...], conversation: Conversation, screen: Screen
+) -> None:
     """Answer one question, then show statistics and which limit was hit."""
     context, settings = conversation.agent.engine.capabilities.max_context, conversation.settings
     try:
-        if not conversation.ask(question):
+        if not conversation.ask(question, images):
             screen.note(f"The context of {context} tokens is full: a new conversation begins.")
     except ArpoError as error:
         screen.note(f"error: {error}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -20,6 +21,7 @@ from arpo.training.interrupt import run_async
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from arpo.data.tasks import Reading
     from arpo.tools.base import Tool
 
 index_app = typer.Typer(no_args_is_help=True, help="Build and try the indexes that the search tool can look into.")
@@ -71,7 +73,7 @@ def check_data(
     ],
     overrides: Overrides = None,
 ) -> None:
-    """Show what would be read: columns, first questions, rows that do not fit (exit code 1 if they are refused)."""
+    """Show what would be read: columns, first questions, images, rows that do not fit (exit code 1 if refused)."""
     from arpo.data.task_set import TASK_PLUGINS, needs_answers
     from arpo.data.tasks import Columns, read_tasks
 
@@ -85,7 +87,7 @@ def check_data(
     if settings.data.test:
         chosen.append((settings.data.test, Columns.named(settings.data, answers=answers)))
     skip = settings.data.bad_rows == "skip"
-    readings = [read_tasks(name, columns) for name, columns in chosen if name not in TASK_PLUGINS]
+    readings = [_with_image_problems(read_tasks(name, columns)) for name, columns in chosen if name not in TASK_PLUGINS]
     for reading in readings:
         print_reading(reading, skip)
     if not readings:
@@ -95,6 +97,23 @@ def check_data(
             raise ArpoError(f"{reading.source}: holds no questions")
     if any(not reading.tasks or (reading.problems and not skip) for reading in readings):
         raise typer.Exit(1)
+
+
+def _with_image_problems(reading: Reading) -> Reading:
+    """The reading after every image was read: a question with one that cannot be is a problem."""
+    from arpo.data.unread_images import read_task_images
+
+    tasks, problems = [], list(reading.problems)
+    with progress_bar("reading images", sum(bool(task.images) for task in reading.tasks)) as bar:
+        for task in reading.tasks:
+            try:
+                read_task_images(task)
+                tasks.append(task)
+            except ArpoError as error:
+                problems.append(str(error))
+            if task.images:
+                bar.advance(bar.task_ids[0])
+    return replace(reading, tasks=tuple(tasks), problems=tuple(problems))
 
 
 @data_app.command(name="traces")

@@ -9,6 +9,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich import box
@@ -22,7 +23,7 @@ from rich.tree import Tree
 from arpo.data.rows import list_problems
 from arpo.data.tasks import Reading
 from arpo.figures.text import printable
-from arpo.figures.tree_text import call_line, decision_line, leaf_line
+from arpo.figures.tree_text import call_line, decision_line, image_lines, leaf_line
 from arpo.runs import reporter as reporting
 from arpo.types import Kind, Node, ScoredTree, Task
 
@@ -272,6 +273,8 @@ def print_reading(reading: Reading, skip: bool) -> None:
     if reading.unused:
         names = ", ".join(reading.unused)
         console.print(printable(f"  {'not used':<10} {names} (task.meta has them, for rewards and tools of your own)"))
+    for line in reading_image_lines(reading):
+        console.print(printable(line))
     for task in reading.tasks[:3]:
         kind = f" [{task.kind}]" if task.kind else ""
         console.print(printable(f"{task.id}{kind}: {textwrap.shorten(task.question, 200)}"))
@@ -287,6 +290,20 @@ def print_reading(reading: Reading, skip: bool) -> None:
         console.print(printable(list_problems(reading.problems)))
 
 
+def reading_image_lines(reading: Reading) -> list[str]:
+    """How many images the questions have, of which sizes, and which columns seem to hold further ones."""
+    images = [image for task in reading.tasks for image in task.images]
+    lines = []
+    if images:
+        smallest, largest = (choose(images, key=lambda image: image.width * image.height) for choose in (min, max))
+        sizes = " to ".join(dict.fromkeys(f"{image.width} x {image.height}" for image in (smallest, largest)))
+        having = sum(bool(task.images) for task in reading.tasks)
+        lines.append(f"images: {len(images):,} in {having:,} questions, {sizes} pixels")
+    for column, count in reading.unused_images.items():
+        lines.append(f"not used: column {column!r} seems to hold images ({count:,} rows); data.images={column} uses it")
+    return lines
+
+
 def tool_lines(stats: Mapping[str, ToolStats]) -> list[str]:
     """A table of calls per tool, one string per line; calls of unknown tools come last."""
     head = f"{'tool':<20} {'calls':>7} {'cached':>7} {'model':>6} {'timeout':>8} {'infra':>6}   p50 s   p95 s"
@@ -299,10 +316,10 @@ def tool_lines(stats: Mapping[str, ToolStats]) -> list[str]:
     return [head, *rows] if rows else []
 
 
-def print_tree(scored: ScoredTree) -> None:
+def print_tree(scored: ScoredTree, images: Path | None = None) -> None:
     """Print a rollout tree: nodes, branching decisions, and each trajectory's stop reason and reward.
 
-    A tree with credits is printed with call times, reward parts and advantages, too.
+    A tree with credits is printed with call times, reward parts and advantages, too. `images` is where its images lie.
     """
     tree, full = scored.tree, bool(scored.credits)
     children: dict[int, list[int]] = {}
@@ -312,20 +329,20 @@ def print_tree(scored: ScoredTree) -> None:
     leaves: dict[int, list[str]] = {}
     for number, leaf in enumerate(tree.leaves):
         leaves.setdefault(leaf.node, []).append(leaf_line(scored, number))
-    root = Tree(_label(tree.nodes[0], full))
+    root = Tree(_label(tree.nodes[0], full, images))
     stack = [(0, root)]
     while stack:
         index, branch = stack.pop()
         for line in leaves.get(index, []):
             branch.add(Text(line, style="green"))
         for child in children.get(index, []):
-            stack.append((child, branch.add(_label(tree.nodes[child], full))))
+            stack.append((child, branch.add(_label(tree.nodes[child], full, images))))
     console.print(root, soft_wrap=False)
     _print_answers(tree.task)
 
 
-def print_trajectory(scored: ScoredTree, number: int) -> None:
-    """Print trajectory `number`, counted from 0, as a conversation."""
+def print_trajectory(scored: ScoredTree, number: int, images: Path | None = None) -> None:
+    """Print trajectory `number`, counted from 0, as a conversation; `images` is where its images lie."""
     trajectory, credit = scored.tree.trajectories[number], scored.credits[number]
     for index, node in zip(trajectory.indices, trajectory.nodes, strict=True):
         facts = f"{len(node.tokens)} tokens"
@@ -333,7 +350,7 @@ def print_trajectory(scored: ScoredTree, number: int) -> None:
             entropy = sum(node.entropies) / max(1, len(node.entropies))
             facts += f", entropy {entropy:.3f}, advantage {credit.by_node.get(index, 0.0):+.3f}"
         console.print(Text(f"--- {node.kind}, {facts}", style="bold"))
-        console.print(_label(node, True))
+        console.print(_label(node, True, images))
     console.print(Text(leaf_line(scored, number), style="green"))
     _print_answers(trajectory.task)
 
@@ -343,8 +360,10 @@ def _print_answers(task: Task) -> None:
         console.print(Text(f"right answer: {printable(' or '.join(task.answers))}"))
 
 
-def _label(node: Node, full: bool) -> Text:
+def _label(node: Node, full: bool, images: Path | None) -> Text:
     label = Text(printable(node.text.strip()), style=COLORS[node.kind])
+    for line in image_lines(node.images, images):
+        label.append("\n" + line, style="magenta")
     if full and node.result is not None:
         label.append("\n" + call_line(node.call, node.result), style="red" if node.result.fault else "magenta")
     if node.decision is not None:

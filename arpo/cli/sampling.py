@@ -35,12 +35,15 @@ def rollout(
         typer.Option(min=0, help="which held-out question, from 0; a training question if none is held out"),
     ] = 0,
     ask: Annotated[str | None, typer.Option(help="ask this instead; it is not scored")] = None,
+    image: Annotated[list[str] | None, typer.Option(help="an image file that goes with --ask; may be repeated")] = None,
 ) -> None:
     """Sample the rollout tree of one question and print it."""
     config = load_model_config(target, overrides or [])
+    if image and ask is None:
+        raise ArpoError("--image goes with --ask; held-out questions have their own images")
     if ask is None:
         require_questions(target, config, "data.test=... or data.train=..., or ask one with --ask")
-    scored = _sample_question(config, number) if ask is None else _sample_asked(config, ask)
+    scored = _sample_question(config, number) if ask is None else _sample_asked(config, ask, image or [])
     tree = scored.tree
     print_tree(scored)
     shared = 1 - tree.unique_tokens / tree.total_tokens
@@ -66,13 +69,14 @@ def _sample_question(config: Config, number: int) -> ScoredTree:
         return scored
 
 
-def _sample_asked(config: Config, question: str) -> ScoredTree:
+def _sample_asked(config: Config, question: str, images: list[str]) -> ScoredTree:
     """The tree of a question that was asked; it needs neither tasks nor a reward."""
     from arpo.algorithm.rollout import rollout as sample_tree
     from arpo.cli.chat import open_agent
+    from arpo.data.row_images import given_images
 
     try:
-        task = Task("asked", question)
+        task = Task("asked", question, images=given_images(images))
     except ValueError as error:
         raise ArpoError(f"--ask: {error}") from None
     with open_agent(config) as agent:

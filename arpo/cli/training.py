@@ -85,8 +85,11 @@ def export(
     console.print(f"the agent of step {done} is in {directory}")
 
 
-def demo(seed: Annotated[int, typer.Option(min=0, help="the seed of the run")] = 0) -> None:
+def demo(
+    seed: Annotated[int, typer.Option(min=0, help="the seed of the run")] = 0,
+    vision: Annotated[bool, typer.Option("--vision", help="a model that sees, and learns to zoom in")] = False,
+) -> None:
     """Watch a small agent learn to use tools: a few minutes on a laptop."""
     from arpo.builtin.demo import run_demo
 
-    run_demo(seed, run_async, ConsoleReporter())
+    run_demo(seed, run_async, ConsoleReporter(), vision)

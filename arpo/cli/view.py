@@ -105,9 +105,9 @@ def show(
         )
     console.print(Text(f"step {step}, question {prompt} of {len(entries)}: {printable(tree.task.id)}", style="bold"))
     if trajectory is not None:
-        print_trajectory(scored, trajectory - 1)
+        print_trajectory(scored, trajectory - 1, run_dir.directory / "images")
         return
-    print_tree(scored)
+    print_tree(scored, run_dir.directory / "images")
     failed = sum(node.result is not None and node.result.fault is not None for node in tree.nodes)
     console.print(
         f"{count} trajectories, {tree.tool_calls} tool calls ({failed} failed), {tree.branch_points} branch points, "

@@ -1,7 +1,7 @@
 """Where relative paths in settings start: in a file of settings in its folder, elsewhere in the current directory.
 
-    absolute_paths({"data": {"train": "train.jsonl"}}, Path("/work"))      # {"data": {"train": "/work/train.jsonl"}}
-    absolute_paths({"data": {"train": "hf:openai/gsm8k"}}, Path("/work"))  # the same: this is no file
+    absolute_paths({"data": {"train": "train.jsonl"}}, Path("/my"))      # {"data": {"train": "/my/train.jsonl"}}
+    absolute_paths({"data": {"train": "hf:openai/gsm8k"}}, Path("/my"))  # the same: this is no file
 
 So a run stores absolute paths and can be used from any directory.
 
@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from arpo.config.plugins import GIVEN, names_object
-from arpo.config.schema import LABYRINTH, WORLD
+from arpo.config.schema import LABYRINTH, SCENES, WORLD
 
-TASK_NAMES = (WORLD, LABYRINTH)
+TASK_NAMES = (WORLD, LABYRINTH, SCENES)
 SEARCH_NAMES = ("serper", "tavily", "brave")
 MODEL_NAMES = ("tiny",)
 """What the settings of tasks, `tools.search` and `model.path` can name besides files."""
@@ -130,6 +130,7 @@ _RULES: dict[str, Callable[[Any, Path], Any]] = {
     "data.train": _tasks,
     "data.test": _tasks,
     "data.mix": _tables(source=_tasks),
+    "data.image_dir": _file(),
     "sft.data": _file(),
     "tools.enabled": _code,
     "tools.search": _file(*SEARCH_NAMES),

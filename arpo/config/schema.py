@@ -56,6 +56,17 @@ class _Columns(Section):
     answer_after: OptionalText = setting(
         None, 'the answer is the text after the last occurrence of this, like "####"; none: all'
     )
+    images: Annotated[Text | Literal[False] | None, NoneWord] = setting(
+        None,
+        "column of the question's image or list of images; none: image or images, if they hold images; false: the "
+        "questions have no images",
+    )
+    image_dir: OptionalText = setting(
+        None, "folder that paths of images lead into; none: that of the file with the questions"
+    )
+    image_urls: bool = setting(
+        False, "whether images are requested from the http(s) URLs that rows name, whatever these are"
+    )
 
 
 class Mix(_Columns):
@@ -70,8 +81,8 @@ class Data(_Columns):
 
     train: OptionalText = setting(
         None,
-        'training tasks: a .jsonl, .json or .parquet file, "hf:NAME:CONFIG:SPLIT", "world" or "labyrinth"; none: '
-        "data.mix, or the world if there is no mix",
+        'training tasks: a .jsonl, .json or .parquet file, "hf:NAME:CONFIG:SPLIT", "world", "labyrinth" or '
+        '"scenes"; none: data.mix, or the world if there is no mix',
     )
     test: OptionalText = setting(
         None, "held-out tasks, as in data.train; none: those that go with built-in training tasks"
@@ -115,7 +126,7 @@ class Data(_Columns):
 
 
 COLUMNS = tuple(_Columns.model_fields)
-WORLD, LABYRINTH = "world", "labyrinth"  # in place of a file: the built-in tasks
+WORLD, LABYRINTH, SCENES = "world", "labyrinth", "scenes"  # in place of a file: the built-in tasks
 
 
 class World(Section):
@@ -141,6 +152,14 @@ class Labyrinth(Section):
     difficulty: float = setting(
         0.85, "how often the cold-start traces take what is named first instead of what the note says", ge=0, le=1
     )
+
+
+class Scenes(Section):
+    """The built-in generated scenes: pictures to zoom into."""
+
+    seed: int = setting(0, "seed of the scenes", ge=0, le=MAX_SEED)
+    train_tasks: int = setting(1000, "number of training tasks", ge=1, le=20_000)
+    test_tasks: int = setting(300, "number of held-out tasks", ge=1, le=20_000)
 
 
 class Mcp(Section):
@@ -189,6 +208,9 @@ class Tools(Section):
     max_result_tokens: int = setting(512, "longer tool results are cut to this many tokens", ge=1, le=1_000_000)
     python_memory_mb: int = setting(512, "memory limit of one execution of code, in MB", ge=16, le=2**20)
     python_blocks: bool = setting(False, "wait for each execution on the event loop: slower, but runs are reproducible")
+    python_figures: bool = setting(
+        False, "show figures that code makes with matplotlib, for a model that sees; the tool python only"
+    )
     unsafe_no_isolation: bool = setting(
         False, "run model-written code with your own rights where it cannot be isolated"
     )
@@ -208,8 +230,8 @@ class Environment(Section):
 
     name: OptionalText = setting(
         None,
-        "the environment: python, sqlite, gymnasium, openenv, labyrinth, or your class as path/to/file.py:name; none: "
-        "tools without state",
+        "the environment: python, sqlite, images, gymnasium, openenv, labyrinth, or your class as path/to/file.py:name;"
+        " none: tools without state",
     )
     settings: dict[str, JsonValue] = setting({}, "keyword arguments of the environment's class")
     timeout: float = setting(60.0, "time limit of a reset, a fork or a close, in seconds", gt=0, le=86_400)
@@ -564,6 +586,7 @@ class Config(Section):
     data: Data = Data()
     world: World = World()
     labyrinth: Labyrinth = Labyrinth()
+    scenes: Scenes = Scenes()
     tools: Tools = Tools()
     environment: Environment = Environment()
     program: Program = Program()
@@ -595,6 +618,11 @@ class Config(Section):
         if LABYRINTH in self.data.sources:
             self._default("environment", name=LABYRINTH)
             self._default("rollout", max_tool_calls=self.labyrinth.horizon + 2)
+        if SCENES in self.data.sources:
+            self._default("environment", name="images")
+            if self.environment.name == "images":  # the size that its model sees
+                self._default("environment", settings={"min_side": 64, "blocking": True})
+            self._default("rollout", max_tool_calls=6)
         with_environment = self.environment.name is not None
         if self.branching.policy == "never":
             self._default("rollout", num_initial=self.rollout.num_trajectories)

@@ -73,6 +73,14 @@ def source_name(source: str) -> str:
     return source.removeprefix(HUB) if source.startswith(HUB) else Path(source).name
 
 
+def image_folder(source: str) -> Path:
+    """Where the paths of images in a source may lead: the folder of the file, or the hub's cache."""
+    if not source.startswith(HUB):
+        return expand_user(source).absolute().parent
+    datasets: Any = importlib.import_module("datasets")
+    return Path(datasets.config.HF_CACHE_HOME)
+
+
 def list_problems(problems: Sequence[str]) -> str:
     """The first problems, one per line, and how many more there are; one that many rows have is told once."""
     rows: dict[str, list[str]] = {}

@@ -1,8 +1,8 @@
 """The tasks of a configuration: training tasks by source, and test tasks, which are read from files or generated.
 
 Plug-ins are names that stand for generated tasks, their documents, and a model made for them.
-`data.train = "world"` or `"labyrinth"` names a built-in one, and `model.path = "tiny"` its model. They are loaded like
-an object of the user's, and only when they are named.
+`data.train = "world"`, `"labyrinth"` or `"scenes"` names a built-in one, and `model.path = "tiny"` its model. They are
+loaded like an object of the user's, and only when they are named.
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ from arpo.data.tasks import Columns, load_tasks, tasks_from_rows
 from arpo.errors import ArpoError
 from arpo.types import Document, Task
 
-TASK_PLUGINS = {"world": "arpo.builtin.plugin:WORLD", "labyrinth": "arpo.builtin.plugin:LABYRINTH"}
+TASK_PLUGINS = {
+    "world": "arpo.builtin.plugin:WORLD",
+    "labyrinth": "arpo.builtin.plugin:LABYRINTH",
+    "scenes": "arpo.builtin.plugin:SCENES",
+}
 """What `data.train`, `data.test` and `data.mix.source` can name besides files."""
 MODEL_PLUGINS = {"tiny": "arpo.builtin.plugin:WORLD"}
 """What `model.path` can name besides models that exist; the model is that of the training tasks' plug-in, if any."""

@@ -59,10 +59,15 @@ class Engine(Protocol):
         ...
 
 
-def check_request(capabilities: Capabilities, prefix: Sequence[int], params: SamplingParams) -> None:
-    """Raise ValueError if the request exceeds the context or the vocabulary."""
+def check_request(
+    capabilities: Capabilities, prefix: Sequence[int], params: SamplingParams, num_ids: int | None = None
+) -> None:
+    """Raise ValueError if the request exceeds the context or the vocabulary.
+
+    An engine that sees knows `num_ids`, which are those of the vocabulary and of images (`arpo.models.vision`).
+    """
     context, vocab = capabilities.max_context, capabilities.vocab_size
     if not prefix or params.max_tokens < 1 or len(prefix) >= context:
         raise ValueError(f"cannot sample {params.max_tokens} tokens after {len(prefix)} within a context of {context}")
-    if not 0 <= min(prefix) <= max(prefix) < vocab:
+    if not 0 <= min(prefix) <= max(prefix) < (num_ids or vocab):
         raise ValueError(f"the prefix holds token {max(prefix)}, but the model's vocabulary ends before {vocab}")

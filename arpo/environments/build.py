@@ -20,6 +20,7 @@ BUILT_IN = {
     "gymnasium": "arpo.environments.gymnasium:GymnasiumEnvironment",
     "openenv": "arpo.environments.openenv:OpenEnvironment",
     "labyrinth": "arpo.environments.labyrinth:Labyrinth",
+    "images": "arpo.environments.images:ImageEnvironment",
 }
 """What `environment.name` can name besides a class of the user's."""
 

@@ -49,7 +49,7 @@ from arpo.tools.executor import (
     run_limited,
     run_once,
 )
-from arpo.types import Fault, Task, ToolCall
+from arpo.types import Fault, Image, Task, ToolCall
 
 ATTEMPTS = 3  # to make an environment for the prompt or a branch
 MAX_SHOWN = 200  # characters of a result in a message
@@ -69,6 +69,7 @@ class RecordedCall:
     call: ToolCall
     text: str
     fault: Fault | None
+    images: tuple[Image, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -254,8 +255,9 @@ class StatePool:
                     raise _same_kind(
                         outcome.error, f"a call could not be made again: {outcome.text.removeprefix('Error: ')}"
                     )
-                if (outcome.text, outcome.fault) != (made.text, made.fault):
-                    self._differs(f"{made.call.name} {dict(made.call.args)!r:.100}", made.text, outcome.text)
+                if (outcome.text, outcome.fault, outcome.images) != (made.text, made.fault, made.images):
+                    before, now = (_described(one.text, one.images) for one in (made, outcome))
+                    self._differs(f"{made.call.name} {dict(made.call.args)!r:.100}", before, now)
             self._counters.opened += 1
             self._counters.replays += bool(position.calls)
             self._counters.replayed_calls += len(position.calls)
@@ -412,7 +414,7 @@ class State:
         elif outcome.fault is Fault.TIMEOUT:  # the call left the state as it was
             await self._put(calls)
         else:
-            await self._put((*calls, RecordedCall(call, outcome.text, outcome.fault)))
+            await self._put((*calls, RecordedCall(call, outcome.text, outcome.fault, outcome.images)))
 
     @asynccontextmanager
     async def final(self) -> AsyncIterator[Environment]:
@@ -544,3 +546,8 @@ def _in_thread(function: Callable[..., Any], quick: bool, *users: _Live) -> Call
 def _same_kind(error: BaseException | None, message: str) -> ToolUnavailable:
     """An error with another message, which is retried only if `error` is: not after a timeout."""
     return (ToolUnresponsive if isinstance(error, ToolUnresponsive) else ToolUnavailable)(message)
+
+
+def _described(text: str, images: tuple[Image, ...]) -> str:
+    """A result in words: its text, and its images by the beginnings of their hashes."""
+    return text + "".join(f" [image {image.sha256[:8]}]" for image in images)

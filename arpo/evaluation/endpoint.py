@@ -29,6 +29,7 @@ from arpo.agent.formats import CallFormat, NativeFormat, ResultPlace, build_form
 from arpo.agent.native import EXAMPLE_ARGS, NAME, Layout
 from arpo.agent.turn_loop import EncodedResult, Turn, run_turns, sampling_params
 from arpo.config.schema import Config, Rollout
+from arpo.data.images import refuse_images
 from arpo.data.tasks import Trace
 from arpo.environments.states import State, open_state
 from arpo.errors import ArpoError
@@ -137,6 +138,7 @@ async def endpoint_trajectory(
     agent: EndpointAgent, task: Task, settings: Rollout, seed: int
 ) -> tuple[RolloutTree, int | None]:
     """A tree of one trajectory, and how many tokens the model sampled."""
+    refuse_images(task.images, f"task {task.id!r}", "images are not sent to an endpoint")
     async with open_state(agent.tools, task) as state:
         prepared = state is None or await state.try_prepare()
         task = task if state is None else state.with_opening(task)
@@ -202,8 +204,9 @@ class _MessageDialogue:
     async def call_tool(self, call: ToolCall) -> ToolResult:
         return await call_tool(self.agent.tools, call, self.task, self.state)
 
-    def encode_result(self, text: str, place: ResultPlace) -> EncodedResult:
-        text = self.agent.result_text(text)
+    def encode_result(self, result: ToolResult, place: ResultPlace) -> EncodedResult:
+        refuse_images(result.images, "a result of a tool", "images are not sent to an endpoint")
+        text = self.agent.result_text(result.text)
         return EncodedResult(text, _estimate_tokens(text))
 
     def append_result(self, call: ToolCall, result: ToolResult, encoded: EncodedResult, seconds: float) -> None:

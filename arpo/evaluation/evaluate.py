@@ -12,6 +12,7 @@ from arpo.agent.agent import Agent
 from arpo.algorithm.rollout import sample_trees
 from arpo.config.algorithm import Branching
 from arpo.config.schema import Eval, Rollout
+from arpo.data.unread_images import without_image_data
 from arpo.errors import ArpoError
 from arpo.rewards import RewardFn, Scorer, fault_metrics, reward_metrics
 from arpo.rewards.scorer import PART_METRICS
@@ -113,12 +114,15 @@ async def evaluate(
 ) -> Evaluation:
     """Ask each task `settings.samples` times, with its seed; `on_tree` is called after each task.
 
-    Answers are scored in `workers` threads while other questions are still being asked.
+    Answers are scored in `workers` threads while other questions are still being asked. The images of the trees have no
+    content, so that those of all questions need not be in memory at once.
     """
     rollout = evaluation_rollout(settings, rollout, settings.samples)
     never = Branching(policy="never")
     with Scorer(reward, workers) as scorer:
-        trees = await sample_trees(agent, tasks, rollout, never, seeds, scorer.score, slots, on_tree)
+        trees = await sample_trees(
+            agent, tasks, rollout, never, seeds, scorer.score, slots, on_tree, keep=without_image_data
+        )
     return Evaluation(tuple(trees))
 
 

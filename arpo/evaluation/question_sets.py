@@ -32,7 +32,7 @@ from arpo.config.algorithm import Branching
 from arpo.config.files import expand_user
 from arpo.config.masking import masked
 from arpo.config.plugins import names_object
-from arpo.config.schema import Config, Eval, Rewards
+from arpo.config.schema import SCENES, Config, Eval, Rewards
 from arpo.data.benchmarks import BENCHMARKS, load_benchmark
 from arpo.data.task_set import MODEL_PLUGINS, TaskSet
 from arpo.errors import ArpoError
@@ -254,6 +254,8 @@ def answer_settings(config: Config, held_out: bool = False) -> dict[str, Any]:
         parts["environment"] = resolved["environment"]
     if config.program.name is not None:
         parts["program"] = resolved["program"]
+    if SCENES in config.data.sources:
+        parts["scenes"] = resolved["scenes"]
     files = _digests(parts)
     if config.eval.endpoint is None:
         parts |= {name: resolved[name] for name in ("model", "world", "labyrinth", "coldstart")}

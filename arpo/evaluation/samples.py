@@ -2,6 +2,7 @@
 
     settings.json         the settings that answers depend on, written with the first answer; other settings are refused
     samples/gsm8k.jsonl   one line per answer: its numbers, and the tree under `tree` (see `arpo.runs.trees`)
+    images/SHA256.png     each image of these trees once, up to `MAX_IMAGES_BYTES` in all
     run.lock              held by the process that writes
 
     results.json, ...     what `arpo.evaluation.report` makes of the answers, written last and each time anew
@@ -30,12 +31,12 @@ from arpo.config.loading import differences
 from arpo.errors import ArpoError
 from arpo.rewards import fault_metrics, unjudged
 from arpo.runs.locks import LOCK_FILE, acquire_lock
-from arpo.runs.run_dir import write_atomically
+from arpo.runs.run_dir import MAX_IMAGES_BYTES, write_atomically
 from arpo.runs.storage import writing
-from arpo.runs.trees import MAX_TREE_BYTES, tree_from_json, tree_to_json
+from arpo.runs.trees import MAX_TREE_BYTES, images_of, tree_from_json, tree_to_json
 from arpo.types import ScoredTree, Task
 
-SETTINGS, FOLDER = "settings.json", "samples"
+SETTINGS, FOLDER, IMAGES = "settings.json", "samples", "images"
 RESULT_FILES = ("results.json", "results.md", "results.svg", "results.png")
 PAGE_BYTES = 64 << 20  # read for one page
 HEAD_BYTES = 1 << 20  # of a line, to find its numbers and its question in
@@ -133,6 +134,7 @@ class SampleStore:
     def __init__(self, directory: Path, settings: Mapping[str, Any], stack: ExitStack) -> None:
         self.directory, self._settings, self._stack = directory, settings, stack
         self._files: dict[str, IO[bytes]] = {}
+        self._image_bytes: int | None = None  # of all stored images, once one is to be stored
 
     def path(self, benchmark: str) -> Path:
         """The file with a benchmark's samples."""
@@ -162,7 +164,7 @@ class SampleStore:
         return found
 
     def append(self, sample: Sample, scored: ScoredTree) -> None:
-        """Save an answer and its tree."""
+        """Save an answer and its tree, and each image of the tree once, as long as there is room for them."""
         line = json.dumps({**asdict(sample), "tree": tree_to_json(scored)}, allow_nan=False) + "\n"
         if sample.benchmark not in self._files:
             if not (self.directory / SETTINGS).exists():
@@ -171,10 +173,24 @@ class SampleStore:
             path = self.path(sample.benchmark)
             path.parent.mkdir(exist_ok=True)
             self._files[sample.benchmark] = self._stack.enter_context(path.open("ab"))
+        self._write_images(scored)
         file = self._files[sample.benchmark]
         with writing(self.path(sample.benchmark)):
             file.write(line.encode("ascii"))
             file.flush()
+
+    def _write_images(self, scored: ScoredTree) -> None:
+        folder = self.directory / IMAGES
+        for image in images_of(scored.tree):
+            path = folder / f"{image.sha256}.png"
+            if not image.data or path.exists():
+                continue
+            folder.mkdir(exist_ok=True)
+            if self._image_bytes is None:
+                self._image_bytes = sum(each.stat().st_size for each in folder.glob("*.png"))
+            if self._image_bytes + len(image.data) <= MAX_IMAGES_BYTES:
+                write_atomically(path, image.data)
+                self._image_bytes += len(image.data)
 
 
 @contextmanager
@@ -289,7 +305,9 @@ def _read_head(head: bytes, offset: int) -> SavedAnswer | None:
 
 def _digest(task: Task) -> str:
     """A digest of what is asked."""
-    values = (task.question, task.answers, task.kind, dict(task.meta), task.system)
+    values: tuple[Any, ...] = (task.question, task.answers, task.kind, dict(task.meta), task.system)
+    if task.images:  # by size: the hash is not known before they are read
+        values += ([(image.width, image.height) for image in task.images],)
     return hashlib.sha256(json.dumps(values, default=str, sort_keys=True).encode()).hexdigest()[:16]
 
 

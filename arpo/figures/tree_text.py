@@ -5,8 +5,11 @@ Guarantees: untrusted text is shown as text; what could control a terminal is es
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 from arpo.figures.text import printable
-from arpo.types import Decision, Fault, Kind, Node, ScoredTree, ToolCall, ToolResult
+from arpo.types import Decision, Fault, Image, Kind, Node, ScoredTree, ToolCall, ToolResult
 
 
 def tree_text(scored: ScoredTree) -> str:
@@ -17,7 +20,8 @@ def tree_text(scored: ScoredTree) -> str:
         below.setdefault(leaf.node, []).append((-1, [leaf_line(scored, number)]))
     for index, node in enumerate(tree.nodes[1:], 1):
         below.setdefault(node.parent or 0, []).append((index, node_lines(node)))
-    shown, waiting = [printable(tree.task.question)], [("", 0, 0)]  # (indent, node, place among what is below it)
+    asked = [printable(tree.task.question), *image_lines(tree.task.images)]
+    shown, waiting = asked, [("", 0, 0)]  # (indent, node, place among what is below it)
     while waiting:
         indent, parent, place = waiting.pop()
         if place == len(below.get(parent, ())):
@@ -36,10 +40,20 @@ def node_lines(node: Node) -> list[str]:
     """A model turn or tool result: its text, how the call went, and the branching decision."""
     lines = printable(node.text.strip()).split("\n")
     if node.result is not None:
-        lines.append(call_line(node.call, node.result))
+        lines += [call_line(node.call, node.result), *image_lines(node.images)]
     elif node.kind is Kind.MODEL and node.entropies:
         lines.append(f"[{len(node.tokens)} tokens, mean entropy {sum(node.entropies) / len(node.entropies):.3f}]")
     return lines if node.decision is None else [*lines, decision_line(node.decision)]
+
+
+def image_lines(images: Sequence[Image], folder: Path | None = None) -> list[str]:
+    """A line for each image: its size and, if they are stored in a folder, its file."""
+    lines = []
+    for image in images:
+        file = None if folder is None else folder / f"{image.sha256}.png"
+        where = "" if file is None else f": {file}" if file.is_file() else ": not stored"
+        lines.append(printable(f"[image, {image.width} x {image.height} pixels{where}]"))
+    return lines
 
 
 def leaf_line(scored: ScoredTree, number: int) -> str:

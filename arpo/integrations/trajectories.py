@@ -11,11 +11,14 @@
 | `loss_mask`, `logprobs`, `entropies`, `advantages` | one number per completion token; zeros in tool results |
 | `reward`, `weight` | of the trajectory; weight 0: masked, leave it out |
 | `nodes` | the tree: nodes after the prompt, with `id`, `parent`, `num_tokens`; equal ids in a group are shared |
+| `images` | by SHA-256 the images, as `data:` URLs, that no line before has; `task` and `nodes` name them |
+| `images_left_out` | how many further ones are not in the file: lost, or over `MAX_IMAGE_BYTES` in all |
 
 Guarantees: `read_trajectories` gives back what was written, to the last bit, if every node is on a trajectory. Lines
 that others wrote need only `group`, `prompt_ids`, `completion_ids`, `loss_mask`, `logprobs` and `reward`; without
 `nodes`, the trajectories of a group share the prompt alone. The advantage of a turn is that of its first token.
-Not covered: NaN and infinity, which JSON lacks; entropies that a line lacks are zeros.
+Not covered: NaN and infinity, which JSON lacks; entropies that a line lacks are zeros. Images are read back as their
+hash and size, as trees of a run directory have them.
 """
 
 from __future__ import annotations
@@ -28,14 +31,16 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from arpo.data.images import to_data_url
 from arpo.errors import ArpoError
 from arpo.integrations.rows import require_one_context
 from arpo.runs.storage import writing
-from arpo.runs.trees import node_from_json, node_to_json
+from arpo.runs.trees import images_of, node_from_json, node_to_json, task_from_json, task_to_json
 from arpo.types import Credit, Kind, Leaf, Node, Reward, RolloutTree, ScoredTree, StopReason, Task, ToolResult
 
 REQUIRED = ("group", "prompt_ids", "completion_ids", "loss_mask", "logprobs", "reward")
 PER_TOKEN = ("loss_mask", "logprobs", "entropies", "advantages")
+MAX_IMAGE_BYTES = 1 << 29  # of all images in a file
 _IN_ROW = {"tokens", "logprobs", "entropies"}  # fields of a node that are slices of the row
 
 
@@ -60,10 +65,28 @@ def read_trajectories(path: str | os.PathLike[str]) -> list[ScoredTree]:
 
 def trajectory_lines(trees: Iterable[ScoredTree]) -> Iterator[dict[str, Any]]:
     """The lines of these trees, as values that `json.dumps` takes."""
+    written: dict[str, int] = {}  # sizes of the images so far; 0 of one that was left out
     for group, scored in enumerate(trees):
         require_one_context(scored.tree)
+        images = _new_images(scored.tree, written)
         for number in range(len(scored.tree.leaves)):
-            yield _line(scored, group, number)
+            yield _line(scored, group, number) | (images if number == 0 else {})
+
+
+def _new_images(tree: RolloutTree, written: dict[str, int]) -> dict[str, Any]:
+    """The fields of a line with the images of a tree that are not written yet, as many as there is room for."""
+    urls, left_out = dict[str, str](), 0
+    for image in images_of(tree):
+        if image.sha256 in written:
+            continue
+        fits = image.data and sum(written.values()) + len(image.data) <= MAX_IMAGE_BYTES
+        written[image.sha256] = len(image.data) if fits else 0
+        if fits:
+            urls[image.sha256] = to_data_url(image)
+        else:
+            left_out += 1
+    fields = {"images": urls, "images_left_out": left_out}
+    return {name: value for name, value in fields.items() if value}
 
 
 def _line(scored: ScoredTree, group: int, number: int) -> dict[str, Any]:
@@ -74,7 +97,7 @@ def _line(scored: ScoredTree, group: int, number: int) -> dict[str, Any]:
     line: dict[str, Any] = {
         "group": group,
         "trajectory": number,
-        "task": {field.name: getattr(tree.task, field.name) for field in fields(tree.task)},
+        "task": task_to_json(tree.task),
         "messages": list(trajectory.messages),
         "prompt_ids": tree.nodes[0].tokens,
         "completion_ids": [token for _, node in nodes for token in node.tokens],
@@ -131,7 +154,9 @@ def _tree(lines: Sequence[Mapping[str, Any]]) -> ScoredTree:
     first = lines[0]
     if any(list(line["prompt_ids"]) != list(first["prompt_ids"]) for line in lines):
         raise ArpoError(f"the trajectories of group {first['group']!r} do not have the same prompt_ids")
-    nodes: dict[int, Node] = {0: Node(None, Kind.PROMPT, tuple(first["prompt_ids"]), first.get("prompt", ""))}
+    task = _task(first)
+    prompt = Node(None, Kind.PROMPT, tuple(first["prompt_ids"]), first.get("prompt", ""), images=task.images)
+    nodes: dict[int, Node] = {0: prompt}
     walks: list[list[int]] = []
     for line in lines:
         own = _nodes(line) if "nodes" in line else _split(line, max(nodes) + 1)
@@ -140,7 +165,7 @@ def _tree(lines: Sequence[Mapping[str, Any]]) -> ScoredTree:
     place = {index: at for at, index in enumerate(sorted(nodes))}  # without gaps
     placed = [nodes[index] for index in sorted(nodes)]
     tree = RolloutTree(
-        _task(first),
+        task,
         tuple(_replaced(node, parent=None if node.parent is None else place[node.parent]) for node in placed),
         tuple(
             Leaf(place[walk[-1]] if walk else 0, StopReason(line.get("stop_reason", "eos")), line.get("answer"))
@@ -164,7 +189,7 @@ def _replaced(node: Node, **values: Any) -> Node:
 
 def _task(line: Mapping[str, Any]) -> Task:
     if "task" in line:
-        return Task(**{**line["task"], "answers": tuple(line["task"].get("answers", ()))})
+        return task_from_json(line["task"])
     asked = [message["content"] for message in line.get("messages", ()) if message.get("role") == "user"]
     return Task(str(line["group"]), asked[0] if asked and asked[0].strip() else f"group {line['group']}")
 

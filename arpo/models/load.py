@@ -13,7 +13,13 @@ from typing import Any
 
 import torch
 from huggingface_hub import HfApi
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedModel,
+)
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
@@ -38,6 +44,15 @@ from arpo.models.lora import add_adapter, has_adapter, load_adapter, merge_adapt
 from arpo.models.network import SUPPORTED_FAMILIES
 from arpo.models.resolve import ADAPTER_CONFIG
 from arpo.models.threads import set_num_threads
+from arpo.models.vision import (
+    PROCESSOR_FILES,
+    TEMPLATE_FILE,
+    VISION_FAMILIES,
+    check_vision_config,
+    refuse_family,
+    split_model,
+    vision_tower,
+)
 from arpo.types import derive_seed
 
 transformers_logging.disable_progress_bar()  # loading is quick, and arpo shows its own progress
@@ -83,6 +98,9 @@ def _load_model(settings: Model, given: tuple[Any, Any] | None) -> tuple[Any, An
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Dropout) and module.p > 0:
             raise ArpoError(f"model.path: {shown!r} has dropout ({name}): its log-probs would not be reproducible")
+    if (tower := vision_tower(model)) is not None:
+        for part in tower.to(device).parts:
+            own_memory(part)
     return own_memory(model.to(device)).eval(), tokenizer
 
 
@@ -156,13 +174,19 @@ def _load_hugging_face(path: str, dtype: torch.dtype, device: torch.device) -> t
     try:
         directory = Path(path) if is_path else _download(path, local)
         check_directory(directory)
-        kind = read_object(directory / CONFIG).get("model_type")
+        described = read_object(directory / CONFIG)
+        kind = described.get("model_type")
+        refuse_family(described)
+        sees = kind in VISION_FAMILIES
+        if sees:
+            check_vision_config(described)
         tokenizer = _load_tokenizer(path, directory, given)
-        _require_weights(directory, AutoConfig.from_pretrained(path, **given), dtype, device)
-        model, report = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, use_safetensors=True, output_loading_info=True, **given
-        )
+        auto = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+        _require_weights(directory, AutoConfig.from_pretrained(path, **given), dtype, device, auto)
+        model, report = auto.from_pretrained(path, dtype=dtype, use_safetensors=True, output_loading_info=True, **given)
         _check_loaded(model, tokenizer, report)
+        if sees:
+            model = split_model(model, tokenizer, directory)
     except ArpoError as error:
         raise ArpoError(f"model.path: {error}") from error
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
@@ -186,6 +210,14 @@ def _check_given(model: Any, tokenizer: Any) -> None:
             f"model: got a {type(model).__name__}, expected a causal LM of transformers, a name or a path; to train an "
             'adapter, give the plain model and train={"lora_rank": 16}'
         )
+    try:
+        refuse_family(model.config.to_dict())
+    except ValueError as error:
+        raise ArpoError(f"model: {error}") from None
+    if model.config.model_type in VISION_FAMILIES:
+        raise ArpoError(
+            "model: a loaded model that sees lacks its image processor; give the path of its directory, or its name"
+        )
     if model.get_output_embeddings() is None:
         raise ArpoError(f"model: a {type(model).__name__} predicts no tokens; load it with AutoModelForCausalLM")
     if has_adapter(model):
@@ -200,7 +232,10 @@ def _check_given(model: Any, tokenizer: Any) -> None:
 
 def _load_tokenizer(path: str, directory: Path, given: dict[str, Any]) -> Any:
     try:
-        return AutoTokenizer.from_pretrained(path, **given)
+        tokenizer = AutoTokenizer.from_pretrained(path, **given)
+        if tokenizer.chat_template is None and (directory / TEMPLATE_FILE).is_file():  # of a processor
+            tokenizer.chat_template = read_object(directory / TEMPLATE_FILE).get("chat_template")
+        return tokenizer
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:  # see above
@@ -213,27 +248,33 @@ def _load_tokenizer(path: str, directory: Path, given: dict[str, Any]) -> Any:
         raise ValueError(f"its tokenizer cannot be read{where}: {_first_line(error)}") from error
 
 
-def _download(name: str, local: bool) -> Path:
+def _download(repository: str, local: bool) -> Path:
     """The directory of a hub model in the cache, with its config and weights; they are downloaded if need be."""
 
     def fetch(file: str, required: bool = True) -> str | None:
         found: str | None = cached_file(
-            name, file, local_files_only=local, _raise_exceptions_for_missing_entries=required
+            repository, file, local_files_only=local, _raise_exceptions_for_missing_entries=required
         )
         return found
 
     directory = Path(str(fetch(CONFIG))).parent
-    check_sizes(read_object(directory / CONFIG))
+    config = read_object(directory / CONFIG)
+    check_sizes(config)
+    if config.get("model_type") in VISION_FAMILIES:
+        for name in (*PROCESSOR_FILES, TEMPLATE_FILE):
+            fetch(name, required=False)
     if fetch(WEIGHTS, required=False) is None and fetch(INDEX, required=False) is not None:
         for file in weight_files(directory):
             fetch(file.name)
     return directory
 
 
-def _require_weights(directory: Path, config: Any, dtype: torch.dtype, device: torch.device) -> None:
+def _require_weights(
+    directory: Path, config: Any, dtype: torch.dtype, device: torch.device, auto: Any = AutoModelForCausalLM
+) -> None:
     """Raise ValueError unless the files can hold all weights of the model, and the model fits into memory."""
     with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        skeleton = auto.from_config(config, trust_remote_code=False)
     described = sum(parameter.numel() for parameter in skeleton.parameters())
     stored = num_stored_values(weight_files(directory))
     if described > stored.total():

@@ -22,6 +22,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from arpo.errors import ArpoError
+from arpo.models.vision import vision_tower
 
 SUPPORTED_FAMILIES = ("llama", "qwen2", "qwen3", "gemma3_text")
 SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
@@ -44,20 +45,27 @@ class Network:
 
     def __init__(self, model: Any) -> None:
         self._decoder = getattr(model, SHARDED_DECODER, None) or model.get_decoder()
-        self._head = model.get_output_embeddings()
+        self._embedding, self._head = model.get_input_embeddings(), model.get_output_embeddings()
+        self._tower = vision_tower(model)
         self._softcap = getattr(model.config, "final_logit_softcapping", None)
         self._no_mask = torch.empty(1, 1, 1, 1, device=model.device)  # a 4-d mask stops transformers from building one
 
-    def hidden(self, tokens_T: Tensor, position_T: Tensor, plan: AttentionPlan) -> Tensor:
-        """Return the last hidden states [T, E]."""
+    def hidden(self, tokens_T: Tensor, position_T: Tensor, plan: AttentionPlan, has_images: bool = True) -> Tensor:
+        """Return the last hidden states [T, E]. Only if it `has_images` may a row hold virtual ids."""
         out = self._decoder(
-            input_ids=tokens_T.unsqueeze(0),
+            **self._inputs(tokens_T, has_images),
             position_ids=position_T.unsqueeze(0),
             attention_mask=self._no_mask,
             use_cache=False,
             attention_plan=plan,
         )
         return out.last_hidden_state[0]  # type: ignore[no-any-return]
+
+    def _inputs(self, tokens_T: Tensor, has_images: bool) -> dict[str, Tensor]:
+        """Ids, or embeddings where some are those of an image (`arpo.models.vision`)."""
+        if self._tower is None or not has_images or not bool((tokens_T >= self._tower.vocab_size).any()):
+            return {"input_ids": tokens_T.unsqueeze(0)}
+        return {"inputs_embeds": self._tower.embed(tokens_T, self._embedding).unsqueeze(0)}
 
     def logits(self, hidden_AE: Tensor) -> Tensor:
         """Return the logits [A, V] of these hidden states."""

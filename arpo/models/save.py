@@ -13,19 +13,31 @@ from safetensors.torch import save_file
 
 from arpo.errors import ArpoError
 from arpo.models.lora import has_adapter, merged_state_dict
+from arpo.models.vision import vision_tower
 from arpo.runs.storage import writing
 
 
 def save_pretrained(model: Any, tokenizer: Any, directory: Path) -> None:
     """Write model and tokenizer as a plain Hugging Face directory."""
+    if vision_tower(model) is not None:
+        return _save_seeing(model, tokenizer, directory)
     with writing(directory):
         model.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
 
 
+def _save_seeing(model: Any, tokenizer: Any, directory: Path) -> None:
+    """Write text model, vision tower and processor as the directory of one model, any adapter merged."""
+    tower = vision_tower(model)
+    assert tower is not None
+    with writing(directory):
+        tokenizer.save_pretrained(directory)
+        tower.save(merged_state_dict(model), model.generation_config, directory)
+
+
 def save_merged(model: Any, tokenizer: Any, directory: Path) -> None:
     """Write a plain Hugging Face directory in which any adapter is merged into the weights."""
-    if not has_adapter(model):
+    if not has_adapter(model) or vision_tower(model) is not None:
         return save_pretrained(model, tokenizer, directory)
     state = {name: tensor.cpu().contiguous() for name, tensor in merged_state_dict(model).items()}
     with writing(directory):

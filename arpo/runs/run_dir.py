@@ -5,6 +5,7 @@
     metrics.jsonl                    one line per record, appended
     trees/step_000001.jsonl.zst      one zstd frame with one JSON line per rollout tree (`zstd -dc` shows them)
     trees/step_000001.index.json     offsets and summaries of the frames; written last
+    images/SHA256.png                each image of these trees once
     evaluations/step_000000.json     accuracy on held-out questions after this step, in all and by kind of question
     checkpoints/step_000001/         complete as soon as it has this name
         model/, optimizer.safetensors or optimizer/, state.json      of the trainer
@@ -43,12 +44,14 @@ from arpo.runs.locks import LOCK_FILE, acquire_lock
 from arpo.runs.manifest import find_damage, sha256_of, unverified, write_manifest
 from arpo.runs.reporter import Reporter
 from arpo.runs.storage import StorageError, writing
-from arpo.runs.trees import TreeEntry, pack_trees, unpack_tree
+from arpo.runs.trees import IMAGE_NAME, TreeEntry, images_of, pack_trees, unpack_tree
 from arpo.types import ScoredTree
 
 CONFIG_FILE, METRICS_FILE = "config.json", "metrics.jsonl"
 TREES_FILE = "trees.json"  # in a checkpoint: the SHA-256 of the run's tree files
 _TREE_NAME = re.compile(r"step_(\d{6,})\.(?:index\.json|jsonl\.zst)(?:\.tmp)?")
+MAX_IMAGES, MAX_IMAGES_BYTES = 100_000, 10 << 30  # stored in a run directory, in all
+MAX_IMAGE_BYTES = 64 << 20  # of one
 MAX_JSON_BYTES = 64 << 20  # of a tree index or the results of a comparison
 RUN_FILES = "run"  # the folder in a checkpoint with the run's files at that step
 
@@ -75,6 +78,8 @@ class RunDir:
         self.directory = directory
         self._lock = lock
         self._config = _read(directory / CONFIG_FILE) if lock else b""
+        self._images_full = False  # and the user was told
+        self._images: dict[str, int] | None = None  # names and sizes of the stored images, once they are needed
         self._trees: dict[str, str] = {}  # the SHA-256 of the tree files that this process wrote or checked
         self._metrics = bytearray(_whole_lines(_read(directory / METRICS_FILE)) if lock else b"")  # must be in the file
         self._opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY) if lock else None  # no other gets its inode
@@ -171,9 +176,13 @@ class RunDir:
 
     # --- trees
 
-    def write_trees(self, step: int, trees: Sequence[ScoredTree]) -> None:
-        """Write the scored trees of a step; replaces older ones."""
+    def write_trees(self, step: int, trees: Sequence[ScoredTree]) -> str | None:
+        """Write the scored trees of a step, and their images; replaces older ones.
+
+        Returns a warning for the user, once, when there is no more room for images.
+        """
         self._require_lock()
+        warning = self._write_images(trees)
         content, entries = pack_trees(trees)
         data, index = self.tree_files(step)
         data.parent.mkdir(exist_ok=True)
@@ -181,6 +190,36 @@ class RunDir:
         for path, written in ((data, content), (index, _dump({"trees": [asdict(entry) for entry in entries]}))):
             write_atomically(path, written)
             self._trees[path.name] = hashlib.sha256(written).hexdigest()
+        return warning
+
+    def _write_images(self, trees: Sequence[ScoredTree]) -> str | None:
+        """Store each image that is not there yet, as long as there is room; a warning says when there is none."""
+        images = {image.sha256: image for scored in trees for image in images_of(scored.tree) if image.data}
+        if not images or self._images_full:
+            return None
+        folder = self.directory / "images"
+        folder.mkdir(exist_ok=True)
+        if self._images is None:
+            files = [path for path in folder.glob("*.png") if IMAGE_NAME.fullmatch(path.stem)]
+            self._images = {path.stem: path.stat().st_size for path in files}
+        size = sum(self._images.values())
+        for name, image in images.items():
+            if name in self._images:
+                continue
+            if len(self._images) >= MAX_IMAGES or size + len(image.data) > MAX_IMAGES_BYTES:
+                self._images_full = True
+                return (
+                    f"{folder} holds {len(self._images):,} images of {size / 1e9:.1f} GB together: no more are stored. "
+                    "Trees then name their images without holding them; training needs neither"
+                )
+            write_atomically(folder / f"{name}.png", image.data)
+            self._images[name] = len(image.data)
+            size += len(image.data)
+        return None
+
+    def read_image(self, sha256: str) -> bytes:
+        """The PNG of an image of the run's trees; ArpoError if it is not stored or damaged."""
+        return read_image(self.directory, sha256)
 
     def tree_steps(self) -> list[int]:
         """The steps with trees, in order."""
@@ -390,6 +429,10 @@ class RunDir:
                 _link(path, temporary / "trees" / path.name)
         for path in self._evaluation_files_after(step):
             _link(path, temporary / "evaluations" / path.name)
+        if (images := self.directory / "images").is_dir():
+            (temporary / "images").mkdir()
+            for path in images.glob("*.png"):
+                _link(path, temporary / "images" / path.name)
         temporary.rename(final)
         _sync(self.directory)
         return final
@@ -588,6 +631,19 @@ def _sync(path: Path) -> None:
 
 def _dump(value: Any) -> bytes:
     return (json.dumps(value, indent=2, allow_nan=False) + "\n").encode("ascii")
+
+
+def read_image(directory: Path, sha256: str) -> bytes:
+    """The PNG of an image stored with a run or an evaluation; ArpoError if it is not there or damaged."""
+    if not IMAGE_NAME.fullmatch(sha256):
+        raise ArpoError(f"an image is named by its SHA-256, not {sha256!r:.80}")
+    path = directory / "images" / f"{sha256}.png"
+    if not path.exists():
+        raise ArpoError(f"{directory}: the image {sha256[:12]}... is not stored")
+    content = read_limited(path, MAX_IMAGE_BYTES)
+    if hashlib.sha256(content).hexdigest() != sha256:
+        raise ArpoError(f"{path}: is damaged")
+    return content
 
 
 def read_json(path: Path) -> dict[str, Any]:

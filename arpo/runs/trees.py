@@ -3,6 +3,7 @@
 Guarantees: `tree_from_json(json.loads(json.dumps(tree_to_json(x)))) == x`: token ids, floats to the last bit, any text
 that a tokenizer can decode, lone surrogates included.
 Packed trees hold each column of `Task.meta` up to `MAX_COLUMN_CHARS`, in its place else a note of its length.
+An image is its hash and size; `data`, which does not count when images are compared, is stored by the run directory.
 Not covered: values without a JSON form. NaN and infinity are refused when dumped with `allow_nan=False`; tuples inside
 `Task.meta` or a call's arguments come back as lists; a surrogate pair held as two characters comes back as one.
 """
@@ -10,6 +11,7 @@ Not covered: values without a JSON form. NaN and infinity are refused when dumpe
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -21,6 +23,7 @@ from arpo.types import (
     Credit,
     Decision,
     Fault,
+    Image,
     Kind,
     Leaf,
     Node,
@@ -35,6 +38,7 @@ from arpo.types import (
 
 MAX_TREE_BYTES = 1 << 29  # of one tree as JSON; protects the memory against a small damaged file
 MAX_COLUMN_CHARS = 20_000  # of one column of a task's row, as JSON
+IMAGE_NAME = re.compile(r"[0-9a-f]{64}")  # of an image: its SHA-256
 QUESTION_CHARS = 300  # of a question in an index
 
 
@@ -114,7 +118,7 @@ def tree_to_json(scored: ScoredTree) -> dict[str, Any]:
     """A value that `json.dumps` takes."""
     tree = scored.tree
     return {
-        "task": {**_shallow(tree.task), "meta": dict(tree.task.meta)},
+        "task": task_to_json(tree.task),
         "nodes": [node_to_json(node) for node in tree.nodes],
         "leaves": [leaf_to_json(leaf) for leaf in tree.leaves],
         "format": tree.format,
@@ -126,7 +130,7 @@ def tree_to_json(scored: ScoredTree) -> dict[str, Any]:
 
 def tree_from_json(data: Mapping[str, Any]) -> ScoredTree:
     """The inverse of `tree_to_json`."""
-    task = Task(**{**data["task"], "answers": tuple(data["task"]["answers"])})
+    task = task_from_json(data["task"])
     nodes = tuple(node_from_json(node) for node in data["nodes"])
     leaves = tuple(_leaf_from_json(leaf) for leaf in data["leaves"])
     return ScoredTree(
@@ -141,14 +145,24 @@ def _shallow(value: Any) -> dict[str, Any]:
     return {field.name: getattr(value, field.name) for field in fields(value)}
 
 
+def task_to_json(task: Task) -> dict[str, Any]:
+    """A value that `json.dumps` takes."""
+    return _with_images({**_shallow(task), "meta": dict(task.meta)})
+
+
+def task_from_json(data: Mapping[str, Any]) -> Task:
+    """The inverse of `task_to_json`."""
+    return Task(**{**data, "answers": tuple(data.get("answers", ())), **_images_of(data)})
+
+
 def node_to_json(node: Node) -> dict[str, Any]:
     """A value that `json.dumps` takes."""
     nested = {
         "call": node.call and {**_shallow(node.call), "args": dict(node.call.args)},
-        "result": node.result and _shallow(node.result),
+        "result": node.result and _with_images(_shallow(node.result)),
         "decision": node.decision and _shallow(node.decision),
     }
-    return _without(_shallow(node) | nested, "context")
+    return _without(_with_images(_shallow(node) | nested), "context")
 
 
 def node_from_json(data: Mapping[str, Any]) -> Node:
@@ -160,11 +174,35 @@ def node_from_json(data: Mapping[str, Any]) -> Node:
         "logprobs": tuple(data["logprobs"]),
         "entropies": tuple(data["entropies"]),
         "call": call and ToolCall(**call),
-        "result": result and ToolResult(**{**result, "fault": result["fault"] and Fault(result["fault"])}),
+        "result": result
+        and ToolResult(**{**result, "fault": result["fault"] and Fault(result["fault"]), **_images_of(result)}),
         "decision": decision and Decision(**decision),
         "char_offsets": tuple(data["char_offsets"]),
+        **_images_of(data),
     }
     return Node(**{**data, **exact})
+
+
+def _with_images(values: dict[str, Any]) -> dict[str, Any]:
+    """The values with their images as hashes and sizes; without the key if there are none, as ever."""
+    images = [{"sha256": one.sha256, "width": one.width, "height": one.height} for one in values["images"]]
+    return _without({**values, "images": images or None}, "images")
+
+
+def _images_of(values: Mapping[str, Any]) -> dict[str, tuple[Image, ...]]:
+    """The inverse: the argument `images`, if there are some."""
+    found = tuple(Image(**image) for image in values.get("images", ()))
+    if not all(isinstance(image.sha256, str) and IMAGE_NAME.fullmatch(image.sha256) for image in found):
+        raise ValueError("an image is named by something that is no SHA-256")
+    return {"images": found} if found else {}
+
+
+def images_of(tree: RolloutTree) -> list[Image]:
+    """Every image of a tree once: of the task, the nodes and the results."""
+    found = [*tree.task.images]
+    for node in tree.nodes:
+        found += [*node.images, *(node.result.images if node.result is not None else ())]
+    return list({image.sha256: image for image in found}.values())
 
 
 def _reward_to_json(reward: Reward) -> dict[str, Any]:
@@ -177,7 +215,7 @@ def leaf_to_json(leaf: Leaf) -> dict[str, Any]:
 
 
 def _without(values: dict[str, Any], name: str) -> dict[str, Any]:
-    """The values without one that only programs have, if it is None: other trees have the same JSON as ever."""
+    """The values without one that only some trees have, if it is None: other trees have the same JSON as ever."""
     return {key: value for key, value in values.items() if key != name or value is not None}
 
 

@@ -7,6 +7,7 @@ import difflib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import cache
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from arpo.config.files import expand_user
@@ -58,16 +59,20 @@ def python_tool(settings: Tools, blocking: bool) -> Tool:
     """The tool `python`; with `blocking`, each call holds up the event loop, so that runs repeat exactly."""
     from arpo.tools.python.tool import build_python
 
-    sandbox = open_sandbox(settings.python_memory_mb, settings.unsafe_no_isolation)
-    return build_python(sandbox, settings.timeout, settings.max_result_tokens, blocking)
+    shows_figures = settings.python_figures
+    if shows_figures and find_spec("matplotlib") is None:
+        raise ArpoError("tools.python_figures: there is no matplotlib; pip install 'arpo[figures,vision]'")
+    sandbox = open_sandbox(settings.python_memory_mb, settings.unsafe_no_isolation, shows_figures)
+    return build_python(sandbox, settings.timeout, settings.max_result_tokens, blocking, shows_figures)
 
 
 @cache
-def open_sandbox(memory_mb: int, unsafe_no_isolation: bool) -> Sandbox:
+def open_sandbox(memory_mb: int, unsafe_no_isolation: bool, shows_figures: bool = False) -> Sandbox:
     """The sandbox of this process with these limits, started on first use and closed at exit."""
-    from arpo.tools.sandbox.sandbox import Sandbox
+    from arpo.tools.sandbox.sandbox import FIGURES, Sandbox
 
-    sandbox = Sandbox(memory_mb=memory_mb, unsafe_no_isolation=unsafe_no_isolation)
+    more = FIGURES if shows_figures else {}
+    sandbox = Sandbox(memory_mb=memory_mb, unsafe_no_isolation=unsafe_no_isolation, **more)
     sandbox.start()
     atexit.register(sandbox.close)
     return sandbox

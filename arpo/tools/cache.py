@@ -12,8 +12,9 @@ with its own ToolCache. A thread does the writing, so the event loop waits for a
 open, disk errors lose results and are counted in `errors`; only `get` raises, in a replay. From a file of an older
 version the mistakes of the model are dropped when it is opened for writing: some were failures of a tool.
 Not covered: timeouts and infrastructure failures, which are never stored, so a replay lacks these calls; tools that
-answer the same call differently each time (a clock, a session): a replay repeats the last answer; power cuts (the file
-stays intact, its last results may be lost); network file systems; expiry (delete the file).
+answer the same call differently each time (a clock, a session): a replay repeats the last answer; results with images,
+which are never stored; power cuts (the file stays intact, its last results may be lost); network file systems; expiry
+(delete the file).
 """
 
 from __future__ import annotations

@@ -4,14 +4,14 @@
         result = await call_tool(tools, ToolCall("search", {"query": "Mira Tolven"}))
 
 Guarantees: `call_tool` always returns text that the model can read (valid Unicode, no NUL, bounded length) and says
-whose fault a failure was. Whatever a tool raises, `SystemExit` and its own `CancelledError` too, is a failure of that
-call; only a cancellation of the caller and the user's Ctrl-C pass. Only infrastructure failures are retried, after
-growing random pauses, and never after a timeout. At its timeout, or if the caller is cancelled, a tool is cancelled and
-given a few seconds to clean up. Waiting for a free slot does not count against the timeout. With a cache, identical
-concurrent calls of a cacheable tool are made once. A quick tool runs without yielding to the event loop, so the order
-of events is the same in every run. Every call is counted when it starts and again when it ends, so `calls` is always
-the sum of calls in flight, cancelled, failed (by kind) and successful. A tool that ignores its cancellation does not
-keep the event loop from closing; `close` names it.
+whose fault a failure was, and with it MAX_IMAGES images or fewer, if the tool returns some. Whatever a tool raises,
+`SystemExit` and its own `CancelledError` too, is a failure of that call; only a cancellation of the caller and the
+user's Ctrl-C pass. Only infrastructure failures are retried, after growing random pauses, and never after a timeout. At
+its timeout, or if the caller is cancelled, a tool is cancelled and given a few seconds to clean up. Waiting for a free
+slot does not count against the timeout. With a cache, identical concurrent calls of a cacheable tool are made once. A
+quick tool runs without yielding to the event loop, so the order of events is the same in every run. Every call is
+counted when it starts and again when it ends, so `calls` is always the sum of calls in flight, cancelled, failed (by
+kind) and successful. A tool that ignores its cancellation does not keep the event loop from closing; `close` names it.
 Not covered: limits across processes or event loops, each of which has its own slots; the thread of a plain function
 that continues after its timeout, and a clean-up that takes too long: neither holds a slot any more. An async tool that
 never yields blocks the event loop, and with it the process.
@@ -30,20 +30,22 @@ import threading
 import time
 import traceback
 from collections import Counter, defaultdict, deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self
 
+from arpo.data.images import encode_image
 from arpo.errors import ArpoError
 from arpo.tools.base import Tool, ToolError, ToolTimeout, ToolUnavailable, ToolUnresponsive
 from arpo.tools.cache import CacheKey, ToolCache, build_key
-from arpo.types import Fault, Task, ToolCall, ToolResult, percentile
+from arpo.types import Fault, Image, Task, ToolCall, ToolResult, percentile
 
 FIRST_PAUSE_SECONDS = 0.1
 MAX_PAUSE_SECONDS = 5.0
 CLEANUP_SECONDS = 5.0
 MAX_ERROR_CHARS = 500
+MAX_IMAGES = 8  # of one result
 OWN_FILES = (Path(__file__).parent, Path(__file__).parents[1] / "environments" / "states.py")
 MAX_DURATIONS = 1024  # percentiles are over the last runs
 _jitter = random.Random()
@@ -255,7 +257,7 @@ class Toolset(Mapping[str, Tool]):
                 waited += time.perf_counter() - asked
                 counters.wait_seconds += time.perf_counter() - asked
             try:
-                text, fault, error = await self._attempt(tool, call, task, state)
+                text, fault, error, images = await self._attempt(tool, call, task, state)
             finally:
                 slots.release()
             if error is not None:
@@ -266,7 +268,7 @@ class Toolset(Mapping[str, Tool]):
             await asyncio.sleep(pause_before_retry(attempts, _jitter.random()))
         seconds = time.perf_counter() - started - waited
         counters.durations.append(seconds)
-        return ToolResult(text, fault, seconds, attempts)
+        return ToolResult(text, fault, seconds, attempts, images=images)
 
     async def _attempt(self, tool: Tool, call: ToolCall, task: Task | None, state: ToolState | None) -> Outcome:
         """Run the tool once; a method with an environment that the state provides."""
@@ -326,8 +328,8 @@ def _from_cache(cached: ToolResult, started: float) -> ToolResult:
 
 
 def _store(cache: ToolCache, key: CacheKey, result: ToolResult) -> ToolResult:
-    """Return the result, after storing it if it would be the same another time."""
-    if result.fault in (None, Fault.MODEL):
+    """Return the result, after storing it if it would be the same another time. One with images is not stored."""
+    if result.fault in (None, Fault.MODEL) and not result.images:
         cache.put(key, result)
     return result
 
@@ -337,11 +339,12 @@ class _TooSlow(ToolUnresponsive):
 
 
 class Outcome(NamedTuple):
-    """The text of one attempt, whose fault it was if that is an error, and the error if it was the tool's."""
+    """What came of one attempt: text, whose fault an error was, the error if it was the tool's, images."""
 
     text: str
     fault: Fault | None = None
     error: BaseException | None = None
+    images: tuple[Image, ...] = ()
 
 
 async def run_once(
@@ -354,21 +357,46 @@ async def run_once(
     """Call `run`, which is the tool's own or bound to an environment, within the tool's limits."""
     name, hidden = tool.spec.name, {} if tool.task_argument is None else {tool.task_argument: task}
 
-    async def answer() -> str:
+    async def answer() -> Outcome:
         result = await run(**copy.deepcopy(dict(args)), **hidden)  # a tool may change lists: the call stays as it is
         if result is None:
             raise ToolUnavailable("it returned nothing; a tool returns the text that the model is shown")
-        return _clean(_cut(_plain(result), tool.max_chars))
+        parts = _parts(result)
+        if not any(_is_image(part) for part in parts):
+            return Outcome(_clean(_cut(_plain(result), tool.max_chars)))
+        return _outcome(parts, tool) if tool.quick else await asyncio.to_thread(_outcome, parts, tool)
 
-    text, error = await (capture(answer) if tool.quick else run_limited(answer, tool.timeout, name, abandoned))
+    outcome: Outcome
+    outcome, error = await (capture(answer) if tool.quick else run_limited(answer, tool.timeout, name, abandoned))
     if error is None:
-        return Outcome(text)
+        return outcome
     if isinstance(error, ToolTimeout | ToolError):
         fault = Fault.TIMEOUT if isinstance(error, ToolTimeout) else Fault.MODEL
         return Outcome(_clean(_cut(f"Error: {_text(error)}", tool.max_chars)), fault)
     if isinstance(error, _TooSlow):
         return Outcome(_error(f"{name} {error}."), Fault.INFRA, error)
     return _broken(name, error)
+
+
+def _parts(result: Any) -> Sequence[Any]:
+    """What a tool returned, as a sequence."""
+    return result if isinstance(result, list | tuple) else [result]
+
+
+def _is_image(value: Any) -> bool:
+    """Whether this is an image: ours, or a picture of Pillow, which is not imported for that."""
+    pillow = sys.modules.get("PIL.Image")
+    return isinstance(value, Image) or (pillow is not None and isinstance(value, pillow.Image))
+
+
+def _outcome(parts: Sequence[Any], tool: Tool) -> Outcome:
+    """Text and images of a result that has images: the texts in lines of their own, the images in their order."""
+    text = "\n".join(_plain(part) for part in parts if not _is_image(part))
+    found = [part for part in parts if _is_image(part)]
+    if len(found) > MAX_IMAGES:
+        text += f"\n[the first {MAX_IMAGES} of {len(found)} images]"
+    images = tuple(one if isinstance(one, Image) else encode_image(one) for one in found[:MAX_IMAGES])
+    return Outcome(_clean(_cut(text.strip("\n"), tool.max_chars)), images=images)
 
 
 async def run_limited(

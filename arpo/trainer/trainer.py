@@ -29,14 +29,16 @@ from torch import Tensor
 
 from arpo.algorithm.batch import MicroBatch, build_batch
 from arpo.config.schema import Config
+from arpo.data.images import refuse_images
 from arpo.errors import ArpoError
 from arpo.models.load import gradient_checkpointing
 from arpo.models.lora import disable_adapter, has_adapter
+from arpo.models.vision import attach_tower, vision_tower
 from arpo.runs.reporter import SILENT, Reporter
 from arpo.trainer.dist.shards import read_shards
 from arpo.trainer.forward_backward import compute_logprobs, forward_backward
 from arpo.trainer.optimizer import Optimizer
-from arpo.types import ScoredTree, TreeBatch
+from arpo.types import Node, ScoredTree, TreeBatch
 
 Share = tuple[TreeBatch, Sequence[MicroBatch] | None]
 """What this process computes of a mini-batch, and its micro-batches if other ranks do the same passes."""
@@ -56,6 +58,8 @@ class Trainer:
             raise ValueError("a KL term needs the model before training")
         self.model, self.tokenizer, self._config = model, tokenizer, config
         self._reporter, self._fitting_tokens = reporter, math.inf  # in a micro-batch, since memory ran out
+        if reference is not None:
+            attach_tower(reference, vision_tower(model))  # frozen, so it is the same, and so are its ids
         self._policy, self._reference = self._prepare(model, reference)
         train = config.train
         self.optimizer = Optimizer(self._policy, train.lr, train.weight_decay, train.betas)
@@ -114,10 +118,19 @@ class Trainer:
     def _batch(self, trees: Sequence[ScoredTree]) -> TreeBatch:
         config = self._config
         loss, max_tokens, entropy_weight = config.loss, config.rollout.max_tokens, config.advantage.entropy_weight
-        batch = build_batch(trees, loss, max_tokens, entropy_weight=entropy_weight)
+        embed_ids = self._embed_ids
+        batch = build_batch(trees, loss, max_tokens, entropy_weight=entropy_weight, embed_ids=embed_ids)
         if batch.unique_tokens <= SHARING_PAYS * batch.total_tokens:
             return batch
-        return build_batch(trees, loss, max_tokens, shared=False, entropy_weight=entropy_weight)
+        return build_batch(trees, loss, max_tokens, False, entropy_weight, embed_ids)
+
+    def _embed_ids(self, node: Node) -> Sequence[int]:
+        """A node's tokens as the model gets them: at the places of its images, the ids of their features."""
+        tower = vision_tower(self.model)
+        if tower is None:
+            refuse_images(node.images, "a tree", "this model cannot see")
+            return node.tokens
+        return tower.embed_ids(node.tokens, node.images)
 
     @property
     def _budget(self) -> int:

@@ -151,7 +151,8 @@ def correct_traces(agent: Agent, scored: ScoredTree, limit: int, left_out: Count
 
 def _trace(trajectory: Trajectory) -> Trace:
     segments = ((node.kind, node.text if node.result is None else node.result.text) for node in trajectory.nodes[1:])
-    return Trace(trajectory.task, tuple(segments))
+    images = tuple(node.images for node in trajectory.nodes[1:])
+    return Trace(trajectory.task, tuple(segments), images if any(images) else ())
 
 
 def _same_tokens(agent: Agent, trajectory: Trajectory, trace: Trace) -> bool:
@@ -160,7 +161,7 @@ def _same_tokens(agent: Agent, trajectory: Trajectory, trace: Trace) -> bool:
         check_segments(trace.segments, agent.format)
     except ValueError:
         return False
-    example = encode_trace(trace, agent.tokenizer, agent.format, agent.result_tokens)
+    example = encode_trace(trace, agent.tokenizer, agent.format, agent.result_tokens, vision=agent.prompts.vision)
     return [tuple(ids) for _, ids in example.segments[1:]] == [node.tokens for node in trajectory.nodes[1:]]
 
 

@@ -409,7 +409,9 @@ def learn_step(training: Training, step: int, scored: Sequence[ScoredTree]) -> d
     stale = staleness_metrics(trees, step, config.cluster.max_off_policy_steps) if config.cluster.address else {}
     credited = compute_credits(scored, config.advantage)
     if config.run.save_trees:
-        training.checkpoints.run.write_trees(step, credited)
+        warning = training.checkpoints.run.write_trees(step, credited)
+        if warning is not None:
+            training.checkpoints.reporter.warning(warning)
     if config.train.dynamic_sampling_rounds:
         credited = [one for one in credited if one.has_learning_signal]
     update = training.trainer.update(credited)

@@ -18,6 +18,7 @@ from statistics import fmean
 from typing import Any
 
 from arpo.config.masking import mask_message
+from arpo.data.images import refuse_images
 from arpo.errors import ArpoError
 from arpo.types import ScoredTree, Task
 
@@ -43,7 +44,9 @@ def replies(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Re
 
 def encode_request(task: Task, seed: int, evaluating: bool) -> bytes:
     """The request for one tree, as a line of JSON."""
-    values = {"task": {**asdict(task), "meta": dict(task.meta)}, "seed": seed, "evaluating": evaluating}
+    refuse_images(task.images, f"task {task.id!r}", "they are not sent to other processes")
+    values: dict[str, Any] = {"task": {**asdict(task), "meta": dict(task.meta)}, "seed": seed, "evaluating": evaluating}
+    del values["task"]["images"]
     return json.dumps(values).encode()
 
 

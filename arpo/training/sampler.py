@@ -97,7 +97,7 @@ class LocalSampler:
                 scorer.score,
                 slots,
                 self._on_tree,
-                self._observer,
+                observer=self._observer,
             )
 
     async def evaluate(

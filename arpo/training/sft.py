@@ -29,6 +29,7 @@ from arpo.data.rows import list_problems, refuse_bad_rows
 from arpo.environments.build import build_toolset
 from arpo.models.resolve import load_policy
 from arpo.models.threads import describe_threads
+from arpo.models.vision import vision_tower
 from arpo.runs.reporter import SILENT, Reporter
 from arpo.trainer.trainer import Trainer
 from arpo.training.checkpoints import CheckpointManager, find_start
@@ -70,9 +71,10 @@ def open_sft(config: Config, resume: bool = False, reporter: Reporter = SILENT) 
         model, tokenizer = load_policy(start.config, reporter, start.checkpoint)
         prompts = build_prompts(config, tools, tokenizer, model.config.max_position_embeddings)
         traces, problems = reading or _read_traces(config, prompts.format)
-        limit = config.tools.max_result_tokens
+        limit, tower = config.tools.max_result_tokens, vision_tower(model)
         encoded = [
-            encode_trace(trace, tokenizer, prompts.format, limit, prompts.system_prompt(trace.task)) for trace in traces
+            encode_trace(trace, tokenizer, prompts.format, limit, prompts.system_prompt(trace.task), tower)
+            for trace in traces
         ]
         examples = _fitting(encoded, model.config.max_position_embeddings, config, problems, reporter)
         trainer = Trainer(model, tokenizer, objective(config), reporter=reporter)

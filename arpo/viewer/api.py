@@ -100,6 +100,11 @@ def tree(folder: Folder, run: str, step: int, number: int) -> dict[str, Any]:
     return tree_to_json(run_dir.read_tree(step, number))
 
 
+def image(folder: Folder, run: str, sha256: str) -> bytes:
+    """The PNG of an image of the run's trees, named by its SHA-256."""
+    return folder.image(folder.open(run).directory, sha256)
+
+
 def search(folder: Folder, run: str, step: int, text: str) -> dict[str, Any]:
     """Where a text occurs in a step's nodes, ignoring case; `more` says that there are further hits."""
     run_dir = _open_trees(folder, run, step)

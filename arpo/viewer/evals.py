@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from arpo.errors import ArpoError
-from arpo.evaluation.samples import SavedAnswer, read_answer, read_page, sample_files
+from arpo.evaluation.samples import SETTINGS, SavedAnswer, read_answer, read_page, sample_files
 from arpo.runs.locks import is_live
 from arpo.runs.run_dir import read_json
 from arpo.runs.trees import tree_to_json
@@ -34,7 +34,8 @@ def list_evals(folder: Folder) -> list[dict[str, Any]]:
 
 def evaluation(folder: Folder, name: str) -> dict[str, Any]:
     """The numbers of one evaluation, by kind of question, too."""
-    return _summarize(folder, name, folder.evaluation(name), levels=True)
+    directory = folder.evaluation(name)
+    return {**_summarize(folder, name, directory, levels=True), "coordinates": _coordinates(directory)}
 
 
 def answers(folder: Folder, name: str, of: str, after: int, kind: str | None, wrong: bool) -> dict[str, Any]:
@@ -53,6 +54,22 @@ def answers(folder: Folder, name: str, of: str, after: int, kind: str | None, wr
 def answer(folder: Folder, name: str, of: str, at: int) -> dict[str, Any]:
     """The tree of the answer that begins at this byte."""
     return tree_to_json(read_answer(_sample_file(folder, name, of), at))
+
+
+def image(folder: Folder, name: str, sha256: str) -> bytes:
+    """The PNG of an image of the evaluation's trees, named by its SHA-256."""
+    return folder.image(folder.evaluation(name), sha256)
+
+
+def _coordinates(directory: Path) -> str | None:
+    """How calls write the boxes of a crop; None if the settings do not say."""
+    try:
+        environment = read_json(directory / SETTINGS).get("environment") or {}
+        if environment.get("name") == "images":
+            return _text(environment.get("settings", {}).get("coordinates", "fraction")) or None
+    except (ArpoError, OSError, AttributeError):
+        pass
+    return None
 
 
 def _sample_file(folder: Folder, name: str, of: str) -> Path:

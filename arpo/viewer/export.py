@@ -6,8 +6,10 @@ The scripts are modules that import each other. Here each becomes a function tha
 into one element. The page looks up its requests in a JSON element, by the same paths.
 
 Guarantees: the file loads nothing and runs only our scripts, whose hashes it names; no text of a run can end the
-element that holds it. If not all trees fit, those of evenly spaced steps are kept, and the page says so.
-Not covered: entropy studies other than the default one; the answers of evaluations; imports and exports in forms that our scripts do not use.
+element that holds it. If not all trees fit, those of evenly spaced steps are kept, and the page says so. Images of a
+run's trees get at most half of its room; the page says how many are left out.
+Not covered: entropy studies other than the default one; the answers of evaluations; imports and exports in forms that
+our scripts do not use.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import hashlib
 import html
 import re
 from collections.abc import Sequence
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -25,10 +28,11 @@ from arpo.errors import ArpoError
 from arpo.runs.run_dir import write_atomically
 from arpo.viewer.folder import Folder
 from arpo.viewer.messages import Query, dump
-from arpo.viewer.server import ROUTES, static_files
+from arpo.viewer.server import ROUTES, answer, static_files
 
 MB = 1_000_000
 PROBED_STEPS = 3  # to estimate the size of the others
+MAX_IMAGES = 2000  # of one run
 IMPORT = re.compile(r'^import\s+(?:\{([^}]*)\}\s+from\s+)?"\./([\w-]+\.js)";[ \t]*$', re.MULTILINE)
 EXPORT = re.compile(r"^export\s+((?:async\s+)?function\*?|const|class)\s+([\w$]+)", re.MULTILINE)
 MODULE_KEYWORD = re.compile(r"^\s*(?:import|export)\b.*|\bimport\s*[(.].*", re.MULTILINE)
@@ -71,12 +75,16 @@ def collect(folder: Folder, max_bytes: int) -> dict[str, Any]:
     notes = []
     for name in with_trees:
         steps = data[api_path("steps", run=name)]["steps"]
-        trees, kept = _fitting_trees(folder, name, steps, bytes_per_run)
-        data |= trees
+        has_images = (folder.open(name).directory / "images").is_dir()
+        trees, kept = _fitting_trees(folder, name, steps, bytes_per_run // 2 if has_images else bytes_per_run)
+        images, num_images = _fitting_images(folder, name, trees, bytes_per_run // 2)
+        data |= trees | images
         data[api_path("steps", run=name)] = {"steps": kept}
+        title = folder.name if name == "." else name
         if len(kept) < len(steps):
-            title = folder.name if name == "." else name
             notes.append(f"{title}: {len(kept)} of the {len(steps)} steps with trees")
+        if len(images) < num_images:
+            notes.append(f"{title}: {len(images)} of the {num_images} images of these trees")
     if notes:
         size = f"{max_bytes / MB:g} MB" if max_bytes >= MB else f"{max_bytes:,} bytes"
         listed["note"] = f"This page holds what fits into {size}. " + "; ".join(notes) + "."
@@ -166,6 +174,27 @@ def _fitting_trees(folder: Folder, run: str, steps: Sequence[int], max_bytes: in
             return data, kept
         count = min(count - 1, int(count * 0.8))
     return {}, []
+
+
+def _fitting_images(folder: Folder, run: str, trees: dict[str, Any], max_bytes: int) -> tuple[dict[str, str], int]:
+    """As many images of these trees as fit, in base64 by path, the last trees' first; and how many there are."""
+    found: dict[str, str] = {}
+    names = dict.fromkeys(name for reply in reversed(trees.values()) for name in _image_names(reply))
+    for name in names:
+        path = api_path("image", run=run, sha256=name)
+        status, content = answer(folder, "image", path.partition("?")[2])
+        size = len(path) + len(content) * 4 // 3
+        if status == HTTPStatus.OK and size <= max_bytes and len(found) < MAX_IMAGES:
+            found[path] = base64.b64encode(content).decode()
+            max_bytes -= size
+    return found, len(names)
+
+
+def _image_names(reply: dict[str, Any]) -> list[str]:
+    """The hashes of the images in the reply about a tree."""
+    nodes = reply.get("nodes", ())
+    holders = [reply.get("task") or {}, *nodes, *(node.get("result") or {} for node in nodes)]
+    return [image["sha256"] for holder in holders for image in holder.get("images", ())]
 
 
 def _step_replies(folder: Folder, run: str, step: int) -> tuple[dict[str, Any], int]:

@@ -25,7 +25,7 @@ from arpo.errors import ArpoError
 from arpo.evaluation.samples import FOLDER as SAMPLES
 from arpo.evaluation.samples import SETTINGS, sample_files
 from arpo.runs.locks import LOCK_FILE
-from arpo.runs.run_dir import CONFIG_FILE, METRICS_FILE, RunDir, is_run_dir, open_run_dir, read_json
+from arpo.runs.run_dir import CONFIG_FILE, METRICS_FILE, RunDir, is_run_dir, open_run_dir, read_image, read_json
 
 MAX_DEPTH = 8
 MAX_FOLDERS = 20_000
@@ -80,6 +80,19 @@ class Folder:
         """The directory of the evaluation with this id."""
         return self._find("evaluation", name)
 
+    def image(self, directory: Path, sha256: str) -> bytes:
+        """The PNG of an image that is stored with a run or an evaluation, named by its SHA-256."""
+        if not re.fullmatch("[0-9a-f]{64}", sha256):
+            raise NotFound("an image is named by its SHA-256, 64 hexadecimal digits")
+        path = directory / "images" / f"{sha256}.png"
+        self.require_inside(path)
+        if not path.is_file():
+            raise NotFound("this image is not stored with the run")
+        content = read_image(directory, sha256)
+        if not content.startswith(b"\x89PNG\r\n\x1a\n"):
+            raise ArpoError(f"{path.name}: is no PNG")
+        return content
+
     def evaluated_run(self, directory: Path) -> tuple[str, str] | None:
         """The run in the folder that an evaluation is of, and the path of its weights there; None if it has none."""
         try:
@@ -97,7 +110,7 @@ class Folder:
     def open(self, name: str) -> RunDir:
         """The run with this id, read-only."""
         directory = self._find("run", name)
-        for part in (CONFIG_FILE, METRICS_FILE, LOCK_FILE, "trees", "evaluations"):
+        for part in (CONFIG_FILE, METRICS_FILE, LOCK_FILE, "trees", "images", "evaluations"):
             self.require_inside(directory / part)
         return open_run_dir(directory)
 

@@ -4,9 +4,9 @@
     server.serve_forever()
 
 Guarantees: nothing is changed, and nothing is read except the viewer's own files and the runs in the folder. Every
-reply, errors included, is JSON or a file of the page. Pages of other sites cannot read anything: no reply allows other
-origins, and requests that name another host are refused (DNS rebinding). A question for the Playground, the only POST
-request, must come from our own page: it needs that origin, and a token that only our page can read.
+reply, errors included, is JSON, a PNG image or a file of the page. Pages of other sites cannot read anything: no reply
+allows other origins, and requests that name another host are refused (DNS rebinding). A question for the Playground,
+the only POST request, must come from our own page: it needs that origin, and a token that only our page can read.
 Not covered: passwords, encryption. Everyone who can reach the port can read the runs and, where the Playground is on,
 use it.
 """
@@ -47,7 +47,7 @@ TYPES = {
     "css": "text/css; charset=utf-8",
     "js": "text/javascript; charset=utf-8",
 }
-JSON, JSON_LINES = "application/json", "application/x-ndjson"
+JSON, JSON_LINES, PNG = "application/json", "application/x-ndjson", "image/png"
 TOKEN_HEADER = "X-Arpo-Token"
 OFF_FOR_OTHERS = (
     "The Playground is off, because other machines can reach this page. `arpo view --playground` turns it on."
@@ -135,9 +135,10 @@ class Handler(BaseHTTPRequestHandler):
         address, _, query = self.path.partition("?")
         path = unquote(address)
         if path.startswith("/api/"):
+            name = path.removeprefix("/api/")
             routes = {**ROUTES, "playground": lambda _, query: self.server.playground.status(query.text("run"))}
-            status, content = answer(self.server.folder, path.removeprefix("/api/"), query, routes)
-            self._send(status, JSON, content)
+            status, content = answer(self.server.folder, name, query, routes)
+            self._send(status, PNG if name == "image" and status == HTTPStatus.OK else JSON, content)
             return
         file = static_files().get("index.html" if path == "/" else path.removeprefix("/static/"))
         if file is None or not (path == "/" or path.startswith("/static/")):
@@ -231,8 +232,13 @@ def build_server(folder: Folder, host: str, port: int, playground: Playground | 
 
 
 def answer(folder: Folder, name: str, query: str, routes: Mapping[str, Route] = ROUTES) -> tuple[HTTPStatus, bytes]:
-    """The reply to an API request, or an error, as JSON; never raises."""
+    """The reply to an API request: JSON, or a PNG to "image"; an error is JSON. Never raises."""
     try:
+        if name == "image":
+            asked = Query(query)
+            if (evaluation := asked.optional("eval")) is not None:
+                return HTTPStatus.OK, evals.image(folder, evaluation, asked.text("sha256"))
+            return HTTPStatus.OK, api.image(folder, asked.text("run"), asked.text("sha256"))
         if name not in routes:
             raise NotFound("there is no such request")
         return HTTPStatus.OK, dump(routes[name](folder, Query(query)))

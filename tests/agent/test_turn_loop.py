@@ -34,8 +34,8 @@ class Recorder:
         await asyncio.sleep(self.seconds)
         return ToolResult("found")
 
-    def encode_result(self, text: str, place: ResultPlace) -> EncodedResult:
-        return EncodedResult(f"<result>{text}</result>", 10, tuple(range(10)))
+    def encode_result(self, result: ToolResult, place: ResultPlace) -> EncodedResult:
+        return EncodedResult(f"<result>{result.text}</result>", 10, tuple(range(10)))
 
     def append_result(self, call: ToolCall, result: ToolResult, encoded: EncodedResult, seconds: float) -> None:
         assert (result.fault, seconds) == (None, self.seconds) or result.fault is Fault.TIMEOUT

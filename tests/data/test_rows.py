@@ -282,7 +282,14 @@ USER, SYSTEM, ASSISTANT = ({"role": role, "content": f"{role}?"} for role in ("u
         ([USER, ASSISTANT], "should hold one user message, got messages of: user, assistant"),
         (["Who?"], "should hold text or messages, got ['Who?']"),
         ([{"role": "user"}], "should hold text or messages, got [{'role': 'user'}]"),
-        ([{"role": "user", "content": [{"type": "image"}]}], "should hold text, got [{'type': 'image'}]"),
+        (
+            [{"role": "user", "content": [{"type": "image"}]}],
+            "has 1 images without content, and there are 0 in 'image' or 'images'",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "audio"}]}],
+            "should hold messages of text and images, got the part {'type': 'audio'}",
+        ),
         ({"role": "user", "content": "Who?"}, "should hold text, got {'role': 'user', 'content': 'Who?'}"),
     ],
 )

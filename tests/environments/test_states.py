@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
+import re
 import threading
 from collections import Counter as Count
 from collections.abc import Awaitable, Callable
 from typing import Any, ClassVar, TypeVar
 
 import pytest
+from PIL import Image as pillow
 
 from arpo.environments import Environment
 from arpo.environments.states import EnvironmentTools, State, StatePool
@@ -319,6 +321,27 @@ def test_a_replay_that_differs_is_counted_shown_and_not_retried(caplog: pytest.L
     [shown] = [text for text in caplog.messages if text.startswith("environment Moody")]
     assert "mood {} returned 'mood 2' when it was made again, and 'mood 1' at first" in shown
     assert "an environment without fork must always do the same" in shown
+
+
+def test_another_image_is_a_difference(caplog: pytest.LogCaptureFixture) -> None:
+    class Painter(Counter):
+        @tool
+        def paint(self, moody: bool = False) -> Any:
+            """A picture of one colour, the same every time unless moody."""
+            return ["Here:", pillow.new("L", (1, 1), self.number if moody else 0)]
+
+    async def work(tools: EnvironmentTools, root: State) -> None:
+        for moody in (False, True):
+            trunk = root.branch()
+            first = await tools.call(ToolCall("paint", {"moody": moody}), TASK, trunk)
+            assert len(first.images) == 1
+            branch = trunk.branch()
+            assert await up(tools, trunk) == "11"
+            assert (await tools.call(UP, TASK, branch)).fault is (Fault.INFRA if moody else None)
+
+    run(Painter, work)
+    [shown] = [text for text in caplog.messages if text.startswith("environment Painter")]
+    assert re.search(r"returned 'Here: \[image \w{8}\]' when it was made again, and 'Here: \[image \w{8}\]'", shown)
 
 
 def test_another_opening_is_a_difference(caplog: pytest.LogCaptureFixture) -> None:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,8 +26,8 @@ import arpo.tools.cache as caching
 from arpo.errors import ArpoError
 from arpo.tools.base import Tool, ToolError, ToolUnavailable, tool
 from arpo.tools.cache import CacheKey, ToolCache, build_key
-from arpo.tools.executor import Toolset, call_tool
-from arpo.types import Fault, ToolCall, ToolResult
+from arpo.tools.executor import Toolset, _store, call_tool
+from arpo.types import Fault, Image, ToolCall, ToolResult
 
 
 @tool(cacheable=True)
@@ -542,3 +543,13 @@ def test_a_forked_process_must_open_its_own(tmp_path: Path) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     cache.close()
     assert (rows(tmp_path / "c"), cache.errors) == (2, 0)
+
+
+def test_a_result_with_images_is_not_stored() -> None:
+    """It would come back without them."""
+    stored: list[ToolResult] = []
+    cache: Any = SimpleNamespace(put=lambda key, result: stored.append(result))
+    seen = ToolResult("here", images=(Image("0" * 64, 1, 1, b"x"),))
+    for result in (seen, ToolResult("here")):
+        assert _store(cache, CacheKey(b"", "look", "", ""), result) is result
+    assert stored == [ToolResult("here")]

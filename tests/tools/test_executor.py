@@ -23,8 +23,10 @@ import clock
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image as pillow
 
 import arpo.tools.executor as calling
+from arpo.data.images import MAX_PIXELS, encode_image
 from arpo.errors import ArpoError
 from arpo.tools.base import Tool, ToolError, ToolTimeout, ToolUnavailable, tool
 from arpo.tools.cache import ToolCache
@@ -909,3 +911,70 @@ def test_every_call_is_accounted_for_whatever_goes_wrong(
     while threading.active_count() > before[1] and time.monotonic() < deadline:
         time.sleep(0.01)  # a thread that has delivered its result is about to end
     assert children() <= before[0] and threading.active_count() <= before[1]
+
+
+# Images.
+
+
+RED, BLUE = (pillow.new("RGB", (2, 2), colour) for colour in ("red", "blue"))
+
+
+@pytest.mark.parametrize("quick", [False, True])
+@pytest.mark.parametrize(
+    ("returned", "text", "images"),
+    [
+        (RED, "", [RED]),
+        (encode_image(RED), "", [RED]),
+        (["Before.", RED, 7, encode_image(BLUE)], "Before.\n7", [RED, BLUE]),
+        ((RED, RED), "", [RED, RED]),
+        (pillow.new("1", (2, 2), 1), "", [pillow.new("RGB", (2, 2), "white")]),
+        (["no", "image"], "['no', 'image']", []),
+        ([], "[]", []),
+        ([["nested", 1]], "[['nested', 1]]", []),
+        ({"a": 1}, "{'a': 1}", []),
+        ([RED] * 10, "[the first 8 of 10 images]", [RED] * 8),
+        (["x" * 40, RED], "x" * 30 + "\n[output cut: the first 30 of 40 characters]", [RED]),
+    ],
+)
+def test_a_tool_returns_text_images_or_both(quick: bool, returned: Any, text: str, images: list[Any]) -> None:
+    @tool(quick=quick, max_chars=30)
+    def look() -> Any:
+        """Look."""
+        return returned
+
+    result = call(look)
+    assert (result.text, result.fault) == (text, None)
+    assert result.images == tuple(encode_image(image) for image in images)
+
+
+def test_an_image_that_is_too_large_is_the_tools_fault() -> None:
+    @tool(retries=0)
+    def look() -> Any:
+        """Look."""
+        return pillow.new("1", (MAX_PIXELS + 1, 1))
+
+    result = call(look)
+    assert (result.fault, result.images) == (Fault.INFRA, ())
+    assert "16777217 x 1 pixels" in result.text
+
+
+def test_results_with_images_are_shared_while_in_flight_but_not_cached(tmp_path: Path) -> None:
+    calls = []
+
+    @tool(cacheable=True)
+    async def look(what: str) -> Any:
+        """Look."""
+        calls.append(what)
+        await asyncio.sleep(0)
+        return [what, RED] if what == "it" else what
+
+    async def main(tools: Toolset) -> list[ToolResult]:
+        made = [ToolCall("look", {"what": what}) for what in ("it", "it", "text")]
+        together = await asyncio.gather(*(tools.call(one) for one in made))
+        return [*together, *[await tools.call(one) for one in made]]
+
+    with Toolset([look], ToolCache(tmp_path / "cache.sqlite", "on")) as tools:
+        results = asyncio.run(main(tools))
+    assert [result.cached for result in results] == [False, True, False, False, False, True]
+    assert [len(result.images) for result in results] == [1, 1, 0, 1, 1, 0]
+    assert calls == ["it", "text", "it", "it"]

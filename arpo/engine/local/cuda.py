@@ -159,7 +159,7 @@ class CudaRunner(Runner):
         tiles = Tiles(self._row[:size], self._row[:size], self._ones[:size], position)
         splits = _splits(size * self._kv_heads)
         plan = _CudaPlan(self._cache, block, offset, self._block_table[:size], tiles, splits, True)
-        hidden = self._network.hidden(token, position, plan)
+        hidden = self._network.hidden(token, position, plan, has_images=False)  # sampled tokens are no images
         return self._sample(hidden, self._floats[:, :size], cuts)
 
     def _prefill(self, batch: Batch) -> Tensor | None:

@@ -28,6 +28,7 @@ from arpo.engine.stops import TurnEnds
 from arpo.errors import ArpoError
 from arpo.models.checks import show_bytes
 from arpo.models.network import check_supported
+from arpo.models.vision import vision_tower
 from arpo.types import Completion, SamplingParams
 
 PREFILL_TOKENS = {"cpu": 512, "cuda": 16384}
@@ -83,6 +84,7 @@ class LocalEngine:
         self._loop_task: asyncio.Task[None] | None = None
         self._turn_ends = TurnEnds(model, tokenizer, end_tokens)
         self.version = 0
+        self._tower = vision_tower(model)
         self.capabilities = Capabilities(context, model.config.vocab_size, exact_entropy=True)
 
     @property
@@ -94,7 +96,8 @@ class LocalEngine:
         self, prefix: Sequence[int], params: SamplingParams, *, on_token: OnToken | None = None
     ) -> Completion:
         """Sample one turn after `prefix`."""
-        check_request(self.capabilities, prefix, params)
+        num_ids = None if self._tower is None else self._tower.num_ids
+        check_request(self.capabilities, prefix, params, num_ids)
         max_length = min(len(prefix) + params.max_tokens, self.capabilities.max_context)
         if max_length > self.kv_cache_tokens:
             raise ArpoError(

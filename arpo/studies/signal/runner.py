@@ -54,7 +54,8 @@ from arpo.types import Kind, Node, ScoredTree, Task, derive_seed
 MAX_BLOCKS = 8  # of the reference
 # What defines the policy and the tasks: an algorithm may not change it.
 SHARED = (
-    *("seed", "model.", "data.", "world.", "labyrinth.", "tools.", "environment.", "prompt.", "answer.", "coldstart."),
+    *("seed", "model.", "data.", "world.", "labyrinth.", "scenes.", "tools.", "environment.", "prompt.", "answer."),
+    "coldstart.",
     *("rollout.format", "rollout.examples", "rollout.max_tool_calls", "rollout.max_tokens", "rollout.temperature"),
     *("rollout.top_p", "rollout.top_k", "rollout.engine", "rollout.servers", "rollout.top_logprobs"),
     "train.lora_",

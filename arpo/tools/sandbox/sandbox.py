@@ -44,9 +44,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from arpo.errors import ArpoError
+from arpo.tools.sandbox import figures
 from arpo.tools.sandbox.scratch import remove
 from arpo.tools.sandbox.session_worker import FOLDER_SIZE
 from arpo.tools.sandbox.streams import RESPONSE, STATUSES
@@ -58,6 +59,9 @@ START_SECONDS = 60.0
 GRACE_SECONDS = 10.0  # after the timeout of a call, before its worker counts as broken
 SYSTEM_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo")
 MAX_SECONDS = 86400
+PACKAGES = ("numpy", "sympy", "mpmath")
+FIGURES: dict[str, Any] = {"packages": (*PACKAGES, figures.PACKAGE), "max_output": 2 << 20}
+"""What a sandbox needs whose calls print their figures (`figures`)."""
 _START = """
 import os, sys
 sys.path.insert(0, sys.argv.pop(1))
@@ -118,7 +122,7 @@ class Sandbox:
         memory_mb: int = 512,
         scratch_mb: int = 64,
         max_output: int = 65536,
-        packages: Sequence[str] = ("numpy", "sympy", "mpmath"),
+        packages: Sequence[str] = PACKAGES,
         tier: str | None = None,
         unsafe_no_isolation: bool = False,
     ) -> None:

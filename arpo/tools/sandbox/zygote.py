@@ -31,7 +31,7 @@ import sys
 import time
 from typing import Any, NoReturn
 
-from arpo.tools.sandbox import interpreter, isolation, linux, scratch, session_worker
+from arpo.tools.sandbox import figures, interpreter, isolation, linux, scratch, session_worker
 from arpo.tools.sandbox.streams import CHUNK, ERROR, KILLED, MEMORY, OK, Streams
 
 REQUEST, WAIT_STATUS = struct.Struct("!IId?"), struct.Struct("i")
@@ -113,6 +113,8 @@ def _set_up(settings: dict[str, Any]) -> tuple[int, int, int] | None:
         with contextlib.suppress(Exception):  # the code that imports it will see the error
             importlib.import_module(name)
             exec(_SYMPY_WARM_UP if name == "sympy" else "", {})
+    if figures.PACKAGE in settings["imports"]:
+        figures.prepare()
     random.seed(0)
     if "numpy" in sys.modules:
         importlib.import_module("numpy.random").seed(0)

@@ -28,9 +28,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 
 from arpo.algorithm.batch import split_microbatches
 from arpo.config.schema import Config
+from arpo.data.images import refuse_images
 from arpo.errors import ArpoError
 from arpo.models.network import SHARDED_DECODER
-from arpo.runs.trees import pack_trees, unpack_tree
+from arpo.runs.trees import images_of, pack_trees, unpack_tree
 from arpo.trainer.dist.balance import attention_cost, balance, match_microbatches, select_trees, tree_costs
 from arpo.trainer.dist.process_group import ProcessGroup
 from arpo.trainer.dist.shards import SHARDS, read_into, shard_sizes, write_shards
@@ -62,6 +63,8 @@ class ShardedTrainer(Trainer):
 
     def update(self, trees: Sequence[ScoredTree]) -> dict[str, float]:
         """Train on one batch of trees with all ranks; returns the step's metrics."""
+        for scored in trees:
+            refuse_images(images_of(scored.tree), "a tree", "several ranks cannot train on them")
         with self._group.collective("update", trees_to_bytes(trees) if self._group.is_leader else b""):
             metrics = super().update(trees)
             self._publish()

@@ -156,7 +156,7 @@ function nextPrompt(by) {
 }
 
 function onKey(event) {
-  if (event.ctrlKey || event.metaKey || event.altKey || byId("help").open) return;
+  if (event.ctrlKey || event.metaKey || event.altKey || document.querySelector("dialog[open]")) return;
   if (event.target.closest?.("input:not([type=checkbox]):not([type=range]), select, textarea")) return;
   const acts = {
     "?": showHelp,

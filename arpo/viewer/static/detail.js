@@ -1,6 +1,7 @@
 // The details of one node, and a trajectory as a conversation.
 
 import { block, choice, el, mean, number, plural, printable, seconds, shorten, signed, table } from "./dom.js";
+import { imageFigures } from "./images.js";
 import { prefixOf } from "./layout.js";
 import { correctMark, describeDecision, describeLeaf, rewardNote, rewardParts } from "./picture.js";
 import { SHADES, shadeLegend, shadeTop, shadedText, tokenTable } from "./tokens.js";
@@ -13,7 +14,7 @@ const FAULTS = {
   infra: "the tool was unavailable",
 };
 
-export function detailPanel(tree, state, chosen, trajectory) {
+export function detailPanel(tree, state, chosen, trajectory, origin) {
   const mode = SHADES.some(([key]) => key === state.shade) ? state.shade : "entropy";
   const credits = tree.credits.flatMap((credit) => Object.values(credit.by_node));
   const top = shadeTop(tree.nodes, mode, credits);
@@ -26,7 +27,7 @@ export function detailPanel(tree, state, chosen, trajectory) {
   const unknown = tree.nodes.some((node) => node.kind === "model" && node.tokens.length && !node.char_offsets?.length);
   const note = unknown && mode !== "none" ? "This run has no character offsets of tokens, so its text is not shaded." : null;
   const reading = trajectory !== null && chosen === `l${trajectory}`;
-  const body = reading ? conversation(tree, trajectory, mode, top) : nodePanel(tree, Number(chosen.slice(1)), mode, top, trajectory);
+  const body = reading ? conversation(tree, trajectory, mode, top, origin) : nodePanel(tree, Number(chosen.slice(1)), mode, top, trajectory, origin);
   return el("section", { class: "detail", "aria-label": "Details" }, bar, note && el("p", { class: "note" }, note), ...body);
 }
 
@@ -41,7 +42,7 @@ function facts(rows) {
   return el("dl", { class: "facts" }, ...parts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));
 }
 
-function nodePanel(tree, index, mode, top, trajectory) {
+function nodePanel(tree, index, mode, top, trajectory, origin) {
   const node = tree.nodes[index];
   if (!node) return [el("p", { class: "empty" }, "There is no such node.")];
   const credit = creditOf(tree, index, trajectory);
@@ -56,9 +57,10 @@ function nodePanel(tree, index, mode, top, trajectory) {
     ["policy version", model ? number(node.policy_version) : null],
   ];
   const parts = [el("h3", { tabindex: "-1", id: "detail-title" }, `Node ${index}: ${title(node)}`), facts(rows)];
-  if (node.kind === "tool") parts.push(...toolParts(node));
+  const images = imageFigures(tree, index, origin);
+  if (node.kind === "tool") parts.push(...toolParts(node, images));
   if (model) parts.push(el("h4", {}, "Text"), shadedText(node, mode, top, credit), tokenTable(node));
-  if (node.kind === "prompt") parts.push(el("h4", {}, "Text"), block(node.text), ...taskParts(tree.task));
+  if (node.kind === "prompt") parts.push(el("h4", {}, "Text"), block(node.text), ...images, ...taskParts(tree.task));
   parts.push(...trajectoryTable(tree, index));
   return parts.filter((part) => part !== null);
 }
@@ -90,7 +92,7 @@ function callText(call) {
   return lines.join("\n");
 }
 
-function toolParts(node) {
+function toolParts(node, images) {
   const { call, result, decision } = node;
   const parts = [];
   if (call) {
@@ -105,7 +107,7 @@ function toolParts(node) {
       ["attempts", result.attempts === 0 ? "0, nothing was run" : number(result.attempts)],
       ["cache", result.cached ? "hit: an identical call had this result already" : "no"],
     ];
-    parts.push(el("h4", {}, "Result"), facts(rows), block(result.text, { class: "text result" }));
+    parts.push(el("h4", {}, "Result"), facts(rows), block(result.text, { class: "text result" }), ...images);
   }
   const given = el("details", { class: "more" }, el("summary", {}, "As the model sees it"), block(node.text));
   return [...parts, given, ...decisionParts(decision)];
@@ -141,9 +143,9 @@ function trajectoryTable(tree, index) {
   return [el("h4", {}, "Trajectories through it"), table(["trajectory", "reward", "advantage", "parts", "stop reason"], rows, { class: "trajectories" })];
 }
 
-function conversation(tree, trajectory, mode, top) {
+function conversation(tree, trajectory, mode, top, origin) {
   const nodes = prefixOf(tree.nodes, tree.leaves[trajectory].node);
-  const turns = nodes.map((index) => turn(tree, index, mode, top, trajectory));
+  const turns = nodes.map((index) => turn(tree, index, mode, top, trajectory, origin));
   return [
     el("h3", { tabindex: "-1", id: "detail-title" }, `Trajectory ${trajectory + 1} as a conversation`),
     el("p", {}, `${correctMark(tree.rewards[trajectory])} ${describeLeaf(tree, trajectory)}`),
@@ -151,7 +153,7 @@ function conversation(tree, trajectory, mode, top) {
   ];
 }
 
-function turn(tree, index, mode, top, trajectory) {
+function turn(tree, index, mode, top, trajectory, origin) {
   const node = tree.nodes[index];
   const open = () => go({ node: index, chat: null });
   const where = el("button", { type: "button", class: "link", click: open }, `node ${index}`);
@@ -161,8 +163,8 @@ function turn(tree, index, mode, top, trajectory) {
   else if (node.kind === "tool") {
     const words = [seconds(node.result?.seconds), node.result?.cached ? "cached" : "", node.result?.fault ? `failed: ${FAULTS[node.result.fault] ?? ""}` : ""];
     head.append(el("small", { class: node.result?.fault ? "fault" : "" }, ` ${words.filter(Boolean).join(", ")}`));
-    parts.push(block(node.result?.text ?? node.text, { class: "text result" }));
+    parts.push(block(node.result?.text ?? node.text, { class: "text result" }), ...imageFigures(tree, index, origin));
     if (node.decision) parts.push(el("p", { class: "decision" }, `◆ ${describeDecision(node.decision)}`));
-  } else parts.push(block(node.text));
+  } else parts.push(block(node.text), ...imageFigures(tree, index, origin));
   return el("article", { class: `turn ${node.kind}` }, ...parts);
 }

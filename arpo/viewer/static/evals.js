@@ -74,11 +74,12 @@ export async function evaluationsTab(main, state, evals, runs) {
     if (focused) [...evalView.head.querySelectorAll("[data-eval]")].find((each) => each.dataset.eval === focused)?.focus();
   });
   try {
-    const whole = (await get(api("eval", { id: one.id }))).sets.find((each) => each.name === set.name) ?? set;
+    const { sets, coordinates } = await get(api("eval", { id: one.id }));
+    const whole = sets.find((each) => each.name === set.name) ?? set;
     if (request !== evalView.request) return;
     redrawPart("kinds", [one.id, whole], () => drawKinds(one, whole));
     if (exported) return put(evalView.columns, el("p", { class: "note" }, "This exported page holds no answers of evaluations."));
-    await drawAnswers(request, one, whole, state);
+    await drawAnswers(request, one, whole, state, { eval: one.id, coordinates: coordinates ?? undefined });
   } catch (error) {
     if (request === evalView.request) showProblem(error);
   }
@@ -122,7 +123,7 @@ function drawKinds(one, set) {
 
 // --- answers, a page at a time
 
-async function drawAnswers(request, one, set, state) {
+async function drawAnswers(request, one, set, state, origin) {
   const asked = { id: one.id, set: set.name, kind: state.kind, wrong: state.wrong === "1" ? 1 : undefined };
   const key = JSON.stringify(asked);
   if (evalView.list?.key !== key) evalView.list = { key, answers: [], next: 0, more: true, damaged: 0 };
@@ -137,7 +138,7 @@ async function drawAnswers(request, one, set, state) {
   const tree = await answerTree(one.id, set.name, at);
   if (request !== evalView.request) return;
   const { chosen, trajectory } = selection(tree, state, tree.leaves.length ? "l0" : "n0");
-  redrawPart("one", [one.id, set.name, at, chosen, trajectory, state.shade], () => drawAnswer(tree, state, chosen, trajectory));
+  redrawPart("one", [one.id, set.name, at, chosen, trajectory, state.shade], () => drawAnswer(tree, state, chosen, trajectory, origin));
 }
 
 async function readMore(list, asked) {
@@ -208,7 +209,7 @@ async function answerTree(id, set, at) {
   return evalView.trees.get(path);
 }
 
-function drawAnswer(tree, state, chosen, trajectory) {
+function drawAnswer(tree, state, chosen, trajectory, origin) {
   const right = shorten(tree.task.answers.join(" or "), 160);
   const given = tree.leaves.map((leaf) => (typeof leaf.answer === "string" ? shorten(leaf.answer, 160) : "none")).join(", ");
   put(
@@ -218,5 +219,5 @@ function drawAnswer(tree, state, chosen, trajectory) {
   );
   const open = (item) => go(item[0] === "l" ? { leaf: item.slice(1), node: null, chat: 1 } : { node: item.slice(1), chat: null, leaf: trajectory });
   showPicture(evalView.picture, tree, { chosen, trajectory, open });
-  evalView.detail.replaceChildren(detailPanel(tree, state, chosen, trajectory));
+  evalView.detail.replaceChildren(detailPanel(tree, state, chosen, trajectory, origin));
 }

@@ -204,7 +204,7 @@ function update(state) {
   const node = chosen[0] === "n" ? shown.tree.nodes[chosen.slice(1)] : null;
   const content = [node?.tokens.length, node?.live, node?.result === null, node?.decision, shown.tree.leaves.length, shown.tree.credits.length];
   redraw("detail", [shown.id, chosen, trajectory, state.shade, shown.state, ...content], () =>
-    board.detail.replaceChildren(detailPanel(shown.tree, state, chosen, trajectory)),
+    board.detail.replaceChildren(detailPanel(shown.tree, state, chosen, trajectory, { run: shown.run })),
   );
   const beside = mine.filter((one) => one.id !== shown.id && board.beside.has(one.id));
   redraw("others", beside.map((one) => [one.id, one.revision]), () => drawOthers(beside));

@@ -49,6 +49,14 @@ export function api(name, parameters = {}) {
   return `/api/${name}${query ? `?${query}` : ""}`;
 }
 
+// The address of an image in the trees of a run or an evaluation; null if an exported page does not hold it.
+export function imageUrl(origin, sha256) {
+  const path = api("image", { run: origin.run, eval: origin.eval, sha256 });
+  if (!embedded) return path;
+  const found = embedded.get(canonical(path));
+  return found === undefined ? null : `data:image/png;base64,${found}`;
+}
+
 function canonical(path) {
   const url = new URL(path, "http://page");
   const pairs = [...url.searchParams].filter(([key]) => key !== "after").sort(([a], [b]) => (a < b ? -1 : 1));

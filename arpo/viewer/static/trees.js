@@ -140,12 +140,23 @@ async function drawOne(request, run, step, n, state) {
     if (request === treeView.request) noTree(problem(error));
     return;
   }
+  const origin = { run: run.id, coordinates: await coordinatesOf(run.id) };
   if (request !== treeView.request) return;
   const { chosen, trajectory } = selection(tree, state);
-  redrawIfChanged("one", [run.id, step, n, chosen, trajectory, state.shade], () => drawTreeAndDetail(tree, state, chosen, trajectory, step, n));
+  redrawIfChanged("one", [run.id, step, n, chosen, trajectory, state.shade], () => drawTreeAndDetail(tree, state, chosen, trajectory, step, n, origin));
 }
 
-function drawTreeAndDetail(tree, state, chosen, trajectory, step, n) {
+// How calls of this run write the boxes of a crop; undefined if its settings do not say.
+async function coordinatesOf(run) {
+  try {
+    const { environment } = (await fetched(api("config", { run }))).config;
+    return environment?.name === "images" ? (environment.settings?.coordinates ?? "fraction") : undefined;
+  } catch {
+    return undefined;
+  }
+}
+
+function drawTreeAndDetail(tree, state, chosen, trajectory, step, n, origin) {
   const correct = tree.rewards.map((reward) => reward.parts?.correct);
   const accuracy = correct.every((value) => typeof value === "number") ? mean(correct) : null;
   const answers = shorten(tree.task.answers.join(" or "), 160);
@@ -156,5 +167,5 @@ function drawTreeAndDetail(tree, state, chosen, trajectory, step, n) {
   );
   const open = (item) => go(item[0] === "l" ? { leaf: item.slice(1), node: null, chat: 1 } : { node: item.slice(1), chat: null, leaf: trajectory });
   showPicture(treeView.picture, tree, { chosen, trajectory, open });
-  treeView.detail.replaceChildren(detailPanel(tree, state, chosen, trajectory));
+  treeView.detail.replaceChildren(detailPanel(tree, state, chosen, trajectory, origin));
 }

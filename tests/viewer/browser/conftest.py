@@ -76,5 +76,5 @@ def pages(browser: Any) -> Iterator[Open]:
 
 
 def _at_home(url: str, home: str, complaints: list[str]) -> None:
-    if not url.startswith((home, "data:,")):
+    if not url.startswith((home, "data:")):
         complaints.append(f"asked {url}")
