@@ -9,8 +9,8 @@
 
 Guarantees: one writer at a time. A line is appended as soon as its answer is scored, so a kill costs only the answers
 in progress and at most a truncated last line, which is dropped when the file is read. Answers spoiled by a broken tool
-or judge are saved with the reason; of several lines for one answer the last counts. `read_page` and `read_answer` change
-nothing and take memory for one line and one page, however long the file is.
+or judge are saved with the reason; of several lines for one answer the last counts. `read_page` and `read_answer` read
+a page or a line, however long the file is, and change nothing.
 Not covered: power cuts (lines are not synced to disk), files that other programs change.
 """
 

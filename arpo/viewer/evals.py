@@ -126,7 +126,7 @@ def _summarize_set(name: str, found: Any, levels: bool) -> dict[str, Any]:
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
-    plain = {name: _number(values.get(name)) for name in ("questions", "answers", "failed", "format", "calls", "tokens")}
+    plain = {name: _number(values.get(name)) for name in ("questions", "answers", "failed", "calls")}
     return plain | {name: _estimate(values.get(name)) for name in ("accuracy", "score", "reward")}
 
 
