@@ -58,7 +58,7 @@ def collect(folder: Folder, max_bytes: int) -> dict[str, Any]:
     data = _reply(folder, "runs")
     listed = data["/api/runs"]
     if not listed["runs"] and not listed["comparisons"] and not listed["evals"]:
-        raise ArpoError(f"{folder.root}: there is no run, no comparison and no evaluation to export")
+        raise ArpoError(f"{folder.root}: there is no run and no comparison to export, and no evaluation")
     names = [run["id"] for run in listed["runs"]]
     for run in listed["runs"]:
         run["live"] = False

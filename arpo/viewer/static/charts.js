@@ -3,6 +3,7 @@
 // If all series have a `weight` and a `high`, the y axis ends at `robustTop`; what lies beyond is marked at its edge.
 
 import { clear, el, number, svg } from "./dom.js";
+import { robustTop } from "./scale.js";
 
 const HEIGHT = 190;
 const EDGE = { left: 52, right: 14, top: 8, bottom: 30 };
@@ -108,19 +109,6 @@ function scales(series, width, floor, ceiling) {
     py: (y) => EDGE.top + ((high - Math.min(y, high)) / (high - low)) * tall,
     back: (pixel) => xs[0] + ((pixel - EDGE.left) / inner) * (xs[1] - xs[0]),
   };
-}
-
-const MOST = 0.75; // of the weight
-const BEYOND = 3;
-
-// Where an axis ends that a rare series must not stretch: `high` is what a series needs of the axis. Values up to three
-// times what the lower series need, which have at least three quarters of the weight, are always inside.
-export function robustTop(series) {
-  const total = series.reduce((sum, one) => sum + one.weight, 0);
-  let weight = 0;
-  const usual = series.toSorted((a, b) => a.high - b.high).find((one) => (weight += one.weight) >= MOST * total).high;
-  const values = series.flatMap((one) => one.points.map(([, y]) => y)).filter((y) => y !== null);
-  return extent(values.filter((y) => y <= BEYOND * usual))[1];
 }
 
 function extent(values) {

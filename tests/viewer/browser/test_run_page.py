@@ -15,7 +15,7 @@ from view_runs import HOSTILE, branched, make_branched, make_hostile, make_sft, 
 from arpo.viewer.export import write_page
 from arpo.viewer.folder import Folder
 
-TABS = ("Overview", "Trees", "Entropy", "Compare", "Config")
+TABS = ("Overview", "Trees", "Entropy", "Compare", "Evaluations", "Config")
 
 
 def plot(page: Any, title: str) -> Any:
