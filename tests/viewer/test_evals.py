@@ -115,8 +115,6 @@ def test_damaged_and_unfinished_files(folder: Folder) -> None:
     hostile_numbers = {"task": 3, "level": None, "failed": [1], "correct": "1", "reward": {}, "calls": True}
     record = {**json.loads(lines[0]), **hostile_numbers}
     path.write_text(json.dumps(record) + "\n")
-        json.dumps({**{key: record[key] for key in record if key != "tree"}, "tree": record["tree"]}) + "\n"
-    )
     (one,) = evals.answers(folder, "../mine-test", "test", 0, None, wrong=False)["answers"]
     assert (one["task"], one["kind"], one["failed"], one["correct"], one["reward"], one["calls"]) == (
         *("", "", ""),
