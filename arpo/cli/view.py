@@ -63,7 +63,10 @@ def view(
         chosen = Playground(runs, off="" if playground else "The Playground is off (--no-playground).")
     with build_server(runs, host, port, chosen) as server:
         count = len(runs.search()[0])
-        console.print(f"{count} {'run' if count == 1 else 'runs'} in {folder}: {server.url}  (Ctrl-C stops it)")
+        found = f"{count} {'run' if count == 1 else 'runs'} in {folder}"
+        if evaluations := len(runs.evaluations):
+            found += f", {evaluations} {'evaluation' if evaluations == 1 else 'evaluations'}"
+        console.print(f"{found}: {server.url}  (Ctrl-C stops it)")
         if host not in LOCAL:
             use = "" if server.playground.off else ", and have their agents use their tools (--playground)"
             console.print(f"Everyone who can reach this address can read the runs{use}.")

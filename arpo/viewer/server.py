@@ -3,7 +3,7 @@
     server = build_server(Folder(Path("runs")), "127.0.0.1", 8765)
     server.serve_forever()
 
-Guarantees: nothing is changed, and nothing is read except the viewer's own files and the runs in the folder. Every
+Guarantees: nothing is changed, and nothing is read except the viewer's own files and what `Folder` finds. Every
 reply, errors included, is JSON, a PNG image or a file of the page. Pages of other sites cannot read anything: no reply
 allows other origins, and requests that name another host are refused (DNS rebinding). A question for the Playground,
 the only POST request, must come from our own page: it needs that origin, and a token that only our page can read.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from urllib.parse import urlencode
@@ -127,6 +128,35 @@ def test_damaged_and_unfinished_files(folder: Folder) -> None:
     assert evals.evaluation(folder, "../mine-test")["problem"] == "its results are damaged"
     (directory / "results.json").unlink()
     assert "not finished" in evals.evaluation(folder, "../mine-test")["problem"]
+
+
+def test_images_of_answers(folder: Folder) -> None:
+    directory = folder.root.parent / "evals/mine-test"
+    content = b"\x89PNG\r\n\x1a\n and so on"
+    name = hashlib.sha256(content).hexdigest()
+    (directory / "images").mkdir()
+    (directory / f"images/{name}.png").write_bytes(content)
+    assert answer(folder, "image", urlencode({"eval": "../mine-test", "sha256": name})) == (200, content)
+    assert answer(folder, "image", urlencode({"eval": "../mine-test", "sha256": "../settings"}))[0] == 404
+    assert answer(folder, "image", urlencode({"run": "mine", "sha256": name}))[0] == 404
+    assert evals.evaluation(folder, "../mine-test")["coordinates"] is None
+    given = json.loads((directory / "settings.json").read_text())
+    for settings, shown in (({}, "fraction"), ({"coordinates": "pixel"}, "pixel")):
+        environment = {"name": "images", "settings": settings}
+        (directory / "settings.json").write_text(json.dumps({**given, "environment": environment}))
+        assert evals.evaluation(folder, "../mine-test")["coordinates"] == shown
+
+
+def test_an_adapter_names_its_run(folder: Folder) -> None:
+    """Its model is that of the hub."""
+    path = folder.root.parent / "evals/other/settings.json"
+    adapter = str(folder.root / "mine/checkpoints/step_000012/adapter")
+    path.write_text(json.dumps({"model": {"path": "Qwen/Qwen3-8B", "adapter": adapter}}))
+    found = {one["id"]: (one["run"], one["step"]) for one in api.runs(folder)["evals"]}
+    assert found == {"../mine-test": ("mine", 5), "../other": ("mine", 12)}
+    for broken in ({"model": {"path": "\0"}}, {"model": 3}, {}):
+        path.write_text(json.dumps(broken))
+        assert [one["id"] for one in api.runs(folder)["evals"]] == ["../mine-test"]
 
 
 @pytest.mark.parametrize(

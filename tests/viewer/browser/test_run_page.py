@@ -253,7 +253,7 @@ def test_narrow_pages_do_not_scroll_sideways(pages: Open, known: str, scheme: st
     for tab in TABS:
         page.goto(f"{known}#tab={tab.lower()}&at=branched&step=2&leaf=0&chat=1")
         page.locator(f"#tab-{tab}[aria-selected='true']").wait_for()
-        page.locator("main svg, main table").first.wait_for()
+        page.locator("main svg, main table, main .evaluations .empty").first.wait_for()
         assert page.evaluate("document.documentElement.scrollWidth") <= 400, tab
 
 
