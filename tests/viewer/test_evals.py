@@ -67,7 +67,7 @@ def test_evaluations_in_the_folder_itself(folder: Folder) -> None:
 
 def test_answers_come_in_pages(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     """All pages together are all answers, and each opens its own tree."""
-    monkeypatch.setattr(evals, "PAGE_ANSWERS", 4)
+    monkeypatch.setattr(evals, "PAGE_ANSWERS", 3)
     wanted, after, pages = trees(6), 0, []
     while True:
         page = evals.answers(folder, "../mine-test", "test", after, None, wrong=False)
@@ -76,7 +76,7 @@ def test_answers_come_in_pages(folder: Folder, monkeypatch: pytest.MonkeyPatch) 
         if not page["more"]:
             break
     found = [one for page in pages for one in page]
-    assert [len(page) for page in pages] == [4, 2]
+    assert [len(page) for page in pages] == [3, 3]
     assert [(one["question"], one["kind"], one["correct"]) for one in found] == [
         (f"What is {n}?", "odd" if n % 2 else "even", float(n % 2 == 0)) for n in range(6)
     ]
@@ -98,8 +98,10 @@ def test_a_page_is_bounded(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> N
     path = folder.root.parent / "evals/mine-test/samples/test.jsonl"
     head = path.read_bytes().index(samples.TREE_KEY) + len(samples.TREE_KEY)
     monkeypatch.setattr(samples, "HEAD_BYTES", head + 10)  # the numbers, and not the question
-    (one,) = evals.answers(folder, "../mine-test", "test", 0, None, wrong=False)["answers"]
-    assert (one["task"], one["question"]) == ("q0", "")
+    page = evals.answers(folder, "../mine-test", "test", 0, None, wrong=False)
+    assert [(one["task"], one["question"]) for one in page["answers"]] == [("q0", "")]
+    page = evals.answers(folder, "../mine-test", "test", page["next"], None, wrong=False)
+    assert [one["task"] for one in page["answers"]] == ["q1"]
 
 
 def test_damaged_and_unfinished_files(folder: Folder) -> None:
@@ -110,8 +112,9 @@ def test_damaged_and_unfinished_files(folder: Folder) -> None:
     page = evals.answers(folder, "../mine-test", "test", 0, None, wrong=False)
     assert ([one["task"] for one in page["answers"]], page["more"], page["damaged"]) == (["q0", "q1"], False, 2)
     assert page["next"] == path.stat().st_size - len(lines[2][:-9])
-    for at in (1, len(lines[0]), 10**12):
-        with pytest.raises(ArpoError, match=rf"byte {at}\b"):
+    refused = {1: "no answer begins at byte 1", len(lines[0]): "is damaged", 10**12: "no answer begins"}
+    for at, message in refused.items():
+        with pytest.raises(ArpoError, match=message):
             evals.answer(folder, "../mine-test", "test", at)
     hostile_numbers = {"task": 3, "level": None, "failed": [1], "correct": "1", "reward": {}, "calls": True}
     record = {**json.loads(lines[0]), **hostile_numbers}
