@@ -83,6 +83,7 @@ def test_answers_come_in_pages(folder: Folder, monkeypatch: pytest.MonkeyPatch) 
     for one, scored in zip(found, wanted, strict=True):
         read = evals.answer(folder, "../mine-test", "test", one["at"])
         assert json.dumps(read) == json.dumps(tree_to_json(scored))
+    monkeypatch.setattr(evals, "PAGE_ANSWERS", 6)
     for kind, wrong, count in (("even", False, 3), ("even", True, 0), (None, True, 3), ("none", False, 0)):
         page = evals.answers(folder, "../mine-test", "test", 0, kind, wrong)
         assert (len(page["answers"]), page["more"], page["damaged"]) == (count, False, 0)
