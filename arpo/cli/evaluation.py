@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from arpo.evaluation.report import Results
     from arpo.tools.executor import Toolset
 
+EVALS_DIR = Path("evals")  # in the current directory; `arpo view` looks there, too
+
 
 def evaluate(
     target: Annotated[str, typer.Argument(help=f"{MODEL_HELP}; with --endpoint only settings, if any")] = "",
@@ -101,7 +103,7 @@ def _plan(config: Config, target: str, out: Path | None, ks: tuple[int, ...], he
     settings = answer_settings(config, held_out)
     if out is None:
         name = "-".join(re.findall(r"[\w.-]+", target or agent_name(config)))
-        default = Path("evals", f"{name}-test" if held_out else name)
+        default = EVALS_DIR / (f"{name}-test" if held_out else name)
         out = first_usable(default, settings)
         if out != default:
             console.print(f"{default} holds answers of other settings or weights; these go to {out}")

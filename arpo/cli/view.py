@@ -14,12 +14,13 @@ from rich.table import Table
 from rich.text import Text
 
 from arpo.cli.display import console, print_trajectory, print_tree
+from arpo.cli.evaluation import EVALS_DIR
 from arpo.config.files import expand_user
 from arpo.errors import ArpoError
 from arpo.figures.text import printable
 from arpo.runs.run_dir import CONFIG_FILE, RunDir, is_run_dir, open_run_dir
 
-FOLDER_HELP = "a folder of runs, a run or a comparison"
+FOLDER_HELP = "a folder of runs, a run, a comparison or a folder of evaluations"
 DISPLAY_VARIABLES = ("DISPLAY", "WAYLAND_DISPLAY")  # without one, a text browser would take over the terminal
 
 
@@ -46,7 +47,7 @@ def view(
     folder = expand_user(folder)
     if not folder.is_dir():
         raise ArpoError(f"{folder}: there is no such folder; give {FOLDER_HELP}")
-    runs = Folder(folder)
+    runs = Folder(folder, evals=EVALS_DIR)
     if export is not None:
         from arpo.viewer.export import write_page
 
@@ -62,7 +63,10 @@ def view(
         chosen = Playground(runs, off="" if playground else "The Playground is off (--no-playground).")
     with build_server(runs, host, port, chosen) as server:
         count = len(runs.search()[0])
-        console.print(f"{count} {'run' if count == 1 else 'runs'} in {folder}: {server.url}  (Ctrl-C stops it)")
+        found = f"{count} {'run' if count == 1 else 'runs'} in {folder}"
+        if evaluations := len(runs.evaluations):
+            found += f", {evaluations} {'evaluation' if evaluations == 1 else 'evaluations'}"
+        console.print(f"{found}: {server.url}  (Ctrl-C stops it)")
         if host not in LOCAL:
             use = "" if server.playground.off else ", and have their agents use their tools (--playground)"
             console.print(f"Everyone who can reach this address can read the runs{use}.")

@@ -9,7 +9,8 @@
 
 Guarantees: one writer at a time. A line is appended as soon as its answer is scored, so a kill costs only the answers
 in progress and at most a truncated last line, which is dropped when the file is read. Answers spoiled by a broken tool
-or judge are saved with the reason; of several lines for one answer the last counts.
+or judge are saved with the reason; of several lines for one answer the last counts. `read_page` and `read_answer` read
+a page or a line, however long the file is, and change nothing.
 Not covered: power cuts (lines are not synced to disk), files that other programs change.
 """
 
@@ -18,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import count
@@ -32,11 +33,14 @@ from arpo.rewards import fault_metrics, unjudged
 from arpo.runs.locks import LOCK_FILE, acquire_lock
 from arpo.runs.run_dir import MAX_IMAGES_BYTES, write_atomically
 from arpo.runs.storage import writing
-from arpo.runs.trees import images_of, tree_to_json
+from arpo.runs.trees import MAX_TREE_BYTES, images_of, tree_from_json, tree_to_json
 from arpo.types import ScoredTree, Task
 
 SETTINGS, FOLDER, IMAGES = "settings.json", "samples", "images"
 RESULT_FILES = ("results.json", "results.md", "results.svg", "results.png")
+PAGE_BYTES = 64 << 20  # read for one page
+HEAD_BYTES = 1 << 20  # of a line, to find its numbers and its question in
+TREE_KEY = b', "tree": {"task": '  # no text holds these bytes: in JSON a quotation mark within one is escaped
 Key = tuple[str, int]
 """A question's id and the number of the answer, counted from 0."""
 
@@ -103,6 +107,25 @@ def build_sample(benchmark: str, task: Task, number: int, scored: ScoredTree, to
         stop=trajectory.stop_reason,
         asked=_digest(task),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class SavedAnswer:
+    """A line of a file of samples, without its tree: the byte where it begins, its numbers, and the question."""
+
+    offset: int
+    sample: Sample
+    question: str
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerPage:
+    """Some of a file's answers. `next` is the byte after what was read; `more` says that lines follow there."""
+
+    answers: tuple[SavedAnswer, ...]
+    next: int
+    more: bool
+    damaged: int
 
 
 class SampleStore:
@@ -218,6 +241,66 @@ def first_usable(directory: Path, settings: Mapping[str, Any]) -> Path:
             continue
         return candidate
     raise AssertionError("there is always a free number")
+
+
+def sample_files(directory: Path) -> dict[str, Path]:
+    """The files of samples in a directory by the names of their sets; empty if it holds no evaluation."""
+    if not (directory / SETTINGS).is_file():
+        return {}
+    return {path.stem: path for path in sorted((directory / FOLDER).glob("*.jsonl"))}
+
+
+def read_page(path: Path, after: int, limit: int, wanted: Callable[[Sample], bool]) -> AnswerPage:
+    """The first `limit` answers that are wanted from a byte on; fewer if `PAGE_BYTES` hold fewer."""
+    answers, damaged = list[SavedAnswer](), 0
+    with require_regular_file(path).open("rb") as file:
+        _seek_line(file, path, after)
+        place = after
+        while len(answers) < limit and place - after < PAGE_BYTES:
+            head = rest = file.readline(HEAD_BYTES)
+            while rest and not rest.endswith(b"\n"):
+                rest = file.readline(HEAD_BYTES)
+            if not rest:  # the end, or a line that is still being written
+                return AnswerPage(tuple(answers), place, False, damaged)
+            answer = _read_head(head, place)
+            damaged += answer is None
+            if answer is not None and wanted(answer.sample):
+                answers.append(answer)
+            place = file.tell()
+        return AnswerPage(tuple(answers), place, file.read(1) != b"", damaged)
+
+
+def read_answer(path: Path, offset: int) -> ScoredTree:
+    """The tree in the line that begins at a byte."""
+    with require_regular_file(path).open("rb") as file:
+        _seek_line(file, path, offset)
+        line = file.readline(MAX_TREE_BYTES)
+    try:
+        return tree_from_json(parse_json(line)["tree"])
+    except (ValueError, TypeError, LookupError, AttributeError):
+        raise ArpoError(f"{path}: the answer at byte {offset} is damaged") from None
+
+
+def _seek_line(file: IO[bytes], path: Path, offset: int) -> None:
+    file.seek(max(0, offset - 1))
+    if offset and file.read(1) != b"\n":
+        raise ArpoError(f"{path}: no answer begins at byte {offset}")
+
+
+def _read_head(head: bytes, offset: int) -> SavedAnswer | None:
+    """The numbers before the tree of a line, and its question; None if it is damaged."""
+    numbers, _, tree = head.partition(TREE_KEY)
+    try:
+        record = parse_json(numbers + b"}")
+        sample = Sample(**{**record, "faults": tuple(record["faults"])})
+    except (ValueError, TypeError, LookupError):
+        return None
+    try:
+        task, _ = json.JSONDecoder().raw_decode(tree.decode("ascii", "replace"))
+        question = task["question"]
+    except (ValueError, TypeError, LookupError, RecursionError):  # a task longer than what is searched
+        question = ""
+    return SavedAnswer(offset, sample, question)
 
 
 def _digest(task: Task) -> str:

@@ -219,15 +219,7 @@ class RunDir:
 
     def read_image(self, sha256: str) -> bytes:
         """The PNG of an image of the run's trees; ArpoError if it is not stored or damaged."""
-        if not IMAGE_NAME.fullmatch(sha256):
-            raise ArpoError(f"an image is named by its SHA-256, not {sha256!r:.80}")
-        path = self.directory / "images" / f"{sha256}.png"
-        if not path.exists():
-            raise ArpoError(f"{self.directory}: the image {sha256[:12]}... is not stored")
-        content = read_limited(path, MAX_IMAGE_BYTES)
-        if hashlib.sha256(content).hexdigest() != sha256:
-            raise ArpoError(f"{path}: is damaged")
-        return content
+        return read_image(self.directory, sha256)
 
     def tree_steps(self) -> list[int]:
         """The steps with trees, in order."""
@@ -639,6 +631,19 @@ def _sync(path: Path) -> None:
 
 def _dump(value: Any) -> bytes:
     return (json.dumps(value, indent=2, allow_nan=False) + "\n").encode("ascii")
+
+
+def read_image(directory: Path, sha256: str) -> bytes:
+    """The PNG of an image stored with a run or an evaluation; ArpoError if it is not there or damaged."""
+    if not IMAGE_NAME.fullmatch(sha256):
+        raise ArpoError(f"an image is named by its SHA-256, not {sha256!r:.80}")
+    path = directory / "images" / f"{sha256}.png"
+    if not path.exists():
+        raise ArpoError(f"{directory}: the image {sha256[:12]}... is not stored")
+    content = read_limited(path, MAX_IMAGE_BYTES)
+    if hashlib.sha256(content).hexdigest() != sha256:
+        raise ArpoError(f"{path}: is damaged")
+    return content
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from arpo.runs.locks import is_live
 from arpo.runs.run_dir import CONFIG_FILE, RunDir
 from arpo.runs.trees import tree_to_json
 from arpo.types import ScoredTree
+from arpo.viewer.evals import list_evals
 from arpo.viewer.folder import Folder, NotFound
 
 MAX_HITS = 200  # of a search
@@ -35,11 +36,12 @@ STUDY_TOKENS = 50  # at the start of each turn
 
 
 def runs(folder: Folder) -> dict[str, Any]:
-    """The runs of the folder with their latest metrics, and the comparisons."""
+    """The runs of the folder with their latest metrics, the comparisons, and the evaluations."""
     run_dirs, comparisons = folder.search()
     titles = [{"id": name, "title": _title(folder, name)} for name in comparisons]
     summaries = (_summarize_run(folder, name) for name in run_dirs)
-    return {"root": folder.name, "runs": [run for run in summaries if run is not None], "comparisons": titles}
+    found = [run for run in summaries if run is not None]
+    return {"root": folder.name, "runs": found, "comparisons": titles, "evals": list_evals(folder)}
 
 
 def metrics(folder: Folder, run: str, after: int) -> dict[str, Any]:
@@ -100,17 +102,7 @@ def tree(folder: Folder, run: str, step: int, number: int) -> dict[str, Any]:
 
 def image(folder: Folder, run: str, sha256: str) -> bytes:
     """The PNG of an image of the run's trees, named by its SHA-256."""
-    run_dir = folder.open(run)
-    if not re.fullmatch("[0-9a-f]{64}", sha256):
-        raise NotFound("an image is named by its SHA-256, 64 hexadecimal digits")
-    path = run_dir.directory / "images" / f"{sha256}.png"
-    folder.require_inside(path)
-    if not path.is_file():
-        raise NotFound("this image is not stored with the run")
-    content = run_dir.read_image(sha256)
-    if not content.startswith(b"\x89PNG\r\n\x1a\n"):
-        raise ArpoError(f"{path.name}: is no PNG")
-    return content
+    return folder.image(folder.open(run).directory, sha256)
 
 
 def search(folder: Folder, run: str, step: int, text: str) -> dict[str, Any]:

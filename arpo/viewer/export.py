@@ -8,7 +8,8 @@ into one element. The page looks up its requests in a JSON element, by the same 
 Guarantees: the file loads nothing and runs only our scripts, whose hashes it names; no text of a run can end the
 element that holds it. If not all trees fit, those of evenly spaced steps are kept, and the page says so. Images of a
 run's trees get at most half of its room; the page says how many are left out.
-Not covered: entropy studies other than the default one; imports and exports in forms that our scripts do not use.
+Not covered: entropy studies other than the default one; the answers of evaluations; imports and exports in forms that
+our scripts do not use.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ def collect(folder: Folder, max_bytes: int) -> dict[str, Any]:
     """Replies by path: everything except trees for all runs, and as many trees as fit into `max_bytes`."""
     data = _reply(folder, "runs")
     listed = data["/api/runs"]
-    if not listed["runs"] and not listed["comparisons"]:
-        raise ArpoError(f"{folder.root}: there is no run and no comparison to export")
+    if not listed["runs"] and not listed["comparisons"] and not listed["evals"]:
+        raise ArpoError(f"{folder.root}: there is no run and no comparison to export, and no evaluation")
     names = [run["id"] for run in listed["runs"]]
     for run in listed["runs"]:
         run["live"] = False
@@ -66,6 +67,9 @@ def collect(folder: Folder, max_bytes: int) -> dict[str, Any]:
             data |= _reply(folder, request, run=name)
     for comparison in listed["comparisons"]:
         data |= _reply(folder, "comparison", id=comparison["id"])
+    for evaluation in listed["evals"]:
+        evaluation["live"] = False
+        data |= _reply(folder, "eval", id=evaluation["id"])
     with_trees = [name for name in names if data.get(api_path("steps", run=name), {}).get("steps")]
     bytes_per_run = (max_bytes - len(dump(data))) // max(1, len(with_trees))
     notes = []

@@ -3,7 +3,7 @@
     server = build_server(Folder(Path("runs")), "127.0.0.1", 8765)
     server.serve_forever()
 
-Guarantees: nothing is changed, and nothing is read except the viewer's own files and the runs in the folder. Every
+Guarantees: nothing is changed, and nothing is read except the viewer's own files and what `Folder` finds. Every
 reply, errors included, is JSON, a PNG image or a file of the page. Pages of other sites cannot read anything: no reply
 allows other origins, and requests that name another host are refused (DNS rebinding). A question for the Playground,
 the only POST request, must come from our own page: it needs that origin, and a token that only our page can read.
@@ -26,7 +26,7 @@ from urllib.parse import unquote
 
 from arpo.errors import ArpoError
 from arpo.net.hosts import LOCAL, known_host, listen_address, server_url
-from arpo.viewer import api
+from arpo.viewer import api, evals
 from arpo.viewer.folder import Folder, NotFound
 from arpo.viewer.messages import MAX_BODY, BadRequest, Query, dump, read_ask
 from arpo.viewer.playground import Busy, Off, Playground
@@ -68,6 +68,16 @@ ROUTES: Mapping[str, Route] = {
     "evaluations": lambda folder, query: api.evaluations(folder, query.text("run")),
     "entropy": lambda folder, query: api.entropy(folder, query.text("run"), query.optional("steps")),
     "comparison": lambda folder, query: api.comparison(folder, query.text("id")),
+    "eval": lambda folder, query: evals.evaluation(folder, query.text("id")),
+    "answers": lambda folder, query: evals.answers(
+        folder,
+        query.text("id"),
+        query.text("set"),
+        query.number("after", 0),
+        query.optional("kind"),
+        query.optional("wrong") is not None,
+    ),
+    "answer": lambda folder, query: evals.answer(folder, query.text("id"), query.text("set"), query.number("at")),
 }
 
 
@@ -226,6 +236,8 @@ def answer(folder: Folder, name: str, query: str, routes: Mapping[str, Route] = 
     try:
         if name == "image":
             asked = Query(query)
+            if (evaluation := asked.optional("eval")) is not None:
+                return HTTPStatus.OK, evals.image(folder, evaluation, asked.text("sha256"))
             return HTTPStatus.OK, api.image(folder, asked.text("run"), asked.text("sha256"))
         if name not in routes:
             raise NotFound("there is no such request")

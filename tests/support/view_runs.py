@@ -19,6 +19,9 @@ from typing import Any
 from comparisons import noisy
 
 from arpo.config.loading import load_config
+from arpo.evaluation.report import Results, results_json
+from arpo.evaluation.samples import build_sample, open_samples
+from arpo.evaluation.statistics import summarize
 from arpo.runs.run_dir import RunDir, create_run_dir
 from arpo.studies.compare.report import comparison_json
 from arpo.types import (
@@ -293,6 +296,21 @@ def make_hostile(directory: Path, long: int = 1_000_000) -> None:
             **{"tool.<b>x</b>.calls": 3, "collapse_warnings": "<script>window.hacked=4</script>"},
         )
         run_dir.write_evaluation(1, evaluation(**{"<img src=x onerror=window.hacked=5>\u202e": 0.5}))
+
+
+def make_evaluation(
+    directory: Path, trees: Sequence[ScoredTree], model: Path | str = "tiny", name: str = "test"
+) -> Path:
+    """What `arpo eval` leaves of these trees with one trajectory each, all to different questions, with results."""
+    given = {"seed": 0, "eval": {"temperature": 0.6}, "model": {"path": str(model), "adapter": None}}
+    name = "test"
+    with open_samples(directory, given) as store:
+        samples = [build_sample(name, scored.tree.task, 0, scored, tokens=4) for scored in trees]
+        for sample, scored in zip(samples, trees, strict=True):
+            store.append(sample, scored)
+    results = Results(str(model), {name: summarize(samples, (1,))}, metrics={name: "em"})
+    (directory / "results.json").write_text(json.dumps(results_json(results)))
+    return directory
 
 
 def make_sft(directory: Path) -> None:

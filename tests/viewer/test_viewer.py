@@ -544,7 +544,7 @@ def test_pipes_are_not_opened(tmp_path: Path) -> None:
     (tmp_path / "mine/metrics.jsonl").unlink()
     os.mkfifo(tmp_path / "mine/metrics.jsonl")
     os.mkfifo(tmp_path / "mine/results.json")
-    assert api.runs(Folder(tmp_path)) == {"root": tmp_path.name, "runs": [], "comparisons": []}
+    assert api.runs(Folder(tmp_path)) == {"root": tmp_path.name, "runs": [], "comparisons": [], "evals": []}
 
 
 # --- damage

@@ -4,6 +4,7 @@ import { compareTab } from "./compare.js";
 import { configTab } from "./config.js";
 import { clear, el, plural, printable, problem } from "./dom.js";
 import { entropyTab } from "./entropy.js";
+import { evaluationsTab } from "./evals.js";
 import { loadEvaluations } from "./heldout.js";
 import { loadMetrics } from "./metrics.js";
 import { overviewTab } from "./overview.js";
@@ -13,11 +14,11 @@ import { api, exported, get } from "./source.js";
 import { go, readState } from "./state.js";
 import { clearTreeCache, treesTab } from "./trees.js";
 
-const TABS = ["Overview", "Trees", "Entropy", "Compare", "Config", ...(exported ? [] : ["Playground"])];
+const TABS = ["Overview", "Trees", "Entropy", "Compare", "Evaluations", "Config", ...(exported ? [] : ["Playground"])];
 const POLL = 2000;
 const IDLE = 6000; // when nothing is being written
 const OVERLAID = 6;
-const page = { runs: [], comparisons: [], loaded: false };
+const page = { runs: [], comparisons: [], evals: [], loaded: false };
 
 function byId(id) {
   return document.getElementById(id);
@@ -37,7 +38,8 @@ function withDefaults(state) {
 }
 
 function tabOf(state) {
-  return TABS.find((tab) => tab.toLowerCase() === state.tab) ?? (page.runs.length || !page.comparisons.length ? "Overview" : "Compare");
+  const only = page.comparisons.length ? "Compare" : page.evals.length ? "Evaluations" : "Overview";
+  return TABS.find((tab) => tab.toLowerCase() === state.tab) ?? (page.runs.length ? "Overview" : only);
 }
 
 function drawTabs(state) {
@@ -64,10 +66,11 @@ async function draw() {
   runList(byId("runs"), page.runs, state, run);
   const main = byId("main");
   if (tab === "Compare") return compareTab(main, state, page.comparisons);
+  if (tab === "Evaluations") return evaluationsTab(main, state, page.evals, page.runs);
   if (!run) return main.replaceChildren(el("p", { class: "empty" }, "No runs here yet. `arpo train` and `arpo demo` make them."));
   if (tab === "Overview") {
     await loadSelected(state, false);
-    if (tabOf(readState()) === tab) overviewTab(main, withDefaults(readState()), page.runs);
+    if (tabOf(readState()) === tab) overviewTab(main, withDefaults(readState()), page.runs, page.evals);
   } else if (tab === "Trees") await treesTab(main, state, run);
   else if (tab === "Playground") await playgroundTab(main, state, run);
   else if (tab === "Entropy") await entropyTab(main, state, run);
@@ -100,7 +103,7 @@ async function loadRuns() {
     run.grew = Boolean(old) && (old.grew || old.live || old.steps !== run.steps);
     if (old && run.steps < old.steps) clearTreeCache();
   }
-  Object.assign(page, { runs: found.runs, comparisons: found.comparisons ?? [], loaded: true });
+  Object.assign(page, { runs: found.runs, comparisons: found.comparisons ?? [], evals: found.evals ?? [], loaded: true });
   byId("root").textContent = printable(found.root ?? "");
   document.title = `arpo view ${printable(found.root ?? "")}`;
   byId("note").hidden = !found.note;

@@ -1,7 +1,9 @@
 // Line charts: several series over one x, a readout by pointer or arrow keys, redrawn in place.
 // A series: {name, points: [[x, y or null], ...], color: 0..7, mark: 0..7, dash: 0..3, faint, band: [[x, low, high], ...]}.
+// If all series have a `weight` and a `high`, the y axis ends at `robustTop`; what lies beyond is marked at its edge.
 
 import { clear, el, number, svg } from "./dom.js";
+import { robustTop } from "./scale.js";
 
 const HEIGHT = 190;
 const EDGE = { left: 52, right: 14, top: 8, bottom: 30 };
@@ -31,7 +33,7 @@ export function makeChart({ title, format = number, xFormat = number, xLabel = "
     for (const one of drawn) parts.push(...line(one, shown.scale));
     const cursor = svg("g", { class: "cursor" });
     frame.replaceChildren(...parts, cursor);
-    drawLegend(legend, drawn);
+    drawLegend(legend, drawn, shown.scale, format);
     point(shown.cursor);
   }
 
@@ -92,6 +94,7 @@ function nearest(points, x) {
 function scales(series, width, floor, ceiling) {
   const xs = extent(series.flatMap((one) => one.points.map(([x]) => x)));
   let [low, high] = extent(series.flatMap((one) => one.points.map(([, y]) => y)).filter((y) => y !== null));
+  if (series.length && series.every((one) => one.weight > 0)) high = robustTop(series);
   if (series.some((one) => one.band?.length)) high += 0.2 * (high - low); // bands may be far wider than their curve
   if (floor !== null) low = Math.min(low, floor);
   if (ceiling !== null) high = Math.max(high, ceiling);
@@ -103,7 +106,7 @@ function scales(series, width, floor, ceiling) {
     xs,
     ys: [low, high],
     px: (x) => EDGE.left + ((x - xs[0]) / (xs[1] - xs[0])) * inner,
-    py: (y) => EDGE.top + ((high - y) / (high - low)) * tall,
+    py: (y) => EDGE.top + ((high - Math.min(y, high)) / (high - low)) * tall,
     back: (pixel) => xs[0] + ((pixel - EDGE.left) / inner) * (xs[1] - xs[0]),
   };
 }
@@ -172,6 +175,11 @@ function line(one, scale) {
     pen = "L";
   }
   const known = one.points.filter(([, y]) => y !== null);
+  const beyond = beyondAxis(one, scale);
+  const spread = Math.ceil(beyond.length / MARKS);
+  for (const [x] of beyond.filter((_, place) => place % spread === 0)) {
+    parts.push(svg("path", { class: `mark beyond ${color}`, d: "M0 -6L4.5 1H-4.5Z", transform: `translate(${scale.px(x).toFixed(1)} ${EDGE.top})` }));
+  }
   const look = { class: `line ${color}${one.faint ? " faint" : ""}`, d: path, "stroke-dasharray": DASHES[one.dash ?? 0] };
   parts.push(svg("path", look));
   if (!one.faint) {
@@ -180,6 +188,10 @@ function line(one, scale) {
     for (const [x, y] of one.dots || known.length < 3 ? marked : known.slice(-1)) parts.push(symbol(one.mark ?? 0, scale.px(x), scale.py(y), color));
   }
   return parts;
+}
+
+function beyondAxis(one, scale) {
+  return one.points.filter(([, y]) => y !== null && y > scale.ys[1]);
 }
 
 const SHAPES = [
@@ -204,13 +216,15 @@ export function badge(place) {
   return svg("svg", { class: "badge", width: 14, height: 14, "aria-hidden": "true" }, symbol(place, 7, 7, color));
 }
 
-function drawLegend(legend, series) {
+function drawLegend(legend, series, scale, format) {
   const named = new Map(series.filter((one) => one.legend).map((one) => [one.legend, one]));
   const several = new Set(series.map((one) => one.color)).size > 1 && named.size < series.length;
   const lines = [...named.values()].map((one) => {
     const stroke = { class: `line ${several && !one.own ? "" : `c${one.color % COLORS}`}`, d: "M0 6H22", "stroke-dasharray": DASHES[one.dash ?? 0] };
     const picture = svg("svg", { width: 22, height: 12, "aria-hidden": "true" }, svg("path", stroke));
-    return el("span", {}, picture, ` ${one.legend}`);
+    const beyond = beyondAxis(one, scale);
+    const said = beyond.length ? ` (▲ beyond the axis, up to ${format(extent(beyond.map(([, y]) => y))[1])})` : "";
+    return el("span", {}, picture, ` ${one.legend}${said}`);
   });
   legend.replaceChildren(...lines);
 }

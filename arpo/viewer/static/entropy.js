@@ -44,6 +44,12 @@ function interval(mean, show) {
   return show(mean.value) + reach;
 }
 
+// The largest entropy of a kind of turn, without tokens that less than a tenth of its turns have.
+function usualHigh(entry) {
+  const counts = entry.positions.map((mean) => mean.count);
+  return Math.max(0, ...entry.positions.filter((mean) => mean.count >= 0.1 * Math.max(...counts)).map((mean) => mean.value));
+}
+
 function drawStudy(node, found, state, run) {
   const curves = makeChart({ title: "Entropy token by token, by start of the turn (nats; bands: 95 %)", xLabel: "token", floor: 0 });
   const series = found.turn_starts.map((entry, index) => ({
@@ -53,6 +59,8 @@ function drawStudy(node, found, state, run) {
     color: index,
     mark: index,
     dash: index % 4,
+    weight: entry.turns,
+    high: usualHigh(entry),
     points: entry.positions.map((mean, position) => [position + 1, mean.value]),
     band: entry.positions
       .map((mean, position) => [position + 1, mean.value - 1.96 * mean.error, mean.value + 1.96 * mean.error, mean.error])

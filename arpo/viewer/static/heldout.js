@@ -22,14 +22,15 @@ export function heldOutTable(run) {
   const kinds = Object.keys(first.by_kind).map((kind) => row(printable(shorten(kind, 60)), (one) => one.by_kind[kind]));
   const heads = ["kind of question", "questions", ...shown.map(whenOf), ...(shown.length > 1 ? ["change, points"] : [])];
   const rows = [...kinds, row("all", (one) => one.accuracy)];
-  return [el("h2", {}, `${name}: held-out questions`), table(heads, rows, { class: "heldout" }), el("p", { class: "note" }, INTERVALS), ...note];
+  const when = shown.length > 1 && !first.step ? ", before and after training" : "";
+  return [el("h2", {}, `${name}: held-out questions${when}`), table(heads, rows, { class: "heldout" }), el("p", { class: "note" }, INTERVALS), ...note];
 }
 
 function whenOf(one) {
   return one.step ? `after step ${number(one.step)}` : "before training";
 }
 
-function withInterval(found) {
+export function withInterval(found) {
   return found ? `${percent(found.value, 1)} (${percent(found.low, 1)} to ${percent(found.high, 1)})` : "–";
 }
 

@@ -2,6 +2,7 @@
 
 import { makeChart } from "./charts.js";
 import { choice, el, number, percent, plural, printable, put, seconds, shorten, table, toggle } from "./dom.js";
+import { evalTable } from "./evals.js";
 import { heldOutTable } from "./heldout.js";
 import { AXES, axisUnit, damagedOf, pointsOf, recordsOf, smoothed } from "./metrics.js";
 import { go } from "./state.js";
@@ -32,23 +33,35 @@ const SUPERVISED = [
 const shownCharts = new Map();
 const overviewFrame = { node: null };
 
-export function overviewTab(main, state, runs) {
+export function overviewTab(main, state, runs, evals) {
   const chosen = runs.filter((run) => state.run.includes(run.id));
   if (overviewFrame.node?.parentNode !== main) {
     overviewFrame.bar = el("div", { class: "bar" });
     overviewFrame.summary = el("div");
+    overviewFrame.evals = el("div");
+    overviewFrame.evalsKey = "";
     overviewFrame.charts = el("div", { class: "charts" });
-    overviewFrame.node = el("div", {}, overviewFrame.bar, overviewFrame.summary, overviewFrame.charts);
+    overviewFrame.node = el("div", {}, overviewFrame.bar, overviewFrame.summary, overviewFrame.evals, overviewFrame.charts);
     main.replaceChildren(overviewFrame.node);
   }
   if (!chosen.length) {
     overviewFrame.summary.replaceChildren(el("p", { class: "empty" }, "Choose a run on the left."));
     overviewFrame.charts.replaceChildren();
+    drawEvals([], []);
     return;
   }
   drawBar(state, chosen);
   overviewFrame.summary.replaceChildren(summary(chosen));
+  drawEvals(evals.filter((one) => chosen.some((run) => run.id === one.run)), chosen);
   drawCharts(state, chosen);
+}
+
+// The evaluations of the chosen runs by `arpo eval`; drawn again only if they changed, so that focus stays.
+function drawEvals(evals, chosen) {
+  const key = JSON.stringify([evals, chosen.map((run) => run.name)]);
+  if (overviewFrame.evalsKey === key) return;
+  overviewFrame.evalsKey = key;
+  put(overviewFrame.evals, ...(evals.length ? [el("h2", {}, "Evaluations"), evalTable(evals, chosen)] : []));
 }
 
 function drawBar(state, chosen) {

@@ -194,7 +194,7 @@ export function describeLeaf(tree, leaf) {
   const parts = rewardParts(reward) && ` (${rewardParts(reward)})`;
   const masked = tree.mask[leaf] === false ? ", left out of training" : "";
   const note = rewardNote(reward) && `; ${rewardNote(reward)}`;
-  return `trajectory ${leaf + 1}: ended by ${tree.leaves[leaf].stop_reason}, reward ${number(reward?.total)}${parts}, advantage ${signed(credit?.advantage)}${masked}${note}`;
+  return `trajectory ${leaf + 1}: ended by ${tree.leaves[leaf].stop_reason}, reward ${number(reward?.total)}${parts}${credit ? `, advantage ${signed(credit.advantage)}` : ""}${masked}${note}`;
 }
 
 function answerOf(leaf) {
@@ -217,7 +217,7 @@ function drawLeaf(tree, layout, end, on) {
   };
   const glyph = correctMark(reward);
   const column = (x, text, kind) => svg("text", { x, y: 4, class: kind }, text);
-  const numbers = [column(18, number(reward?.total), "reward"), column(54, `A ${signed(credit?.advantage, 2)}`, "advantage")];
+  const numbers = [column(18, number(reward?.total), "reward"), credit && column(54, `A ${signed(credit.advantage, 2)}`, "advantage")];
   const answer = printable(shorten(tree.leaves[end.number].answer ?? "–", 15));
   return svg(
     "g",

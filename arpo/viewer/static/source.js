@@ -49,9 +49,9 @@ export function api(name, parameters = {}) {
   return `/api/${name}${query ? `?${query}` : ""}`;
 }
 
-// The address of an image of a run's trees; null if an exported page does not hold it.
-export function imageUrl(run, sha256) {
-  const path = api("image", { run, sha256 });
+// The address of an image in the trees of a run or an evaluation; null if an exported page does not hold it.
+export function imageUrl(origin, sha256) {
+  const path = api("image", { run: origin.run, eval: origin.eval, sha256 });
   if (!embedded) return path;
   const found = embedded.get(canonical(path));
   return found === undefined ? null : `data:image/png;base64,${found}`;

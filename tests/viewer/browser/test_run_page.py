@@ -15,7 +15,7 @@ from view_runs import HOSTILE, branched, make_branched, make_hostile, make_sft, 
 from arpo.viewer.export import write_page
 from arpo.viewer.folder import Folder
 
-TABS = ("Overview", "Trees", "Entropy", "Compare", "Config")
+TABS = ("Overview", "Trees", "Entropy", "Compare", "Evaluations", "Config")
 
 
 def plot(page: Any, title: str) -> Any:
@@ -253,7 +253,7 @@ def test_narrow_pages_do_not_scroll_sideways(pages: Open, known: str, scheme: st
     for tab in TABS:
         page.goto(f"{known}#tab={tab.lower()}&at=branched&step=2&leaf=0&chat=1")
         page.locator(f"#tab-{tab}[aria-selected='true']").wait_for()
-        page.locator("main svg, main table").first.wait_for()
+        page.locator("main svg, main table, main .evaluations .empty").first.wait_for()
         assert page.evaluate("document.documentElement.scrollWidth") <= 400, tab
 
 

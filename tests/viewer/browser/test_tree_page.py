@@ -208,7 +208,7 @@ def test_keys(pages: Open, known: str) -> None:
     page.keyboard.press("?")
     page.locator("dialog[open] h2", has_text="Keys").wait_for()
     page.keyboard.press("Escape")
-    page.keyboard.press("5")
+    page.keyboard.press("6")
     page.locator('#tabs [aria-selected="true"]', has_text="Config").wait_for()
 
 
