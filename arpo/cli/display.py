@@ -91,9 +91,7 @@ def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     wide.print(_table(head, rows, columns, narrow), soft_wrap=False)
 
 
-def _table(
-    head: Sequence[str], rows: Sequence[Sequence[str]], columns: Sequence[int], narrow: bool = False
-) -> Table:
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], columns: Sequence[int], narrow: bool = False) -> Table:
     """The table of some columns; a `narrow` one has columns as wide as their cells, if these are short."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:

@@ -31,6 +31,14 @@ def test_help_names_every_command(arpo: Arpo) -> None:
     assert [name for name in ("train", "eval", "rollout", "doctor", "demo") if f" {name} " not in outcome.out] == []
 
 
+def test_help_is_not_cut_off_in_80_columns(arpo: Arpo, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = {
+        name: arpo(name, "--help").out for name in ("train", "eval", "chat", "compare", "entropy", "signal", "plan")
+    }
+    assert [name for name, text in shown.items() if "…" in text or "Usage" not in text] == []
+
+
 def test_doctor(arpo: Arpo, tmp_path: Path) -> None:
     outcome = arpo("doctor")
     assert outcome.code == 0

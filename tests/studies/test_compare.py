@@ -193,9 +193,7 @@ def test_what_is_missing_is_said_before_anything_runs(config: Path) -> None:
         plan_for(config, more=[f"data.test={config.parent / 'test.jsonl'}"])
 
 
-def test_a_comparison_of_which_nothing_ran_can_be_begun_with_other_settings(
-    config: Path, processes: Processes
-) -> None:
+def test_a_comparison_of_which_nothing_ran_can_be_begun_with_other_settings(config: Path, processes: Processes) -> None:
     processes.dies["cold-start seed-3"] = [2]
     with pytest.raises(ArpoError, match="the model could not be evaluated: exit code 2"):
         run(plan_for(config, more=["rollout.max_tokens=7"]))
