@@ -303,7 +303,7 @@ def test_an_empty_dataset(arpo: Arpo) -> None:
 def test_an_unknown_tool(arpo: Arpo) -> None:
     message = mistake(arpo("train", "small.toml", 'tools.enabled=["search", "browser"]'))
     there = "search, python, browse, or your own as path/to/file.py:name"
-    assert message == f"tools.enabled: there is no tool 'browser'; there are: {there}"
+    assert message == f"tools.enabled: there is no tool 'browser' (did you mean 'browse'?); there are: {there}"
     message = mistake(arpo("train", "small.toml", "reward.bonus=0.1", 'reward.bonus_tools=["search", "browse"]'))
     assert message == (
         "reward.bonus_tools: browse is not among the tools, so the bonus could never be earned; use reward.bonus=0, or "
