@@ -136,6 +136,8 @@ def test_an_interval_has_three_seeds_and_ends_that_can_be_read() -> None:
     wide = Mean(1.81, 0.002, 2000.0)
     assert _ratio(wide, 3) == "1.81 (<0.01 to >100)" and _ratio(Mean(0.5, 0.25, 1.0), 3) == "0.50 (0.25 to 1.00)"
     assert (_ratio(wide, 2), _ratio(Mean(1.12, None, None), 1)) == ("1.81 (2 seeds)", "1.12 (1 seed)")
+    assert _ratio(Mean(1234.5, 900.0, 1500.0), 3) == "1,234 (>100 to >100)"
+    assert _ratio(Mean(0.0012, 0.001, 0.002), 3) == "0.001 (<0.01 to <0.01)"
     ends = enumerate((0.5, 0.6, 0.7))  # 4.303 standard errors of 0.1 / sqrt(3)
     three = comparison(*(trial("grpo", seed, [(0, 0.2), (9, end)]) for seed, end in ends))
     assert body(three, "Final accuracy, and")[0][:3] == ["grpo", "3", "60.0 (35.2 to 84.8)"]

@@ -371,17 +371,28 @@ def test_a_killed_build_is_cleared_away_a_day_later(tmp_path: Path) -> None:
     def beside() -> list[str]:
         return sorted(path.name for path in folder.iterdir())
 
-    for name in (".index.12", ".index.ab.old", ".index.cd", ".index.ef", ".index.other", ".indexes.12"):
+    first, second, third, fourth = (letter * 16 for letter in "abcd")
+    for name in (
+        f".index.{first}",
+        f".index.{second}.old",
+        f".index.{third}",
+        f".index.{fourth}",
+        ".index.2024",
+        ".index.other",
+        f".indexes.{first}",
+    ):
         (folder / name / "runs").mkdir(parents=True)
         (folder / name / "texts.bin").touch()
         for path in (folder / name / "texts.bin", folder / name / "runs", folder / name):
             os.utime(path, (days_ago, days_ago))
-    os.utime(folder / ".index.cd", None)  # begun now
-    os.utime(folder / ".index.ef" / "texts.bin", None)  # written to now
-    others = [".index.cd", ".index.ef", ".index.other", ".indexes.12"]
+    os.utime(folder / f".index.{third}", None)  # begun now
+    os.utime(folder / f".index.{fourth}" / "texts.bin", None)  # written to now
+    others = sorted([".index.2024", f".index.{third}", f".index.{fourth}", ".index.other", f".indexes.{first}"])
     with pytest.raises(KeyboardInterrupt):
         build_index(corpus, folder / "index", progress=stop)
-    assert beside() == [".index.ab.old", *others]  # the only index that there is: its successor is missing
+    assert beside() == sorted(
+        [f".index.{second}.old", *others]
+    )  # the only index that there is: its successor is missing
     build_index(corpus, folder / "index")
     build_index(corpus, folder / "index", force=True)
     assert beside() == [*others, "index"]

@@ -302,7 +302,7 @@ def _mean(found: stats.Mean | None, seeds: int, sign: str = "") -> str:
 def _ratio(found: stats.Mean | None, seeds: int) -> str:
     if found is None:
         return NONE
-    mean = f"{found.mean:.2f}" if 0.005 <= found.mean < 100 else f"{found.mean:.1g}"
+    mean = f"{found.mean:.1g}" if found.mean < 0.005 else f"{found.mean:,.{2 if found.mean < 100 else 0}f}"
     low, high = (None if end is None else _end(end) for end in found[1:])
     return f"{mean} {_brackets(low, high, seeds)}"
 

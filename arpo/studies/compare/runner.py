@@ -174,7 +174,7 @@ def plan_from_options(
         raise ArpoError(f"--baseline: {baseline} is not among the algorithms {', '.join(names)}")
     settings = load_config(config, overrides, baseline)
     require_test_source(settings.data)
-    require_files(settings)
+    require_files(settings, needs_test=True)
     if settings.train.budget:
         raise ArpoError("train.budget: a comparison sets it; use --budget, or leave it out")
     if tune is not None and budget is None:

@@ -104,7 +104,7 @@ def _new_folder(directory: Path, force: bool) -> Iterator[Path]:
 def _leftovers(directory: Path) -> list[Path]:
     """What other builds of an index have beside it; one that was replaced counts if there is another now."""
     replaced = r"(\.old)?" if directory.exists() else ""
-    name = re.compile(rf"\.{re.escape(directory.name)}\.[0-9a-f]+{replaced}")
+    name = re.compile(rf"\.{re.escape(directory.name)}\.[0-9a-f]{{16}}{replaced}")
     return [path for path in directory.parent.iterdir() if name.fullmatch(path.name)]
 
 
