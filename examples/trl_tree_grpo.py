@@ -1,6 +1,6 @@
 """TRL's GRPOTrainer with rollout trees: a model learns to look up prices and add them.
 
-    pip install 'arpo[trl]'
+    pip install 'trl>=1.16,<1.17'
     python examples/trl_tree_grpo.py --model Qwen/Qwen3-0.6B --steps 200
 
 Only the trainer's name and `branching="arpo"` differ from a script for TRL alone. With `--branching never` it is TRL's

@@ -13,7 +13,6 @@ import math
 import os
 import random
 import shutil
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -31,6 +30,7 @@ from arpo.builtin import labyrinth
 from arpo.builtin.model import add_words
 from arpo.builtin.traces import TRACES_PER_WORLD, CallTool, write_traces
 from arpo.builtin.world import World, build_world
+from arpo.config.files import remove_abandoned
 from arpo.config.schema import Coldstart, Config, Model
 from arpo.data.task_set import Progress
 from arpo.data.tasks import Trace
@@ -99,21 +99,13 @@ def _cold_start(
         except OSError as error:
             raise ArpoError(f"{cache_dir()}: {error.strerror}; set ARPO_CACHE to a folder to write to") from None
         try:
-            _remove_abandoned(directory)
+            remove_abandoned(directory.parent.glob(f"{directory.name}.*.tmp"))
             save_pretrained(*_train_from_base(settings, write, tools, progress, words), unfinished)
             with suppress(OSError):  # another process was faster; its model is the same
                 unfinished.rename(directory)
         finally:  # also after Ctrl-C
             shutil.rmtree(unfinished, ignore_errors=True)
     return directory
-
-
-def _remove_abandoned(directory: Path) -> None:
-    """Remove what processes left that were killed while they made this directory: a day without a change."""
-    for left in directory.parent.glob(f"{directory.name}.*.tmp"):
-        with suppress(OSError):
-            if time.time() - left.stat().st_mtime > 86_400:
-                shutil.rmtree(left)
 
 
 def _train_from_base(

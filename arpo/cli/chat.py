@@ -3,7 +3,8 @@
     conversation = Conversation(agent, config.rollout, config.branching.probe_tokens, seed=0)
     chat(conversation, Screen(console, agent.tokenizer), read_line=lambda: input("> "), interactive=True)
 
-Guarantees: text of the model and of tools reaches the terminal only through `printable`, never as markup.
+Guarantees: text of the model and of tools reaches the terminal only through `printable`, never as markup. On a
+terminal lines are wrapped between words, so the part of a word that has been sampled may be held back.
 Not covered: questions of more than one line; tokenizers that take back what they had decoded (a broken run of byte
 tokens may look different on the screen, never in the conversation).
 """
@@ -11,10 +12,14 @@ tokens may look different on the screen, never in the conversation).
 from __future__ import annotations
 
 import asyncio
+import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import groupby
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console
 
 from arpo.agent.agent import Agent, build_agent
@@ -49,19 +54,20 @@ class Screen(Listener):
     def __init__(self, console: Console, tokenizer: Any) -> None:
         self._console, self._decoder = console, StreamDecoder(tokenizer)
         self._ends = frozenset(map(tokenizer.convert_tokens_to_ids, end_texts(tokenizer)))
-        self._at_line_start = True
+        self._wrap = Wrap()
         self._max_entropy = 0.0  # since the last text was shown
         self.shading = False
 
     def on_token(self, token: int, entropy: float) -> None:
-        """Show a token as soon as its text is complete; tokens that end a turn have none."""
+        """Show a token as soon as its text is complete and has its line; tokens that end a turn have none."""
         if token not in self._ends:
             self._max_entropy = max(self._max_entropy, entropy)
             self._show(self._decoder.push(token))
 
     def on_turn_end(self) -> None:
-        """Show what the decoder held back."""
+        """Show what was held back."""
         self._show(self._decoder.flush())
+        self._print(self._wrap.flush(self._width))
         self._max_entropy = 0.0
 
     def on_call(self, call: ToolCall) -> None:
@@ -87,16 +93,84 @@ class Screen(Listener):
     def _show(self, text: str) -> None:
         if text:
             shade = next((style for below, style in SHADES if self._max_entropy < below), "red")
-            self._write(text, shade if self.shading else COLORS[Kind.MODEL])
+            style = shade if self.shading else COLORS[Kind.MODEL]
+            self._print(self._wrap.push(printable(text), style, self._width))
             self._max_entropy = 0.0
 
     def _fresh_line(self) -> None:
-        if not self._at_line_start:
+        self._print(self._wrap.flush(self._width))
+        if self._wrap.column:
             self._write("\n", "")
 
     def _write(self, text: str, style: str) -> None:
-        self._console.out(printable(text), style=style or None, end="")
-        self._at_line_start = text.endswith("\n")
+        self._print(self._wrap.push(printable(text), style, self._width))
+        self._print(self._wrap.flush(self._width))
+
+    @property
+    def _width(self) -> int:
+        return self._console.width if self._console.is_terminal else sys.maxsize
+
+    def _print(self, parts: Sequence[tuple[str, str]]) -> None:
+        for style, some in groupby(parts, key=lambda part: part[1]):
+            self._console.out("".join(text for text, _ in some), style=style or None, end="")
+
+
+class Wrap:
+    """Breaks lines between words while text comes in, also in parts of words.
+
+    Text is given and returned as (text, style); `column` is where the next one goes. A word that is longer than a line
+    is left to the terminal, and characters that are two columns wide are words of their own.
+    """
+
+    def __init__(self) -> None:
+        self.column = 0
+        self._held: list[tuple[str, str]] = []  # the beginning of a word that may not fit into this line
+        self._inside = False  # the beginning of the word has been returned already
+
+    def push(self, text: str, style: str, width: int) -> list[tuple[str, str]]:
+        """What can be shown after this text; it has no white space but spaces and line breaks."""
+        shown: list[tuple[str, str]] = []
+        for part in re.findall(r"\n| +|[^ \n]+", text):
+            if part == "\n":
+                shown += [*self.flush(width), (part, "")]
+                self.column = 0
+            elif part[0] == " ":
+                shown += self.flush(width)
+                shown.append((part[: max(0, width - self.column)], style))
+                self.column += len(shown[-1][0])
+            else:
+                for wide, chars in groupby(part, key=lambda char: cell_len(char) > 1):
+                    for piece in chars if wide else ("".join(chars),):
+                        shown += [*(self.flush(width) if wide else ()), *self._add(piece, style, width)]
+                    shown += self.flush(width) if wide else ()
+        return shown
+
+    def flush(self, width: int) -> list[tuple[str, str]]:
+        """What is held back, and the end of its word."""
+        shown = self._release(width)
+        self._inside = False
+        return shown
+
+    def _add(self, piece: str, style: str, width: int) -> list[tuple[str, str]]:
+        self._held.append((piece, style))
+        if not self._inside and self.column and self.column + self._cells() <= width:
+            return []
+        shown = self._release(width)
+        self._inside = True
+        return shown
+
+    def _release(self, width: int) -> list[tuple[str, str]]:
+        shown, cells = self._held, self._cells()
+        if shown and not self._inside and 0 < self.column <= width < self.column + cells:
+            shown, self.column = [("\n", ""), *shown], 0
+        self.column += cells
+        if self.column > width:  # the terminal has broken the word
+            self.column = self.column % width or width
+        self._held = []
+        return shown
+
+    def _cells(self) -> int:
+        return sum(cell_len(text) for text, _ in self._held)
 
 
 def shorten(text: str) -> list[str]:

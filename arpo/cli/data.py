@@ -189,7 +189,7 @@ def _stages() -> Iterator[Callable[[str, float], None]]:
             if now == shown:
                 return
             shown = now
-            bar.update(bar.task_ids[0], description=what, completed=now[1])
+            bar.update(bar.task_ids[0], description=what, completed=now[1], visible=True)
             if not console.is_terminal and now[1] % 25 == 0:
                 console.print(f"{what}: {now[1]}%")
 

@@ -13,10 +13,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
 from rich.measure import Measurement
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Column, Table
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.progress import Task as ProgressTask
+from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
@@ -33,14 +43,23 @@ if TYPE_CHECKING:
 console = Console(highlight=False, markup=False, emoji=False)
 console.soft_wrap = not console.is_terminal  # a terminal gets lines that are wrapped between words
 PLAIN_WIDTH = 200  # of tables where there is no terminal
+SHORT_CELL = 30  # a cell of at most this many characters is not wrapped
 SFT_HEADER = "step  epoch   loss  grad norm  traces  tokens: trained/all  seconds"
 NOTE_SECONDS = 0.2  # between changes of what a bar says of a step
 COLORS = {Kind.PROMPT: "bold", Kind.MODEL: "cyan", Kind.TOOL: "yellow"}
 
 
+class _NoteColumn(ProgressColumn):
+    """What a bar says last; where a line is too long, this is cut and nothing else."""
+
+    def render(self, task: ProgressTask) -> Text:
+        """The note of a task."""
+        return Text(task.fields["note"], no_wrap=True, overflow="ellipsis")
+
+
 @contextmanager
 def progress_bar(what: str, total: int) -> Iterator[Progress]:
-    """A progress bar with one task, the first of `task_ids`; shown on a terminal only."""
+    """A progress bar with one task, the first of `task_ids`; shown on a terminal only, once it is made visible."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(40 if console.width >= 120 else 6),
@@ -48,54 +67,62 @@ def progress_bar(what: str, total: int) -> Iterator[Progress]:
         TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}", table_column=Column(no_wrap=True, overflow="ellipsis")),
+        _NoteColumn(),
     )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        bar.add_task(what, total=total, note="")
+        bar.add_task(what, total=total, note="", visible=False)
         yield bar
 
 
 def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table with the first column left-aligned; 200 characters wide unless on a terminal.
 
-    Where it is too wide, it is printed in parts, each with the first column, so that no word is broken.
+    Where it is too wide, headings are wrapped, and it is printed in parts, each with the first column. No word is
+    broken, and no short cell.
     """
     wide = console
     if not console.is_terminal:
         wide = Console(file=console.file, width=PLAIN_WIDTH, markup=False, emoji=False)
-    columns = [0]
+    columns, narrow = [0], _measure(wide, _table(head, rows, range(len(head)))).maximum > wide.width
     for column in range(1, len(head)):
-        if len(columns) > 1 and _min_width(wide, _table(head, rows, [*columns, column])) > wide.width:
-            wide.print(_table(head, rows, columns), soft_wrap=False)
+        if len(columns) > 1 and _measure(wide, _table(head, rows, [*columns, column], narrow)).minimum > wide.width:
+            wide.print(_table(head, rows, columns, narrow), soft_wrap=False)
             columns = [0]
         columns.append(column)
-    wide.print(_table(head, rows, columns), soft_wrap=False)
+    wide.print(_table(head, rows, columns, narrow), soft_wrap=False)
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], columns: Sequence[int]) -> Table:
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], columns: Sequence[int], narrow: bool = False) -> Table:
+    """The table of some columns; a `narrow` one has columns as wide as their cells, if these are short."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
-        short = all(len(row[column]) <= 30 for row in rows)
-        table.add_column(head[column], justify="right" if column else "left", no_wrap=column == 0 and short)
+        longest = max((cell_len(row[column]) for row in rows), default=0)
+        width = max(longest, *map(cell_len, head[column].split(" "))) if narrow and longest <= SHORT_CELL else None
+        table.add_column(head[column], justify="right" if column else "left", width=width)
     for row in rows:
         table.add_row(*(row[column] for column in columns))
     return table
 
 
-def _min_width(wide: Console, table: Table) -> int:
-    """The width of a table that breaks no word."""
-    return Measurement.get(wide, wide.options.update(width=10 * PLAIN_WIDTH), table).minimum
+def _measure(wide: Console, table: Table) -> Measurement:
+    """The width of a table on one line per row, and that of one that breaks no word."""
+    return Measurement.get(wide, wide.options.update(width=10 * PLAIN_WIDTH), table)
 
 
-def print_hanging(line: str, indent: int | None = None) -> None:
-    """Print a line; on a terminal what does not fit goes on below its text, or below column `indent`."""
-    if not console.is_terminal:
-        console.print(line)
-        return
+def print_hanging(line: str, indent: int | None = None, style: str = "") -> None:
+    """Print a line; on a terminal what does not fit goes on below its text, or below column `indent`.
+
+    `style` is that of the first word.
+    """
     at = len(line) - len(line.lstrip(" ")) if indent is None else indent
-    wrapped = textwrap.wrap(line, console.width, subsequent_indent=" " * at, break_on_hyphens=False)
-    for part in wrapped or [""]:
-        console.print(part)
+    parts = [line]
+    if console.is_terminal:
+        parts = textwrap.wrap(line, console.width, subsequent_indent=" " * at, break_on_hyphens=False) or [""]
+    for number, part in enumerate(parts):
+        text = Text(part)
+        if style and not number:
+            text.stylize(style, 0, len(part.split(" ", 1)[0]))
+        console.print(text)
 
 
 class _Bar(reporting.Progress):
@@ -143,7 +170,6 @@ class ConsoleReporter(reporting.Reporter):
     def progress(self, what: str, total: int) -> Iterator[reporting.Progress]:
         """Show a progress bar on a terminal."""
         with progress_bar(what, total) as bar:
-            bar.update(bar.task_ids[0], visible=False)
             shown = _Bar(bar)
             if what == "training":
                 self._bar = shown

@@ -22,8 +22,11 @@ TIERS = {
 
 def doctor() -> None:
     """Check this machine: versions, devices, memory, which engines and tools can run, and why not."""
-    for what, usable, details in _checks():
-        print_hanging(f"{'ok ' if usable else 'no '} {what:<18} {details}", 23)
+    checks = _checks()
+    width = max(len(what) for what, _, _ in checks)
+    for what, usable, details in checks:
+        line = f"{'ok' if usable else 'no'}  {what:<{width}}  {details}"
+        print_hanging(line, len("ok    ") + width, "green" if usable else "yellow")
 
 
 def _checks() -> list[tuple[str, bool, str]]:
@@ -47,13 +50,13 @@ def _checks() -> list[tuple[str, bool, str]]:
         ("tool: browse", *_needs("trafilatura", "httpx2 trafilatura lxml_html_clean", "reads web pages")),
         ("tools: MCP", *_needs("mcp", "mcp", "stdio and streamable HTTP")),
         ("reward: math", *_needs("math_verify", "math-verify", "compares math answers")),
-        ("engine: vllm", *_needs("vllm", "vllm", "rollout.engine=vllm")),
-        ("cluster: Ray", *_needs("ray", "'arpo[cluster]'", "cluster.address: sampling on other machines")),
-        ("LoRA", *_needs("peft", "'arpo[lora]'", "train.lora_rank: adapters")),
-        ("GGUF models", *_needs("gguf", "'arpo[gguf]'", "model.path=model.gguf")),
-        ("hub data sets", *_needs("datasets", "'arpo[hub]'", "data.train=hf:NAME")),
-        ("parquet files", *_needs("pyarrow", "'arpo[parquet]'", "data.train=questions.parquet")),
-        *((f"tracker: {name}", *_needs(name, f"'arpo[{name}]'", f"run.tracker={name}")) for name in TRACKERS),
+        ("engine: vllm", *_needs("vllm", "vllm==0.32.0, in an environment of its own", "rollout.engine=vllm")),
+        ("cluster: Ray", *_needs("ray", "ray", "cluster.address: sampling on other machines")),
+        ("LoRA", *_needs("peft", "peft", "train.lora_rank: adapters")),
+        ("GGUF models", *_needs("gguf", "gguf", "model.path=model.gguf")),
+        ("hub data sets", *_needs("datasets", "datasets", "data.train=hf:NAME")),
+        ("parquet files", *_needs("pyarrow", "pyarrow", "data.train=questions.parquet")),
+        *((f"tracker: {name}", *_needs(name, name, f"run.tracker={name}")) for name in TRACKERS),
         ("figures", *_needs("matplotlib", "matplotlib", "of comparisons, entropy studies and evaluations")),
         ("model cache", *_writable(cache_dir())),
     ]

@@ -12,6 +12,7 @@ import typer
 from arpo.cli.display import ConsoleReporter, console, print_table, tool_lines
 from arpo.cli.options import MODEL_HELP, Overrides, load_model_config, require_questions
 from arpo.config.loading import load_config
+from arpo.data.task_set import require_test_source
 from arpo.errors import ArpoError
 from arpo.training.interrupt import run_async
 
@@ -86,6 +87,7 @@ def _require_held_out(target: str, config: Config) -> None:
         require_questions(target, config, choices)
     elif not (config.data.test or config.data.train or config.data.mix):
         raise ArpoError(f"name questions for the endpoint: {choices}")
+    require_test_source(config.data)
 
 
 def _held_out(config: Config, tools: Toolset, reporter: ConsoleReporter) -> QuestionSet:
@@ -102,7 +104,8 @@ def _plan(config: Config, target: str, out: Path | None, ks: tuple[int, ...], he
     build_endpoint(config.eval)  # before anything is loaded: are its settings complete?
     settings = answer_settings(config, held_out)
     if out is None:
-        name = "-".join(re.findall(r"[\w.-]+", target or agent_name(config)))
+        parts = re.findall(r"[\w.-]+", target or agent_name(config))
+        name = "-".join(part for part in parts if part.strip("."))  # not those of ../runs
         default = EVALS_DIR / (f"{name}-test" if held_out else name)
         out = first_usable(default, settings)
         if out != default:

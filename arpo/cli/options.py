@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from arpo.config.files import expand_user
 from arpo.config.loading import load_config
 from arpo.config.schema import Config
 from arpo.data.task_set import MODEL_PLUGINS
@@ -41,4 +42,5 @@ def require_questions(model: str, config: Config, choices: str = "data.test=... 
     """Raise if MODEL is a model or a saved agent and no setting names questions for it; `choices` are what would."""
     named = config.data.train or config.data.mix or config.data.test
     if not named and find_agent(model).config is None and config.model.path not in MODEL_PLUGINS:
-        raise ArpoError(f"{model}: a model has no questions of its own; name some with {choices}")
+        here = "" if os.path.exists(expand_user(model)) else "there is no such file or folder, and "
+        raise ArpoError(f"{model}: {here}a model has no questions of its own; name some with {choices}")

@@ -48,13 +48,15 @@ def compare(
     ] = None,
     tune: Annotated[
         str | None,
-        typer.Option(help='tune every algorithm first, on other seeds: names of M, lr, batch, or "M=4,8;lr=2e-4,5e-4"'),
+        typer.Option(
+            help='tune every algorithm first, on other seeds: names of M, lr, batch, or values, "M=4,8;lr=2e-4,5e-4"'
+        ),
     ] = None,
     tuning_seeds: Annotated[int, typer.Option(min=1, help="seeds for --tune, from 1000 on")] = 1,
     samples: Annotated[int, typer.Option(min=1, help="answers to each test question at the end, for pass@k")] = 5,
     jobs: Annotated[int, typer.Option(min=1, help="runs at the same time")] = 1,
     out: Annotated[Path | None, typer.Option(help="output directory; default: runs/compare-CONFIG")] = None,
-    drop_models: Annotated[bool, typer.Option(help="delete the checkpoints of finished runs")] = False,
+    drop_models: Annotated[bool, typer.Option("--drop-models", help="delete the checkpoints of finished runs")] = False,
     recompute: Annotated[
         Path | None, typer.Option(help="print the tables of this results.json again, from the file alone")
     ] = None,

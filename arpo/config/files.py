@@ -1,4 +1,4 @@
-"""Reading files that a user names and text that others wrote, within limits.
+"""Reading files that a user names and text that others wrote, within limits; removing what killed processes left.
 
 Guarantees: only regular files are opened (also through links), so no read blocks on a pipe or runs forever on a device.
 Text that is nested too deeply is a `ValueError`, like any other invalid text, not a `RecursionError`.
@@ -12,8 +12,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
+import time
 import tomllib
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,7 @@ from arpo.errors import ArpoError
 
 MAX_TEXT_BYTES = 2**24
 """Size of a file of settings or of a model's description; real ones have at most a few megabytes."""
+ABANDONED_SECONDS = 86_400
 _KINDS = {
     stat.S_IFIFO: "is a pipe; write its content to a file first",
     stat.S_IFSOCK: "is a socket, expected a file",
@@ -44,6 +49,15 @@ def no_such_file(path: str | Path) -> str:
     shown = shown_path(path)
     start = "in a settings file start in its folder" if os.path.isabs(shown) else f"start in {Path.cwd()}"
     return f"{shown}: there is no such file (relative paths {start})"
+
+
+def remove_abandoned(folders: Iterable[Path]) -> None:
+    """Remove the folders in which nothing has changed for a day: processes left them that were killed."""
+    for folder in folders:
+        with suppress(OSError):  # another process was faster, or may do what this one may not
+            newest = max(path.lstat().st_mtime for path in (folder, *folder.rglob("*")))
+            if time.time() - newest > ABANDONED_SECONDS:
+                shutil.rmtree(folder)
 
 
 def require_regular_file(path: Path) -> Path:

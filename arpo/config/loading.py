@@ -357,7 +357,8 @@ def _problem(detail: Mapping[str, Any], layers: Layers, merged: Any) -> str | No
     if detail["type"] == "conflict":
         return f"{_source(layers, path, detail['ctx']['other'])}: {key}: got {given}, expected {detail['msg']}"
     if detail["type"] == "one_way":
-        return f"{source}: {key}: got {given}, expected {detail['msg']}"
+        hint = _did_you_mean(value, detail.get("ctx", {}).get("choices", ()))
+        return f"{source}: {key}: got {given}, expected {detail['msg']}{hint}"
     if detail["type"] == "missing":
         return f"{_source(layers, path[:-1])}: {key}: is missing, expected {_type_name(_settings()[key])}"
     if detail["type"] == "default_factory_not_called":
@@ -391,11 +392,17 @@ def _setting_path(path: tuple[str | int, ...]) -> tuple[str | int, ...]:
 
 
 def _choices(given: Any, valid: Sequence[str]) -> str:
-    text = given[:100] if isinstance(given, str) else ""
-    swapped = [name for name in valid if sorted(name) == sorted(text)]  # gpro: two letters in the wrong order
-    near = swapped or difflib.get_close_matches(text, valid, 1)
-    hint = f" (did you mean {_show(near[0])}?)" if near else ""
-    return "one of " + ", ".join(_show(choice) for choice in valid) + hint
+    return "one of " + ", ".join(_show(choice) for choice in valid) + _did_you_mean(given, valid)
+
+
+def _did_you_mean(given: Any, valid: Sequence[str]) -> str:
+    """The choice that is nearest to a text, or to one of several, that is none; empty if none is near."""
+    several = given.values() if isinstance(given, Mapping) else given if isinstance(given, list | tuple) else [given]
+    for text in (each[:100].lower() for each in several if isinstance(each, str) and each not in valid):
+        swapped = [name for name in valid if sorted(name) == sorted(text)]  # gpro: two letters in the wrong order
+        if near := swapped or difflib.get_close_matches(text, valid, 1):
+            return f" (did you mean {_show(near[0])}?)"
+    return ""
 
 
 def _siblings(key: str) -> list[str]:

@@ -406,14 +406,17 @@ class Rewards(Section):
         given = [value] if isinstance(value, str) else value.values()
         if any(name not in known and ":" not in name for name in given):
             names = ", ".join(f'"{name}"' for name in known)
-            raise PydanticCustomError("one_way", "{text}", {"text": f"one of {names} or path/to/file.py:name"})
+            text = f"one of {names} or path/to/file.py:name"
+            raise PydanticCustomError("one_way", "{text}", {"text": text, "choices": known})
         return value
 
     @field_validator("format")
     @classmethod
     def _format_is_known(cls, value: str) -> str:
-        if value not in ("auto", "none") and ":" not in value:
-            raise PydanticCustomError("one_way", "{text}", {"text": '"auto", "none" or path/to/file.py:name'})
+        known = ("auto", "none")
+        if value not in known and ":" not in value:
+            text = '"auto", "none" or path/to/file.py:name'
+            raise PydanticCustomError("one_way", "{text}", {"text": text, "choices": known})
         return value
 
 
@@ -521,7 +524,8 @@ class Run(Section):
         known = ("tensorboard", "wandb", "mlflow", "trackio")
         if len(set(value)) < len(value) or not set(value) <= set(known):
             names = ", ".join(f'"{name}"' for name in known)
-            raise PydanticCustomError("one_way", "{text}", {"text": f'"none", one of {names}, or a list of such names'})
+            text = f'"none", one of {names}, or a list of such names'
+            raise PydanticCustomError("one_way", "{text}", {"text": text, "choices": known})
         return value
 
 

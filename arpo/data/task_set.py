@@ -29,6 +29,7 @@ TASK_PLUGINS = {
 """What `data.train`, `data.test` and `data.mix.source` can name besides files."""
 MODEL_PLUGINS = {"tiny": "arpo.builtin.plugin:WORLD"}
 """What `model.path` can name besides models that exist; the model is that of the training tasks' plug-in, if any."""
+NO_TEST_TASKS = "data.test: there are no held-out questions; name a file of them, like data.test=test.jsonl"
 
 Progress = Callable[[int, int, float], None]
 """Called with (step, steps, loss) while a model is made; step 0 announces it."""
@@ -71,7 +72,13 @@ def require_answers(tasks: TaskSet) -> None:
 def require_test_tasks(tasks: TaskSet) -> None:
     """Raise if there are no test tasks."""
     if not tasks.test:
-        raise ArpoError("data.test: there are no held-out questions; name a file of them")
+        raise ArpoError(NO_TEST_TASKS)
+
+
+def require_test_source(settings: Data) -> None:
+    """Raise if no setting names test tasks; nothing is loaded for that."""
+    if settings.test is None and not _plugin_names(settings):
+        raise ArpoError(NO_TEST_TASKS)
 
 
 def load_task_set(config: Config, objects: Objects = NO_OBJECTS) -> TaskSet:
@@ -105,9 +112,12 @@ def load_test_set(config: Config, objects: Objects = NO_OBJECTS) -> TaskSet:
 
 def plugin_of(settings: Data) -> TaskPlugin | None:
     """The plug-in among the sources of the tasks, if there is one."""
-    sources = (*settings.sources, *(mix.source for mix in settings.training))
-    names = [name for name in sources if name in TASK_PLUGINS]
+    names = _plugin_names(settings)
     return task_plugin(names[0]) if names else None
+
+
+def _plugin_names(settings: Data) -> list[str]:
+    return [name for name in (*settings.sources, *(mix.source for mix in settings.training)) if name in TASK_PLUGINS]
 
 
 def _test_tasks(config: Config, notes: list[str], objects: Objects) -> tuple[Task, ...]:

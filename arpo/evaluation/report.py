@@ -189,7 +189,7 @@ def results_notes(results: Results) -> list[str]:
         for fault, count in summary.faults.items()
     ]
     lines += [
-        f"{name}: {mean * summary.answers:,.0f} answers have a wrong format: {part}"
+        f"{name}: {mean * summary.answers:,.0f} of {summary.answers:,} answers have a wrong format: {part}"
         for name, summary in results.summaries.items()
         for part, mean in summary.parts.items()
         if part in FORMAT_PARTS

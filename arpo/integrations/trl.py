@@ -59,7 +59,7 @@ try:
     from trl.chat_template_utils import parse_response
     from trl.data_utils import is_conversational
 except ImportError as error:
-    raise ImportError(f"arpo.integrations.trl needs TRL: pip install 'arpo[trl]' ({error})") from error
+    raise ImportError(f"arpo.integrations.trl needs TRL: pip install 'trl>=1.16,<1.17' ({error})") from error
 
 __all__ = ["TreeGRPOTrainer", "loss_arguments"]
 PER_TOKEN_LOSSES = ("dapo", "cispo", "vespo", "bnpo")  # of TRL: these divide by a number of tokens, the others by rows

@@ -96,8 +96,8 @@ def text_lines(plan: Plan) -> list[str]:
         "",
         *(f"{source}: {', '.join(found)}" for source, found in by_source.items()),
         "",
-        f"best of {len(plan.options)} splits: {describe(best.split)}; a replica has {best.open_trajectories} open "
-        "trajectories",
+        f"best of {len(plan.options)} split{'' if len(plan.options) == 1 else 's'}: {describe(best.split)}; "
+        f"a replica has {best.open_trajectories} open trajectories",
         f"to run it: {how_to_run(best.split, setup.hardware.node)}",
         f"step {_seconds(best.step)}",
     ]

@@ -1,4 +1,4 @@
-"""The agent as one tool of an MCP server, by the MCP SDK (`pip install 'arpo[mcp]'`): over HTTP at /mcp, or over pipes.
+"""The agent as one tool of an MCP server, by the MCP SDK (`pip install mcp`): over HTTP at /mcp, or over pipes.
 
 Over HTTP the SDK's application is called through ASGI for each request. It keeps no sessions, so a connection that is
 closed is all that has to be noticed: it ends the call, and with it the conversation.
@@ -31,7 +31,7 @@ def require_sdk() -> None:
     try:
         import mcp.server.mcpserver  # noqa: F401
     except ImportError:
-        raise ArpoError("--mcp, --mcp-stdio: the MCP SDK is missing; pip install 'arpo[mcp]'") from None
+        raise ArpoError("--mcp, --mcp-stdio: the MCP SDK is missing; pip install mcp") from None
 
 
 class AgentTool:

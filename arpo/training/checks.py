@@ -30,11 +30,12 @@ def require_start(config: Config, resume: bool) -> Path:
     return directory
 
 
-def require_files(config: Config) -> None:
+def require_files(config: Config, needs_test: bool = False) -> None:
     """Raise ArpoError if a file of training tasks, test tasks or worked examples does not exist."""
     for setting, path in _files(config):
         if not os.path.lexists(expand_user(path)):
-            hint = "\n(this is data.test; training works without it: data.test=none)" if setting == "data.test" else ""
+            optional = setting == "data.test" and not needs_test
+            hint = "\n(this is data.test; training works without it: data.test=none)" if optional else ""
             raise ArpoError(no_such_file(path) + hint)
 
 

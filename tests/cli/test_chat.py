@@ -8,7 +8,9 @@ import json
 import re
 import signal
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from arpo.cli.chat import (
     RESULT_LINES,
     RESULT_WIDTH,
     Screen,
+    Wrap,
     chat,
     shorten,
     summary,
@@ -126,7 +129,50 @@ def test_a_character_of_several_tokens_is_shaded_by_the_highest_entropy() -> Non
         CHAT("🙂a", add_special_tokens=False)["input_ids"], (0.1, 3.0, 0.1, 0.1, 0.1), strict=True
     ):
         shown.on_token(token, entropy)
+    shown.on_turn_end()
     assert seen() == "\x1b[31m🙂\x1b[0ma"
+
+
+def wrapped(pieces: list[str], width: int) -> str:
+    wrap = Wrap()
+    parts = [part for piece in pieces for part in wrap.push(piece, "", width)]
+    return "".join(text for text, _ in [*parts, *wrap.flush(width)])
+
+
+@given(st.lists(st.text("abc-", min_size=1, max_size=12), min_size=1), st.data())
+def test_words_that_come_in_pieces_are_wrapped_as_if_they_came_at_once(words: list[str], data: st.DataObject) -> None:
+    text, width = " ".join(words), 12
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)))))
+    pieces = [text[a:b] for a, b in pairwise([0, *cuts, len(text)])]
+    lines = [line.rstrip(" ") for line in wrapped(pieces, width).split("\n")]
+    assert lines == textwrap.wrap(text, width, break_on_hyphens=False)
+
+
+def test_long_words_are_left_to_the_terminal_and_wide_characters_are_words() -> None:
+    assert wrapped(["see http://", "a.very/", "long", "/address now"], 10) == "see \nhttp://a.very/long/address now"
+    assert wrapped(["ab 你好", "世界a"], 6) == "ab 你\n好世界\na"
+    assert wrapped(["one", " \n", "  two", "   three"], 9) == "one \n  two   \nthree"
+    wrap = Wrap()
+    assert wrap.push("up to", "", 9) == [("up", ""), (" ", "")]  # "to" may go on
+    assert (
+        wrap.push("day", "", 9) == []
+        and wrap.push("s", "", 9) == []
+        and wrap.push("!", "", 9)
+        == [
+            ("\n", ""),
+            ("to", ""),
+            ("day", ""),
+            ("s", ""),
+            ("!", ""),
+        ]
+    )
+    assert wrap.push("!", "", 9) == [("!", "")] and wrap.column == 8
+
+
+def test_a_terminal_gets_lines_that_fit() -> None:
+    shown, seen = screen(terminal=True)
+    shown.note("a note of more words than fit")
+    assert re.sub(r"\x1b\[[0-9;]+m", "", seen()) == "a note of more words\nthan fit\n"
 
 
 def test_results_are_shortened_on_the_screen() -> None:

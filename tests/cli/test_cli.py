@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
@@ -11,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 from cli_runs import Arpo, mistake
+from rich.console import Console
 
 import arpo as arpo_package
+from arpo.cli import display, doctor
 
 
 def write_questions(name: str, *rows: dict[str, Any]) -> None:
@@ -28,10 +31,18 @@ def test_help_names_every_command(arpo: Arpo) -> None:
     assert [name for name in ("train", "eval", "rollout", "doctor", "demo") if f" {name} " not in outcome.out] == []
 
 
+def test_help_is_not_cut_off_in_80_columns(arpo: Arpo, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = {
+        name: arpo(name, "--help").out for name in ("train", "eval", "chat", "compare", "entropy", "signal", "plan")
+    }
+    assert [name for name, text in shown.items() if "…" in text or "Usage" not in text] == []
+
+
 def test_doctor(arpo: Arpo, tmp_path: Path) -> None:
     outcome = arpo("doctor")
     assert outcome.code == 0
-    rows = {line[4:22].strip(): line for line in outcome.out.splitlines()}
+    rows = {line[4:24].strip(): line for line in outcome.out.splitlines()}
     assert list(rows) == [
         "arpo",
         "torch",
@@ -50,7 +61,7 @@ def test_doctor(arpo: Arpo, tmp_path: Path) -> None:
         "GGUF models",
         "hub data sets",
         "parquet files",
-        "tracker: tensorboa",
+        "tracker: tensorboard",
         "tracker: wandb",
         "tracker: mlflow",
         "tracker: trackio",
@@ -61,6 +72,19 @@ def test_doctor(arpo: Arpo, tmp_path: Path) -> None:
     assert rows["tool: search"].startswith("ok ")
     assert rows["tool: python"].startswith("ok ") and "withstood" in rows["tool: python"]
     assert str(tmp_path / "cache") in rows["model cache"]
+    assert {line[24:26] for line in rows.values()} == {"  "} and "arpo[" not in outcome.out  # it is on no index
+
+
+def test_doctor_is_coloured_and_fits_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(display, "console", Console(file=out, force_terminal=True, color_system="standard", width=60))
+    rows = [("tracker: tensorboard", True, "word " * 10), ("cuda", False, "no device")]
+    monkeypatch.setattr(doctor, "_checks", lambda: rows)
+    doctor.doctor()
+    assert out.getvalue() == (
+        f"\x1b[32mok\x1b[0m  tracker: tensorboard  {'word ' * 6}word\n{' ' * 26}word word word\n"
+        "\x1b[33mno\x1b[0m  cuda                  no device\n"
+    )
 
 
 def test_train_writes_a_run(trained: Path) -> None:
@@ -279,7 +303,7 @@ def test_an_empty_dataset(arpo: Arpo) -> None:
 def test_an_unknown_tool(arpo: Arpo) -> None:
     message = mistake(arpo("train", "small.toml", 'tools.enabled=["search", "browser"]'))
     there = "search, python, browse, or your own as path/to/file.py:name"
-    assert message == f"tools.enabled: there is no tool 'browser'; there are: {there}"
+    assert message == f"tools.enabled: there is no tool 'browser' (did you mean 'browse'?); there are: {there}"
     message = mistake(arpo("train", "small.toml", "reward.bonus=0.1", 'reward.bonus_tools=["search", "browse"]'))
     assert message == (
         "reward.bonus_tools: browse is not among the tools, so the bonus could never be earned; use reward.bonus=0, or "

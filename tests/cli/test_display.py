@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -68,6 +69,32 @@ def test_a_wide_table_is_printed_in_parts_that_break_no_word(monkeypatch: pytest
         assert max(map(len, text.splitlines())) <= width
         assert text.count("algorithm") == text.count("tree-grpo") == parts
         assert all(text.count(name) == 1 for name in head[1:]) and text.count("unreachable") == 8
+
+
+def test_a_narrow_table_wraps_headings_and_neither_names_nor_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    head = ["benchmark", "questions", "score %", "pass@1 %", "calls", "tokens", "format %", "seconds"]
+    row = ["held-out questions", "3", "0.0 (0.0 to 56.1)", "0.0 (0.0 to 56.1)", "0.00", "57", "0.0", "0.81"]
+    out = io.StringIO()
+    monkeypatch.setattr(display, "console", Console(file=out, force_terminal=True, color_system=None, width=80))
+    print_table(head, [row])
+    text = out.getvalue()
+    assert max(map(len, text.splitlines())) <= 80 and "…" not in text
+    assert text.count("held-out questions") == text.count("0.0 (0.0 to 56.1)") == 2
+    assert all(word in text.split() for name in head for word in name.split())
+
+
+def test_a_long_note_shortens_nothing_else_of_a_bar_and_a_bar_without_progress_is_not_shown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(display, "console", Console(file=out, force_terminal=True, width=80))
+    with display.ConsoleReporter().progress("cold start", 150):
+        pass
+    assert "cold" not in out.getvalue()
+    with display.ConsoleReporter().progress("training", 2) as bar:
+        bar.update(0, note="0/16 trajectories, 0 calls, [b]1174 tokens/s and many more words")
+    line = next(line for line in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue()).split("\n") if "0/16" in line)
+    assert re.search(r"training \S+ 0/2 \d:\d\d:\d\d left -:--:-- 0/16 trajectories, 0 calls, \[b\]1174 .*…", line)
 
 
 def test_the_bar_of_a_step_says_what_was_sampled(monkeypatch: pytest.MonkeyPatch) -> None:

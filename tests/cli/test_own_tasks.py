@@ -88,7 +88,10 @@ def test_every_command(case: str, arpo: Arpo, model_dir: Path, monkeypatch: pyte
     for target in ("my.toml", "run"):
         assert measure in said("eval", target, "data.test=mine.jsonl", "--samples", "2", "--k", "1,2")
         assert "4 of 4 answers already exist" in said("eval", target, "data.test=mine.jsonl", "--samples", "2")
-    assert mistake(arpo("eval", "my.toml")) == "data.test: there are no held-out questions; name a file of them"
+    assert (
+        mistake(arpo("eval", "my.toml"))
+        == "data.test: there are no held-out questions; name a file of them, like data.test=test.jsonl"
+    )
     tree = said("rollout", "my.toml")  # of a training question
     assert ROWS[0]["question"] in tree and tree.count(", reward -") == 2 and ("right answer: 3" in tree) == judged
     asked = said("rollout", "my.toml", "--ask", "How much?")
@@ -112,7 +115,10 @@ def test_every_command(case: str, arpo: Arpo, model_dir: Path, monkeypatch: pyte
         ('reward.function = { "mine.py:short" = "much" }', "expected non-empty text or table of weights"),
         ('environment.name = "mine.py:Shop"', "mine.jsonl:1: has no answer to compare with"),
         ('reward.function = "mine.py:spent"', "it has a second parameter, the environment, but there is none"),
-        ("eval.every = 1", "data.test: there are no held-out questions; name a file of them"),
+        (
+            "eval.every = 1",
+            "data.test: there are no held-out questions; name a file of them, like data.test=test.jsonl",
+        ),
     ],
 )
 def test_what_cannot_work_is_said_before_anything_runs(

@@ -202,6 +202,21 @@ def test_names_of_accuracies() -> None:
         load_config(None, ["reward.accuracy=bleu"])
 
 
+@pytest.mark.parametrize(
+    ("override", "meant"),
+    [
+        ("reward.accuracy=maths", "math"),
+        ("reward.accuracy=EM", "em"),
+        ("reward.by_kind={a = 'f1', b = 'numbr'}", "number"),
+        ("reward.format=Auto", "auto"),
+        ("run.tracker=['mlflow', 'tensorbord']", "tensorboard"),
+    ],
+)
+def test_a_misspelt_name_is_told_what_was_meant(override: str, meant: str) -> None:
+    with pytest.raises(ArpoError, match=rf'expected .*\(did you mean "{meant}"\?\)$'):
+        load_config(None, [override])
+
+
 def test_each_accuracy_scores_as_its_function_does() -> None:
     boxed = {"f1": 2 / 3, "em": 0.0, "number": 0.0, "choice": 0.0}
     kelso = searched(last="<think>b</think><answer>\\boxed{Kelso}</answer>")

@@ -185,6 +185,23 @@ def test_algorithms_and_seeds_can_be_added_but_the_terms_cannot_change(config: P
         run(plan_for(config))
 
 
+def test_what_is_missing_is_said_before_anything_runs(config: Path) -> None:
+    (config.parent / "mine.jsonl").touch()
+    with pytest.raises(ArpoError, match="no held-out questions"):
+        plan_for(config, more=[f"data.train={config.parent / 'mine.jsonl'}"])
+    with pytest.raises(ArpoError, match=r"test\.jsonl: there is no such file .*folder\)$"):
+        plan_for(config, more=[f"data.test={config.parent / 'test.jsonl'}"])
+
+
+def test_a_comparison_of_which_nothing_ran_can_be_begun_with_other_settings(config: Path, processes: Processes) -> None:
+    processes.dies["cold-start seed-3"] = [2]
+    with pytest.raises(ArpoError, match="the model could not be evaluated: exit code 2"):
+        run(plan_for(config, more=["rollout.max_tokens=7"]))
+    assert len(run(plan_for(config, more=["rollout.max_tokens=8"])).trials) == 6
+    with pytest.raises(ArpoError, match="holds a comparison with other settings"):
+        run(plan_for(config, more=["rollout.max_tokens=7"]))
+
+
 def test_a_run_that_did_not_match_the_budget_is_reported(
     config: Path, processes: Processes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,7 +216,11 @@ def test_a_baseline_that_spends_nothing_gives_no_budget(
 ) -> None:
     monkeypatch.setitem(CALLS, "grpo", 0)
     found = {trial.algorithm: trial.problem for trial in run(plan_for(config, "arpo,grpo", seeds=1)).trials}
-    assert found == {"arpo": "grpo, whose spending is the budget, spent nothing", "grpo": ""}
+    assert found == {
+        "arpo": "grpo, whose spending is the budget, spent no tool calls; "
+        "--match names another unit, --budget a budget",
+        "grpo": "",
+    }
     assert "arpo seed-3" not in processes.started
 
 

@@ -16,9 +16,9 @@ from comparisons import against, comparison, noisy, trial, tuning_run
 from arpo.cli import study
 from arpo.cli.main import main
 from arpo.errors import ArpoError
-from arpo.studies.compare.report import comparison_json, markdown, missing_note, tables
+from arpo.studies.compare.report import _ratio, comparison_json, markdown, missing_note, tables
 from arpo.studies.compare.results import ArmSettings, Comparison, comparison_from_json, load_comparison, raw_json
-from arpo.studies.compare.stats import rows
+from arpo.studies.compare.stats import Mean, rows
 
 
 def two_seeds() -> Comparison:
@@ -51,14 +51,14 @@ def test_tables_for_people() -> None:
         ["arpo", "8", "4", "entropy", "16", "2", "0.0005", "0.1", "1.23"],
     ]
     assert body(whole, "Final accuracy, and the difference to grpo") == [
-        ["grpo", "2", "55.0 (0.0 to 100.0)", "-", "-", "-"],
-        ["arpo", "2", "50.0 (0.0 to 100.0)", "-5.0 (-322.7 to +312.7)", "1, 1", "0.874"],
+        ["grpo", "2", "55.0 (2 seeds)", "-", "-", "-"],
+        ["arpo", "2", "50.0 (2 seeds)", "-5.0 (2 seeds)", "1, 1", "0.874"],
     ]
     assert body(whole, "Final accuracy by seed") == [["grpo", "50.0", "60.0"], ["arpo", "70.0", "30.0"]]
     assert body(whole, "Noise") == [["grpo", "7.07", "-"], ["arpo", "28.28", "25.00"]]
     assert body(whole, "Answers") == [
-        ["grpo", "75.0 (75.0 to 75.0)", "-", "-"],
-        ["arpo", "80.0 (80.0 to 80.0)", "-", "-"],
+        ["grpo", "75.0 (2 seeds)", "-", "-"],
+        ["arpo", "80.0 (2 seeds)", "-", "-"],
     ]
     assert body(whole, "Cost") == [[name, "1,000", "500", "10,000", "2", "8.3"] for name in ("grpo", "arpo")]
     # levels: 0.2 + 0.5 * 0.35, ...; grpo's curves rise by 0.3 and 0.4 in 1000 calls, arpo's by 0.5 and 0.1
@@ -71,12 +71,12 @@ def test_tables_for_people() -> None:
         ["arpo", "55.0", "100 %", "1 of 2", "700", "never"],
     ]
     assert body(whole, "Tool calls until a level is first reached, divided by that of grpo") == [
-        ["arpo", "37.5", "50 %", "1 of 2", "2 of 2", "1 of 2", "0.60 (-)", "-"],
-        ["arpo", "46.2", "75 %", "1 of 2", "2 of 2", "1 of 2", "0.60 (-)", "-"],
+        ["arpo", "37.5", "50 %", "1 of 2", "2 of 2", "1 of 2", "0.60 (1 seed)", "-"],
+        ["arpo", "46.2", "75 %", "1 of 2", "2 of 2", "1 of 2", "0.60 (1 seed)", "-"],
         ["arpo", "55.0", "100 %", "1 of 2", "1 of 2", "0 of 2", "-", "-"],
     ]
     for unit in ("Sampled tokens", "Optimizer steps", "Wall time"):
-        assert body(whole, unit)[0][-2] == "0.60 (-)"
+        assert body(whole, unit)[0][-2] == "0.60 (1 seed)"
     shown = markdown(whole)
     assert "PARTIAL" not in shown and "only one seed" not in shown and "- Seeds: 1, 2. Accuracy before" in shown
     assert "on other seeds (1000)" in shown and "same budget of 100 tool calls" in shown
@@ -132,9 +132,20 @@ def test_missing_runs_come_first() -> None:
     assert body(tuned, "Tuning") == [["grpo", "M=4", "failed", "-", ""]]
 
 
+def test_an_interval_has_three_seeds_and_ends_that_can_be_read() -> None:
+    wide = Mean(1.81, 0.002, 2000.0)
+    assert _ratio(wide, 3) == "1.81 (<0.01 to >100)" and _ratio(Mean(0.5, 0.25, 1.0), 3) == "0.50 (0.25 to 1.00)"
+    assert (_ratio(wide, 2), _ratio(Mean(1.12, None, None), 1)) == ("1.81 (2 seeds)", "1.12 (1 seed)")
+    assert _ratio(Mean(1234.5, 900.0, 1500.0), 3) == "1,234 (>100 to >100)"
+    assert _ratio(Mean(0.0012, 0.001, 0.002), 3) == "0.001 (<0.01 to <0.01)"
+    ends = enumerate((0.5, 0.6, 0.7))  # 4.303 standard errors of 0.1 / sqrt(3)
+    three = comparison(*(trial("grpo", seed, [(0, 0.2), (9, end)]) for seed, end in ends))
+    assert body(three, "Final accuracy, and")[0][:3] == ["grpo", "3", "60.0 (35.2 to 84.8)"]
+
+
 def test_one_seed_has_no_intervals_and_says_so() -> None:
     whole = comparison(trial("grpo", 1, [(0, 0.2), (9, 0.5)]), trial("arpo", 1, [(0, 0.2), (9, 0.3)]))
-    assert "| arpo | 1 | 30.0 (-) | -20.0 (-) | 0, 1 | - |" in markdown(whole)
+    assert "| arpo | 1 | 30.0 (1 seed) | -20.0 (1 seed) | 0, 1 | - |" in markdown(whole)
     assert "There is only one seed" in markdown(whole) and "Student" not in markdown(whole)
 
 
@@ -252,7 +263,7 @@ def test_recompute_prints_what_the_comparison_printed(
     study._print_comparison(whole)
     printed = capsys.readouterr().out
     assert arpo(monkeypatch, "compare", "--recompute", str(path)) == 0
-    assert capsys.readouterr().out == printed and "0.60 (-)" in printed and "Holm's p" in printed
+    assert capsys.readouterr().out == printed and "0.60 (1 seed)" in printed and "Holm's p" in printed
     assert arpo(monkeypatch, "compare", "--recompute", str(path), "--levels", "0.25,0.3") == 0
     study._print_comparison(replace(whole, levels=(0.25, 0.3)))
     first, second = capsys.readouterr().out.split("Tuning, on seeds")[1:]

@@ -124,7 +124,9 @@ def test_the_output_directory_is_named_after_the_target(tmp_path: Path, monkeypa
 def test_mistakes_are_reported_before_slow_work(arpo: Arpo, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("arpo.training.context.open_context", lambda *_: pytest.fail("began to load"))
     found = mistake(arpo("entropy", "nosuch"))
-    assert found.startswith("nosuch: a model has no questions of its own; name some with")
+    assert found.startswith(
+        "nosuch: there is no such file or folder, and a model has no questions of its own; name some with"
+    )
     assert mistake(arpo("entropy", "none.toml")) == "none.toml: there is no such file"
     assert mistake(arpo("entropy", trained, "seed=3")) == "settings and --questions apply to new trees: add --sample"
     assert mistake(arpo("entropy", trained, "--questions", 3)) == mistake(arpo("entropy", trained, "seed=3"))

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import os
+import signal
 import sqlite3
 import statistics
 import subprocess
@@ -522,6 +523,28 @@ def test_processes_share_one_file(tmp_path: Path) -> None:
     for word in [f"{me} {n}" for me in ("x", "y", "z", "both") for n in range(300)]:
         assert cache.get(question(word)) == ToolResult(word, None, 0.0)
     cache.close()
+
+
+def test_a_writer_that_is_killed_leaves_a_cache_that_works_and_no_other_file(tmp_path: Path) -> None:
+    child = os.fork()
+    if child == 0:
+        try:
+            cache = ToolCache(tmp_path / "c", "on")
+            cache.put(question("a"), FINE)
+            cache._thread.shutdown(wait=True)  # written
+            assert cache._writer is not None
+            cache._writer.execute("BEGIN IMMEDIATE")
+            cache._writer.execute("DELETE FROM answers")
+            os.kill(os.getpid(), signal.SIGKILL)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    cache = ToolCache(tmp_path / "c", "on")
+    assert cache.get(question("a")) == FINE
+    cache.put(question("b"), FINE)
+    cache.close()
+    assert (rows(tmp_path / "c"), cache.errors) == (2, 0)
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
 def test_a_forked_process_must_open_its_own(tmp_path: Path) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 import random
 import re
+import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -357,6 +359,43 @@ def test_a_failed_build_leaves_nothing_and_keeps_what_was_there(tmp_path: Path) 
             build_index(tmp_path / "docs.jsonl", directory, force=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["docs.jsonl", "index"]
     assert len(open_index(index)) == 5
+
+
+def test_a_killed_build_is_cleared_away_a_day_later(tmp_path: Path) -> None:
+    corpus = write_lines(tmp_path / "docs.jsonl", DOCUMENTS)
+    folder, days_ago = tmp_path / "indexes", time.time() - 2 * 86_400
+
+    def stop(what: str, share: float) -> None:
+        raise KeyboardInterrupt
+
+    def beside() -> list[str]:
+        return sorted(path.name for path in folder.iterdir())
+
+    first, second, third, fourth = (letter * 16 for letter in "abcd")
+    for name in (
+        f".index.{first}",
+        f".index.{second}.old",
+        f".index.{third}",
+        f".index.{fourth}",
+        ".index.2024",
+        ".index.other",
+        f".indexes.{first}",
+    ):
+        (folder / name / "runs").mkdir(parents=True)
+        (folder / name / "texts.bin").touch()
+        for path in (folder / name / "texts.bin", folder / name / "runs", folder / name):
+            os.utime(path, (days_ago, days_ago))
+    os.utime(folder / f".index.{third}", None)  # begun now
+    os.utime(folder / f".index.{fourth}" / "texts.bin", None)  # written to now
+    others = sorted([".index.2024", f".index.{third}", f".index.{fourth}", ".index.other", f".indexes.{first}"])
+    with pytest.raises(KeyboardInterrupt):
+        build_index(corpus, folder / "index", progress=stop)
+    assert beside() == sorted(
+        [f".index.{second}.old", *others]
+    )  # the only index that there is: its successor is missing
+    build_index(corpus, folder / "index")
+    build_index(corpus, folder / "index", force=True)
+    assert beside() == [*others, "index"]
 
 
 def test_a_damaged_index(tmp_path: Path) -> None:

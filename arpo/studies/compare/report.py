@@ -24,6 +24,7 @@ from arpo.studies.compare.results import COST_NAMES, Comparison, choice_label, r
 
 NONE = "-"
 SEEDS_IN_A_TABLE = 5
+SEEDS_OF_AN_INTERVAL = 3  # that of two seeds may span many orders of magnitude
 CAPTIONS = {
     "final.png": "final accuracy",
     "curves.png": "accuracy against tool calls",
@@ -31,7 +32,8 @@ CAPTIONS = {
 }
 INTERVALS = (
     "In brackets: 95 % intervals, Student's t over seeds. Differences and ratios are paired by seed, over the seeds "
-    "that both completed. A ratio is the geometric mean over seeds; its interval is that of the mean log ratio."
+    "that both completed. A ratio is the geometric mean over seeds; its interval is that of the mean log ratio. Where "
+    "fewer than three seeds remain, their number is in the brackets: they say too little for an interval."
 )
 HOLM = (
     "Holm's p is that of a paired t test of no difference, adjusted for all comparisons of its table; * marks those "
@@ -188,9 +190,9 @@ def _accuracy_table(comparison: Comparison, found: Sequence[stats.Row], escape: 
         gap = row.difference
         paired = [NONE] * 3
         if gap is not None:
-            paired = [_mean(gap.mean, "+"), f"{gap.better}, {gap.worse}", _holm(gap.holm_p)]
+            paired = [_mean(gap.mean, gap.seeds, "+"), f"{gap.better}, {gap.worse}", _holm(gap.holm_p)]
         count = str(row.seeds) if row.seeds == seeds else f"{row.seeds} of {seeds}"
-        body.append([escape(row.algorithm), count, _mean(row.accuracy), *paired])
+        body.append([escape(row.algorithm), count, _mean(row.accuracy, row.seeds), *paired])
     return Table(f"Final accuracy, and the difference to {escape(comparison.baseline)}", head, body)
 
 
@@ -221,7 +223,7 @@ def _answers_table(found: Sequence[stats.Row], escape: Escape) -> Table:
     body = []
     for row in found:
         share = NONE if row.format is None else _percent(row.format)
-        cells = [*(_mean(row.pass_at.get(k)) for k in ks), _number(row.calls_per_question, 2), share]
+        cells = [*(_mean(row.pass_at.get(k), row.seeds) for k in ks), _number(row.calls_per_question, 2), share]
         body.append([escape(row.algorithm), *cells])
     return Table("Answers to held-out questions after training", head, body)
 
@@ -266,7 +268,7 @@ def _ratio_tables(comparison: Comparison, escape: Escape) -> list[Table]:
                 *_level(each.level),
                 *(f"{count} of {len(each.seeds)}" for count in counts),
             ]
-            body.append([*cells, _ratio(each.ratio), _holm(each.holm_p)])
+            body.append([*cells, _ratio(each.ratio, len(each.by_seed)), _holm(each.holm_p)])
         if body:
             title = f"{_capital(COST_NAMES[cost])} until a level is first reached, divided by that of {base}"
             found.append(Table(title, head, body))
@@ -289,24 +291,32 @@ def _reach(costs: Mapping[str, float] | None, unit: str) -> str:
     return "never" if costs is None else f"{costs[unit]:,.0f}"
 
 
-def _mean(found: stats.Mean | None, sign: str = "") -> str:
+def _mean(found: stats.Mean | None, seeds: int, sign: str = "") -> str:
+    """A mean of fractions, in percent."""
     if found is None:
         return NONE
     mean, low, high = (None if part is None else f"{100 * part:{sign}.1f}" for part in found)
-    return f"{mean} ({low} to {high})" if low is not None else f"{mean} ({NONE})"
+    return f"{mean} {_brackets(low, high, seeds)}"
 
 
-def _ratio(found: stats.Mean | None) -> str:
-    """The ratio and its interval, which a single seed does not have."""
+def _ratio(found: stats.Mean | None, seeds: int) -> str:
     if found is None:
         return NONE
-    mean, low, high = (None if part is None else _digits(part) for part in found)
-    return f"{mean} ({low} to {high})" if low is not None else f"{mean} ({NONE})"
+    mean = f"{found.mean:.1g}" if found.mean < 0.005 else f"{found.mean:,.{2 if found.mean < 100 else 0}f}"
+    low, high = (None if end is None else _end(end) for end in found[1:])
+    return f"{mean} {_brackets(low, high, seeds)}"
 
 
-def _digits(ratio: float) -> str:
-    """Two decimals, or as few as the size allows: an interval of two seeds may span many orders of magnitude."""
-    return f"{ratio:.2f}" if 0.005 <= ratio < 100 else f"{ratio:.1g}"
+def _brackets(low: str | None, high: str | None, seeds: int) -> str:
+    """The interval, or of how few seeds a mean is."""
+    if low is None or high is None or seeds < SEEDS_OF_AN_INTERVAL:
+        return f"({seeds} seed{'' if seeds == 1 else 's'})"
+    return f"({low} to {high})"
+
+
+def _end(ratio: float) -> str:
+    """The end of a ratio's interval, in at most five characters."""
+    return "<0.01" if ratio < 0.01 else ">100" if ratio > 100 else f"{ratio:.2f}"
 
 
 def _holm(p: float | None) -> str:

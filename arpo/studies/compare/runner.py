@@ -37,6 +37,7 @@ from arpo.config.files import expand_user
 from arpo.config.loading import config_from_resolved, differences, load_config
 from arpo.config.schema import Config
 from arpo.config.section import MAX_COUNT
+from arpo.data.task_set import require_test_source
 from arpo.errors import ArpoError
 from arpo.figures.text import printable
 from arpo.models.threads import usable_cores
@@ -54,6 +55,7 @@ from arpo.studies.compare.results import (
 )
 from arpo.studies.compare.stats import tuning_results
 from arpo.studies.compare.tuning import FIRST_TUNING_SEED, Grid, choice_overrides, choices, parse_grid
+from arpo.training.checks import require_files
 
 COLD_START = "cold-start"
 RETRIES = 2  # of a run that dies
@@ -171,6 +173,8 @@ def plan_from_options(
     if baseline not in names:
         raise ArpoError(f"--baseline: {baseline} is not among the algorithms {', '.join(names)}")
     settings = load_config(config, overrides, baseline)
+    require_test_source(settings.data)
+    require_files(settings, needs_test=True)
     if settings.train.budget:
         raise ArpoError("train.budget: a comparison sets it; use --budget, or leave it out")
     if tune is not None and budget is None:
@@ -223,13 +227,13 @@ async def compare(plan: ComparisonPlan, reporter: Reporter = SILENT) -> Comparis
 
 
 def _write_identity(plan: ComparisonPlan) -> None:
-    """Write what is compared; refuse an output directory that holds a different comparison."""
+    """Write what is compared; refuse an output directory that holds runs of a different comparison."""
     path = plan.out / "compare.json"
     identity: dict[str, Any] = {name: getattr(plan, name) for name in ("match", "budget", "baseline", "samples")}
     identity["tune"] = None if plan.grid is None else {name: list(values) for name, values in plan.grid.items()}
     identity["tuning_seeds"] = list(plan.tuning_seeds) or None
     identity["settings"] = load_config(plan.config, plan.overrides).resolved()
-    if path.exists():
+    if path.exists() and any(file.name in ("result.json", "run") for file in plan.out.rglob("*")):
         before = read_json(path)
         before["settings"] = config_from_resolved(before.get("settings", {})).resolved()  # settings may have been added
         if changed := [key for key in identity if before.get(key) != identity[key]]:
@@ -333,7 +337,8 @@ class _Runner:
                 return self._skip(seed, chosen, f"{plan.baseline}, whose spending is the budget, did not finish")
             budget = plan.spent(plan.baseline, seed)
             if not budget:
-                return self._skip(seed, chosen, f"{plan.baseline}, whose spending is the budget, spent nothing")
+                spent = f"spent no {UNIT_NAMES[plan.match]}; --match names another unit, --budget a budget"
+                return self._skip(seed, chosen, f"{plan.baseline}, whose spending is the budget, {spent}")
             del others[plan.baseline]
         limits = self._limits(budget)
         await _gather([self._one(name, seed, *limits, choice=choice) for name, choice in others.items()])
@@ -391,7 +396,7 @@ class _Runner:
                     records = open_run_dir(directory / "run").read_metrics()
                     spent = sum(record[self.plan.match] for record in records)
                     name = " ".join(directory.relative_to(self.plan.out).parts)
-                    notes.append(f"{name}: step {len(records)}, {spent:,.0f}")
+                    notes.append(f"{name}: step {len(records)}, {spent:,.0f} {UNIT_NAMES[self.plan.match]}")
             self.progress.update(self.done, note="; ".join(notes))
             await asyncio.sleep(1.0)
 

@@ -4,7 +4,7 @@
 
 Guarantees: a corpus on disk is read as a stream; only the vocabulary and a few bytes per passage are kept in memory.
 The same corpus gives the same files. A directory appears under its name only when it is complete.
-Not covered: what a killed build leaves behind (a hidden directory beside the index, which may be removed).
+What a killed build leaves behind, a hidden directory beside the index, is removed by the next build a day later.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import hashlib
 import io
 import json
 import math
-import os
+import re
+import secrets
 import shutil
 from array import array
 from collections import defaultdict
@@ -28,7 +29,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from arpo.config.files import expand_user
+from arpo.config.files import expand_user, remove_abandoned
 from arpo.errors import ArpoError
 from arpo.tools.search.bm25 import K1, B, Bm25, Floats, Ints, Longs, split_words
 from arpo.tools.search.corpus import read_corpus
@@ -86,8 +87,10 @@ def _new_folder(directory: Path, force: bool) -> Iterator[Path]:
             raise ArpoError(f"{directory} exists already; give another name, or --force to replace it")
         if not (directory / MANIFEST).is_file():
             raise ArpoError(f"{directory} is not a search index, so it is not replaced; give another name")
-    folder, old = (directory.parent / f".{directory.name}.{os.getpid()}{end}" for end in ("", ".old"))
+    unfinished = f".{directory.name}.{secrets.token_hex(8)}"  # no pid: those of containers are often the same
+    folder, old = (directory.parent / f"{unfinished}{end}" for end in ("", ".old"))
     folder.mkdir(parents=True)
+    remove_abandoned(_leftovers(directory))
     try:
         yield folder
         if directory.exists():
@@ -96,6 +99,13 @@ def _new_folder(directory: Path, force: bool) -> Iterator[Path]:
     finally:
         for rest in (folder, old):
             shutil.rmtree(rest, ignore_errors=True)
+
+
+def _leftovers(directory: Path) -> list[Path]:
+    """What other builds of an index have beside it; one that was replaced counts if there is another now."""
+    replaced = r"(\.old)?" if directory.exists() else ""
+    name = re.compile(rf"\.{re.escape(directory.name)}\.[0-9a-f]{{16}}{replaced}")
+    return [path for path in directory.parent.iterdir() if name.fullmatch(path.name)]
 
 
 def _write_words(corpus: Iterator[tuple[Document, float]], folder: Path, progress: Progress) -> dict[str, Any]:
