@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from arpo.agent.encoding import IMAGE_PLACE
 from arpo.agent.examples import encode_examples, read_examples
 from arpo.agent.formats import CallFormat, build_format, encode_next_question, encode_prompt
 from arpo.agent.messages import ChatEncoder
@@ -16,7 +15,7 @@ from arpo.agent.turn_end import turn_end_tokens
 from arpo.config.files import expand_user, read_limited
 from arpo.config.plugins import NO_OBJECTS, Objects
 from arpo.config.schema import Config
-from arpo.data.images import refuse_images
+from arpo.data.images import IMAGE_PLACE, refuse_images
 from arpo.data.task_set import TaskSet
 from arpo.data.tasks import Trace
 from arpo.errors import ArpoError

@@ -32,8 +32,6 @@ from arpo.errors import ArpoError
 from arpo.net.http import HttpClient, HttpError, retry
 from arpo.types import Image
 
-MARK = "<image>"
-"""Stands in a question where an image belongs."""
 MAX_HELD_BYTES = 4 << 30  # of images inside the rows of one source
 URL_SECONDS, URL_RETRIES = 60.0, 2
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")
@@ -164,8 +162,9 @@ class RowImages:
     def _fetch(self, url: str) -> bytes:
         if not self.urls:
             raise ValueError(
-                f"{url[:200]!r} is not read: download the images, or allow it with data.image_urls=true, which makes "
-                "this machine request every address that the rows name; data.images=false reads the text alone"
+                f"{url[:200]!r} is not read: download the images, or allow it with {self.setting}image_urls=true, which "
+                f"makes this machine request every address that the rows name; {self.setting}images=false reads the text "
+                "alone"
             )
         if "${" in url:  # a client reads variables of the environment there
             raise ValueError(f"{url[:200]!r} is no address")
@@ -173,8 +172,9 @@ class RowImages:
         origin = f"{parts.scheme}://{parts.netloc}"
         try:
             if origin not in self._clients:
+                named = f"{self.setting}image_urls"
                 self._clients[origin] = HttpClient(
-                    origin, setting="data.image_urls", timeout=URL_SECONDS, max_bytes=MAX_BYTES, trust_env=True
+                    origin, setting=named, timeout=URL_SECONDS, max_bytes=MAX_BYTES, trust_env=True
                 )
             client, path = self._clients[origin], url[len(origin) :] or "/"
             ask = partial(client.request, "GET", path, headers={"Accept": "image/*"})
