@@ -60,7 +60,9 @@ def _plain_picture(picture: Any) -> Any:
         ground = require_pillow().new("RGBA", picture.size, "white")
         ground.alpha_composite(picture)
         ground.info, picture = picture.info, ground
-    return ImageOps.exif_transpose(picture.convert("RGB"))
+    plain = ImageOps.exif_transpose(picture.convert("RGB"))
+    plain.info = {}
+    return plain
 
 
 def _fits(width: int, height: int) -> bool:
@@ -72,11 +74,13 @@ def _refuse_size(width: int, height: int) -> NoReturn:
 
 
 def encode_image(picture: Any) -> Image:
-    """The image of a Pillow picture; ValueError if it is too large."""
+    """The image of a Pillow picture, read as in `read_image`; ValueError if it is too large or damaged."""
     if not _fits(*picture.size):
         _refuse_size(*picture.size)
-    plain = picture.convert("RGB")
-    plain.info = {}
+    try:
+        plain = _plain_picture(picture)
+    except Exception as error:  # a file that was opened is decoded only now
+        raise ValueError(f"no readable picture: {error}") from error
     buffer = io.BytesIO()
     plain.save(buffer, format="PNG")
     data = buffer.getvalue()

@@ -12,7 +12,8 @@ adapters and checkpoints of weights do not see it.
 
 In a node's tokens, image positions hold the checkpoint's image token. Engine and trainer get *virtual ids* in their
 place, from the size of the vocabulary on: each image (by the hash of its content) has a range of its own, as long as
-something holds it, and no range is given twice. So whatever compares ids, like the prefix cache, tells images apart, and needs not know of them.
+something holds it, and no range is given twice. So whatever compares ids, like the prefix cache, tells images apart,
+and needs not know of them.
 
 Guarantees: the features of an image depend on nothing but the image; they are computed once and kept while there is
 room (`FEATURE_BYTES`), and again under the same ids when they are needed later. Only nodes have images: an image token
@@ -231,7 +232,7 @@ class VisionTower:
         return known
 
     def _forget(self) -> None:
-        """Drop the images that nothing can use any more, so that they are not counted forever; their ids stay unused."""
+        """Drop the images that nothing can use any more; their ids are not given again."""
         self._known = {name: known for name, known in self._known.items() if known.held or name in self._features}
         self._firsts, self._names = [known.first for known in self._known.values()], [*self._known]
         self._forget_at = max(FORGET_AT, 2 * len(self._known))

@@ -167,7 +167,9 @@ def test_a_question_of_the_run_has_its_images_and_those_of_results_are_sent_once
     assert [image["sha256"] for image in nodes[0]["images"]] == [whole.sha256]
     assert all(node["images"][0]["sha256"] == expected[1][0] for node in nodes if node["kind"] == "tool")
     monkeypatch.setattr(worker_module, "MAX_IMAGE_BYTES", len(whole.data) - 1)
-    assert whole.sha256 not in str([event for event in site.events(question=None, step=1, n=0) if event["type"] == "image"])
+    assert whole.sha256 not in str(
+        [event for event in site.events(question=None, step=1, n=0) if event["type"] == "image"]
+    )
     monkeypatch.setattr(worker_module, "MAX_IMAGES_BYTES", 0)
     assert "image" not in [event["type"] for event in site.events(question=None, step=1, n=0)]
     (folder / "images" / f"{whole.sha256}.png").unlink()
