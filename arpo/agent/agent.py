@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from arpo.agent.encoding import IMAGE_PLACE
 from arpo.agent.examples import encode_examples, read_examples
 from arpo.agent.formats import CallFormat, build_format, encode_next_question, encode_prompt
 from arpo.agent.messages import ChatEncoder
@@ -16,7 +15,7 @@ from arpo.agent.turn_end import turn_end_tokens
 from arpo.config.files import expand_user, read_limited
 from arpo.config.plugins import NO_OBJECTS, Objects
 from arpo.config.schema import Config
-from arpo.data.images import refuse_images
+from arpo.data.images import IMAGE_PLACE, refuse_images
 from arpo.data.task_set import TaskSet
 from arpo.data.tasks import Trace
 from arpo.errors import ArpoError
@@ -172,9 +171,14 @@ def build_agent(
             "rollout.engine: vLLM gets an adapter merged into the model, and in 16 bits most of what was trained would "
             "be rounded away; use rollout.engine=local, model.dtype=float32, or train.lora_rank=0"
         )
+    tower = vision_tower(model) if config.rollout.engine == "local" else None  # others get ids that they do not know
+    if tower is None and config.tools.python_figures and "python" in tools:
+        raise ArpoError(
+            "tools.python_figures: this model or engine cannot see figures; use a SmolVLM or Idefics3 model with "
+            "rollout.engine=local, or tools.python_figures=false"
+        )
     save_weights, ends = partial(save_for_vllm, model, tokenizer), turn_end_tokens(model, tokenizer)
     engine = build_engine(config.rollout, model, tokenizer, save_weights, threaded, ends)
-    tower = vision_tower(model) if config.rollout.engine == "local" else None  # others get ids that they do not know
     prompts = build_prompts(config, tools, tokenizer, engine.capabilities.max_context, objects, tower)
     texts = {text for text in tokenizer.convert_ids_to_tokens(sorted(ends)) if isinstance(text, str)}
     fmt = replace(prompts.format, end_texts=tuple(sorted({*prompts.format.end_texts, *texts})))

@@ -13,9 +13,9 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any, TypeVar
 
+from arpo.data.images import IMAGE_PLACE
 from arpo.errors import ArpoError
 
-IMAGE_PLACE = "<image>"  # where an image stands in a question; in a message's shown text, an image
 LARGE_TEXT = 10_000  # characters; tokenizing more would hold up an event loop noticeably
 _large_texts = ThreadPoolExecutor(2, "arpo-encode")  # few, since the tokens of a long text take much memory
 _T = TypeVar("_T")

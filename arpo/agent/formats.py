@@ -27,7 +27,6 @@ from arpo.agent.answers import HOW_TO_ANSWER, AnswerParser, build_answer_parser
 from arpo.agent.call_syntax import bare_call, check_call, read_calls
 from arpo.agent.chat_template import Chat, Rendered, render_chats
 from arpo.agent.encoding import (
-    IMAGE_PLACE,
     control_tokens,
     decode,
     encode_plain,
@@ -38,6 +37,7 @@ from arpo.agent.encoding import (
 from arpo.agent.native import TRANSFORMS, Layout, NotNative, find_layout
 from arpo.agent.turn_end import closing_text
 from arpo.config.plugins import NO_OBJECTS, Objects
+from arpo.data.images import IMAGE_PLACE
 from arpo.errors import ArpoError
 from arpo.models.end_tokens import end_texts
 from arpo.types import ToolCall, ToolSpec

@@ -119,8 +119,8 @@ async def sample_trees(
     `keep` returns what of a tree is returned in the end. An `observer` gets the events of all trees.
 
     At most `settings.concurrency` trajectories are sampled at a time over all tasks, or as many as the semaphore
-    `slots` allows. If one tree fails, the others are cancelled. Of tasks with images, no more are in memory at a time
-    than trajectories can be sampled.
+    `slots` allows. If one tree fails, the others are cancelled. No more tasks with images are sampled at a time than
+    trajectories, since their images are in memory; `keep` may drop these afterwards.
     """
     slots = slots or asyncio.Semaphore(settings.concurrency)
     readers = asyncio.Semaphore(settings.concurrency)

@@ -19,20 +19,23 @@ from typing import Any, NoReturn
 from arpo.errors import ArpoError
 from arpo.types import Image
 
+IMAGE_PLACE = "<image>"
+"""Stands in a question where an image belongs, and in the shown text of a message for an image."""
 MAX_BYTES = 20 << 20  # of a file
+MAX_PNG_BYTES = 64 << 20  # of an image as it is stored: no picture of MAX_PIXELS takes so many
 MAX_PIXELS = 16 << 20  # of a picture
 _DATA_URL = "data:image/png;base64,"
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 
 
-def read_image(content: bytes) -> Image:
+def read_image(content: bytes, max_bytes: int = MAX_BYTES) -> Image:
     """The image in a file's bytes; of an animation the first frame. ValueError if it is none, or too large.
 
     It is turned as its EXIF data say. What is transparent becomes white.
     """
     pillow = require_pillow()
-    if len(content) > MAX_BYTES:
-        raise ValueError(f"the image has {len(content):,} bytes, more than {MAX_BYTES:,}")
+    if len(content) > max_bytes:
+        raise ValueError(f"the image has {len(content):,} bytes, more than {max_bytes:,}")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # size and metadata are dealt with here
@@ -57,7 +60,9 @@ def _plain_picture(picture: Any) -> Any:
         ground = require_pillow().new("RGBA", picture.size, "white")
         ground.alpha_composite(picture)
         ground.info, picture = picture.info, ground
-    return ImageOps.exif_transpose(picture.convert("RGB"))
+    plain = ImageOps.exif_transpose(picture.convert("RGB"))
+    plain.info = {}
+    return plain
 
 
 def _fits(width: int, height: int) -> bool:
@@ -69,11 +74,13 @@ def _refuse_size(width: int, height: int) -> NoReturn:
 
 
 def encode_image(picture: Any) -> Image:
-    """The image of a Pillow picture; ValueError if it is too large."""
+    """The image of a Pillow picture, read as in `read_image`; ValueError if it is too large or damaged."""
     if not _fits(*picture.size):
         _refuse_size(*picture.size)
-    plain = picture.convert("RGB")
-    plain.info = {}
+    try:
+        plain = _plain_picture(picture)
+    except Exception as error:  # a file that was opened is decoded only now
+        raise ValueError(f"no readable picture: {error}") from error
     buffer = io.BytesIO()
     plain.save(buffer, format="PNG")
     data = buffer.getvalue()
@@ -96,10 +103,10 @@ def from_data_url(text: Any) -> Image:
     head, found, content = text.partition(";base64,") if isinstance(text, str) else ("", "", "")
     if not found or not head.startswith("data:image/"):
         raise ValueError("an image should be a text that starts with data:image/png;base64,")
-    if len(content) > 4 * MAX_BYTES // 3 + 4:
-        raise ValueError(f"the image has more than {MAX_BYTES:,} bytes")
+    if len(content) > 4 * MAX_PNG_BYTES // 3 + 4:
+        raise ValueError(f"the image has more than {MAX_PNG_BYTES:,} bytes")
     try:
-        return read_image(base64.b64decode(content, validate=True))
+        return read_image(base64.b64decode(content, validate=True), MAX_PNG_BYTES)
     except binascii.Error as error:
         raise ValueError(f"an image is no base64: {error}") from None
 
@@ -109,7 +116,7 @@ def refuse_images(images: Sequence[Image], what: str, reason: str) -> None:
     if images:
         raise ArpoError(
             f"{what} has images, and {reason}: use a SmolVLM or Idefics3 model with rollout.engine=local in one "
-            "process, or leave the images out"
+            "process, or leave the images out (those of questions with data.images=false)"
         )
 
 

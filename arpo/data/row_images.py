@@ -32,8 +32,6 @@ from arpo.errors import ArpoError
 from arpo.net.http import HttpClient, HttpError, retry
 from arpo.types import Image
 
-MARK = "<image>"
-"""Stands in a question where an image belongs."""
 MAX_HELD_BYTES = 4 << 30  # of images inside the rows of one source
 URL_SECONDS, URL_RETRIES = 60.0, 2
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")
@@ -128,7 +126,7 @@ class RowImages:
                 return self._held(_decode_url(value), place)
             if _URL.match(value):
                 return self._held(self._fetch(value), place)
-            return _of_file(self._inside(value), place)
+            return _of_file(file_inside(self.folder(), value, self.setting), place)
         if isinstance(value, os.PathLike):
             return _of_file(Path(os.path.expanduser(value)), place)
         if isinstance(value, bytes | bytearray | memoryview):
@@ -147,25 +145,12 @@ class RowImages:
             )
         return UnreadImage("", *size, place=place, load=partial(read_image, content))
 
-    def _inside(self, text: str) -> Path:
-        """The file that a path in a row leads to."""
-        try:
-            folder = self.folder().resolve()
-            path = (folder / text).resolve()
-        except (OSError, RuntimeError) as error:
-            raise ValueError(f"{text[:200]!r} is no path: {error}") from None
-        if not path.is_relative_to(folder):
-            raise ValueError(
-                f"{text[:200]!r} leads out of {folder}; if the images lie elsewhere, name their folder with "
-                f"{self.setting}image_dir=..."
-            )
-        return path
-
     def _fetch(self, url: str) -> bytes:
         if not self.urls:
             raise ValueError(
-                f"{url[:200]!r} is not read: download the images, or allow it with data.image_urls=true, which makes "
-                "this machine request every address that the rows name; data.images=false reads the text alone"
+                f"{url[:200]!r} is not read: download the images, or allow it with {self.setting}image_urls=true, "
+                "which makes this machine request every address that the rows name; "
+                f"{self.setting}images=false reads the text alone"
             )
         if "${" in url:  # a client reads variables of the environment there
             raise ValueError(f"{url[:200]!r} is no address")
@@ -173,8 +158,9 @@ class RowImages:
         origin = f"{parts.scheme}://{parts.netloc}"
         try:
             if origin not in self._clients:
+                named = f"{self.setting}image_urls"
                 self._clients[origin] = HttpClient(
-                    origin, setting="data.image_urls", timeout=URL_SECONDS, max_bytes=MAX_BYTES, trust_env=True
+                    origin, setting=named, timeout=URL_SECONDS, max_bytes=MAX_BYTES, trust_env=True
                 )
             client, path = self._clients[origin], url[len(origin) :] or "/"
             ask = partial(client.request, "GET", path, headers={"Accept": "image/*"})
@@ -182,6 +168,21 @@ class RowImages:
                 return pool.submit(asyncio.run, retry(ask, URL_RETRIES)).result()
         except (HttpError, ArpoError) as error:
             raise ValueError(str(error)) from None
+
+
+def file_inside(folder: Path, text: str, setting: str) -> Path:
+    """The file that a path in a row leads to; ValueError if it leads out of the folder, links followed."""
+    try:
+        folder = folder.resolve()
+        path = (folder / text).resolve()
+    except (OSError, RuntimeError) as error:
+        raise ValueError(f"{text[:200]!r} is no path: {error}") from None
+    if not path.is_relative_to(folder):
+        raise ValueError(
+            f"{text[:200]!r} leads out of {folder}; if the images lie elsewhere, name their folder with "
+            f"{setting}image_dir=..."
+        )
+    return path
 
 
 def given_images(images: Any) -> tuple[Image, ...]:

@@ -25,8 +25,8 @@ from typing import Any
 
 from arpo.config.files import expand_user, shown_path
 from arpo.config.schema import Data, Mix
-from arpo.data.images import to_data_url
-from arpo.data.row_images import MARK, RowImages, hold_images, looks_like_image, release_images
+from arpo.data.images import IMAGE_PLACE, to_data_url
+from arpo.data.row_images import RowImages, hold_images, looks_like_image, release_images
 from arpo.data.rows import RawRow, image_folder, read_rows, refuse_bad_rows, source_name
 from arpo.runs.json_values import json_value
 from arpo.types import Image, Kind, Task
@@ -259,28 +259,29 @@ class _RowParser:
         return Task(labels["id"], asked.text, answers, labels["kind"], meta, asked.system, images)
 
     def _image_values(self, row: Row, question_column: str, asked: _Asked) -> list[Any]:
-        """The values of a row that are its images, in the order of their marks in the question."""
+        """The values of a row that are its images, in the order of their places in the question."""
         if not self._columns.images:
             if asked.images:
-                raise ValueError(f"column {question_column!r} has images, which data.images=false does not allow")
+                refused = f"which {self._images.setting}images=false does not allow"
+                raise ValueError(f"column {question_column!r} has images, {refused}")
             return []
         column, values = self._image_column(row)
-        places = [value for value in asked.images if value is None]
-        if asked.images and not places:  # all of them are in the messages
+        from_column = sum(value is None for value in asked.images)
+        if asked.images and not from_column:  # all of them are in the messages
             column, values, found = "", [], list(asked.images)
-        elif places:
-            if len(places) != len(values):
+        elif from_column:
+            if from_column != len(values):
                 raise ValueError(
-                    f"column {question_column!r} has {len(places)} images without content, and there are {len(values)} "
+                    f"column {question_column!r} has {from_column} images without content, and there are {len(values)} "
                     f"in {' or '.join(map(repr, self._columns.images))}"
                 )
             rest = iter(values)
             found = [next(rest) if value is None else value for value in asked.images]
         else:
             found = values
-        marks = asked.text.count(MARK)
-        if found and marks not in (0, len(found)):
-            raise ValueError(f"the question has {marks} marks {MARK}, but {len(found)} images")
+        places = asked.text.count(IMAGE_PLACE)
+        if found and places not in (0, len(found)):
+            raise ValueError(f"the question has {places} places {IMAGE_PLACE}, but {len(found)} images")
         if found:
             self.used.setdefault("images", Counter())[column or question_column] += 1
         for name, value in row.items():
@@ -360,7 +361,7 @@ def _question(value: Any, column: str) -> _Asked:
 
 
 def _message_text(content: Any, column: str, images: list[Any] | None) -> str:
-    """The text of a message, which may be in parts; a mark stands for each image, which is added to `images`."""
+    """The text of a message, which may be in parts; `<image>` stands for each image, which is added to `images`."""
     if isinstance(content, list):
         content = "".join(_part_text(part, column, images) for part in content)
     if not isinstance(content, str):
@@ -377,7 +378,7 @@ def _part_text(part: Any, column: str, images: list[Any] | None) -> str:
         if kind in ("image", "image_url", "input_image") and images is not None:
             value = next((part[key] for key in IMAGE_KEYS if part.get(key) is not None), None)
             images.append(value.get("url") if isinstance(value, Mapping) else value)
-            return MARK
+            return IMAGE_PLACE
     raise ValueError(f"column {column!r} should hold messages of text and images, got the part {_short(part)}")
 
 

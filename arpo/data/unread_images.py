@@ -22,6 +22,7 @@ from typing import Any
 from arpo.config.files import read_limited, require_regular_file
 from arpo.data.images import FORMATS, MAX_BYTES, MAX_PIXELS, read_image, require_pillow
 from arpo.errors import ArpoError
+from arpo.runs.trees import images_of
 from arpo.types import Image, ScoredTree, Task
 
 _ORIENTATION, _SIDEWAYS = 0x0112, (5, 6, 7, 8)  # in the metadata: how a camera was held
@@ -56,7 +57,7 @@ def read_task_images(task: Task) -> Task:
 def without_image_data(scored: ScoredTree) -> ScoredTree:
     """The tree with its images as hashes and sizes, without their content, as one that was read from a file."""
     tree = scored.tree
-    if not tree.task.images and not any(node.images for node in tree.nodes):
+    if not images_of(tree):
         return scored
     nodes = tuple(
         replace(

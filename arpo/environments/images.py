@@ -20,8 +20,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal, Self
 
-from arpo.config.files import expand_user, require_regular_file
-from arpo.data.images import MAX_BYTES, encode_image, open_image, read_image, require_pillow
+from arpo.config.files import expand_user
+from arpo.data.images import encode_image, open_image, require_pillow
+from arpo.data.row_images import file_inside
+from arpo.data.unread_images import read_image_file
 from arpo.environments.base import Environment
 from arpo.errors import ArpoError
 from arpo.tools.base import Tool, ToolError, tool
@@ -45,8 +47,8 @@ class ImageEnvironment(Environment):
 
     `coordinates` says how boxes are written: in fractions of the picture (0 to 1), in thousandths, as several models
     were taught, or in pixels. A crop is enlarged until its longer side has `min_side` pixels. `frames_column` is the
-    column of a task with the files of a video's frames. With `blocking`, a call blocks the event loop, so that the
-    order of events is the same in every run.
+    column of a task with the files of a video's frames, which must lie in `image_dir`. With `blocking`, a call blocks
+    the event loop, so that the order of events is the same in every run.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class ImageEnvironment(Environment):
         max_side: int = 1024,
         max_images: int = 32,
         frames_column: str | None = None,
+        image_dir: str = ".",
         blocking: bool = False,
     ) -> None:
         if coordinates not in UNITS:
@@ -66,7 +69,7 @@ class ImageEnvironment(Environment):
         require_pillow()
         self._unit, self._scale = UNITS[coordinates], SCALES.get(coordinates)
         self._sides, self._max_images = (min_side, max_side), max_images
-        self._column, self._blocking = frames_column, blocking
+        self._column, self._folder, self._blocking = frames_column, expand_user(image_dir), blocking
         self.images: tuple[Image, ...] = ()
         self._frames: tuple[str, ...] = ()
 
@@ -140,8 +143,11 @@ class ImageEnvironment(Environment):
         count = min(count, end - start + 1)
         step = (end - start) / (count - 1) if count > 1 else 0.0
         chosen = [start + round(step * number) for number in range(count)]
-        shown = self._show([open_image(_read_frame(self._frames[number])) for number in chosen])
+        shown = self._show([open_image(self._read_frame(number)) for number in chosen])
         return [f"Frames {', '.join(map(str, chosen))}.", *shown]
+
+    def _read_frame(self, number: int) -> Image:
+        return read_image_file(file_inside(self._folder, self._frames[number], "environment.settings."))
 
     def _image(self, number: int) -> Image:
         if not self.images:
@@ -191,9 +197,3 @@ def _number(value: float) -> float:
     if not -1e6 < value < 1e6:  # integers of any length come from JSON
         raise ToolError("a number is too large")
     return float(value)
-
-
-def _read_frame(place: str) -> Image:
-    path = require_regular_file(expand_user(place))
-    with path.open("rb") as file:
-        return read_image(file.read(MAX_BYTES + 1))

@@ -65,28 +65,35 @@ def read_trajectories(path: str | os.PathLike[str]) -> list[ScoredTree]:
 
 def trajectory_lines(trees: Iterable[ScoredTree]) -> Iterator[dict[str, Any]]:
     """The lines of these trees, as values that `json.dumps` takes."""
-    written: dict[str, int] = {}  # sizes of the images so far; 0 of one that was left out
+    images = _ImageWriter()
     for group, scored in enumerate(trees):
         require_one_context(scored.tree)
-        images = _new_images(scored.tree, written)
+        new = images.fields(scored.tree)
         for number in range(len(scored.tree.leaves)):
-            yield _line(scored, group, number) | (images if number == 0 else {})
+            yield _line(scored, group, number) | (new if number == 0 else {})
 
 
-def _new_images(tree: RolloutTree, written: dict[str, int]) -> dict[str, Any]:
-    """The fields of a line with the images of a tree that are not written yet, as many as there is room for."""
-    urls, left_out = dict[str, str](), 0
-    for image in images_of(tree):
-        if image.sha256 in written:
-            continue
-        fits = image.data and sum(written.values()) + len(image.data) <= MAX_IMAGE_BYTES
-        written[image.sha256] = len(image.data) if fits else 0
-        if fits:
-            urls[image.sha256] = to_data_url(image)
-        else:
-            left_out += 1
-    fields = {"images": urls, "images_left_out": left_out}
-    return {name: value for name, value in fields.items() if value}
+class _ImageWriter:
+    """Writes each image once, as long as there is room."""
+
+    def __init__(self) -> None:
+        self._seen: set[str] = set()
+        self._num_bytes = 0
+
+    def fields(self, tree: RolloutTree) -> dict[str, Any]:
+        """The fields of a line with the images of a tree that were in none before, and how many have no room."""
+        urls, left_out = dict[str, str](), 0
+        for image in images_of(tree):
+            if image.sha256 in self._seen:
+                continue
+            self._seen.add(image.sha256)
+            if image.data and self._num_bytes + len(image.data) <= MAX_IMAGE_BYTES:
+                self._num_bytes += len(image.data)
+                urls[image.sha256] = to_data_url(image)
+            else:
+                left_out += 1
+        found = {"images": urls, "images_left_out": left_out}
+        return {name: value for name, value in found.items() if value}
 
 
 def _line(scored: ScoredTree, group: int, number: int) -> dict[str, Any]:

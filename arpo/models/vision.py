@@ -11,8 +11,9 @@ the text model's: positions, masks, gradients. The tower is frozen, and no submo
 adapters and checkpoints of weights do not see it.
 
 In a node's tokens, image positions hold the checkpoint's image token. Engine and trainer get *virtual ids* in their
-place, from the size of the vocabulary on: each image (by the hash of its content) has a range of its own for the life
-of the process. So whatever compares ids, like the prefix cache, tells images apart, and needs not know of them.
+place, from the size of the vocabulary on: each image (by the hash of its content) has a range of its own, as long as
+something holds it, and no range is given twice. So whatever compares ids, like the prefix cache, tells images apart,
+and needs not know of them.
 
 Guarantees: the features of an image depend on nothing but the image; they are computed once and kept while there is
 room (`FEATURE_BYTES`), and again under the same ids when they are needed later. Only nodes have images: an image token
@@ -46,6 +47,7 @@ PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 TEMPLATE_FILE = "chat_template.json"  # in older directories, the chat template of the processor
 FEATURE_BYTES = 1 << 30  # of features that are kept
 IMAGE_BYTES = 1 << 28  # of images that are kept, beyond those that a tree or a task still holds
+FORGET_AT = 4096  # known images: those that nothing holds are then forgotten, and again when the rest has doubled
 MAX_SIDE = 4096  # of an image after resizing, in pixels; the image processors' own limit
 MAX_TILES = 1024  # of an image
 TILES_AT_ONCE = 16  # of one image in a pass of the encoder
@@ -107,6 +109,9 @@ class _Recent(Generic[T]):
         self.limit, self._size = limit, 0
         self._values: OrderedDict[str, tuple[T, int]] = OrderedDict()
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._values
+
     def get(self, name: str) -> T | None:
         """The value of this name, which is then the last one used."""
         if name not in self._values:
@@ -145,6 +150,7 @@ class VisionTower:
         self._firsts: list[int] = []  # ascending
         self._names: list[str] = []  # of the same images
         self._next: int = self.vocab_size
+        self._forget_at = FORGET_AT  # so many known images
         self._features: _Recent[Tensor] = _Recent(FEATURE_BYTES)
         self._kept: _Recent[Image] = _Recent(IMAGE_BYTES)
         self._grid = lru_cache(maxsize=4096)(self._compute_grid)
@@ -208,6 +214,8 @@ class VisionTower:
     def _register(self, image: Image) -> _Known:
         known = self._known.get(image.sha256)
         if known is None:
+            if len(self._known) >= self._forget_at:
+                self._forget()
             known = _Known(self._next, self._num_rows(self._grid(image.width, image.height)))
             self._known[image.sha256] = known
             self._firsts.append(known.first)
@@ -222,6 +230,12 @@ class VisionTower:
                 "directory, or sampled by another process, cannot be continued or trained on"
             )
         return known
+
+    def _forget(self) -> None:
+        """Drop the images that nothing can use any more; their ids are not given again."""
+        self._known = {name: known for name, known in self._known.items() if known.held or name in self._features}
+        self._firsts, self._names = [known.first for known in self._known.values()], [*self._known]
+        self._forget_at = max(FORGET_AT, 2 * len(self._known))
 
     def _num_rows(self, grid: tuple[int, int]) -> int:
         return (grid[0] * grid[1] + 1) * self.tile_tokens
@@ -253,8 +267,8 @@ class VisionTower:
         start = 0
         with self._encoding:
             while start < len(ids):
-                name = self._names[bisect_right(self._firsts, ids[start]) - 1]
-                known, stop = self._known[name], start + 1
+                name, known = self._image_of(ids[start])
+                stop = start + 1
                 while stop < len(ids) and known.first <= ids[stop] < known.first + known.count:
                     stop += 1
                 places = torch.tensor(ids[start:stop]) - known.first
@@ -262,6 +276,15 @@ class VisionTower:
                 parts.append(features_NE[places.to(features_NE.device)])
                 start = stop
         return torch.cat(parts)
+
+    def _image_of(self, number: int) -> tuple[str, _Known]:
+        """The image that has this virtual id, and its name."""
+        with self._lock:
+            name = self._names[bisect_right(self._firsts, number) - 1]
+            known = self._known[name]
+        if not known.first <= number < known.first + known.count:
+            raise RuntimeError("an image was forgotten, and is still being used")
+        return name, known
 
     def _image_features(self, name: str, known: _Known) -> Tensor:
         with self._lock:

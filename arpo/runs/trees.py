@@ -191,7 +191,7 @@ def _with_images(values: dict[str, Any]) -> dict[str, Any]:
 
 def _images_of(values: Mapping[str, Any]) -> dict[str, tuple[Image, ...]]:
     """The inverse: the argument `images`, if there are some."""
-    found = tuple(Image(**image) for image in values.get("images", ()))
+    found = tuple(Image(image["sha256"], image["width"], image["height"]) for image in values.get("images", ()))
     if not all(isinstance(image.sha256, str) and IMAGE_NAME.fullmatch(image.sha256) for image in found):
         raise ValueError("an image is named by something that is no SHA-256")
     return {"images": found} if found else {}

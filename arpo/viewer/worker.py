@@ -9,6 +9,7 @@ This process sends events, each with a `type`:
     ready       the agent is loaded
     token       trajectory, parent, token, logprob, entropy, text: what is complete with it (see `TokenSampled`)
     call        trajectory, parent, call
+    image       sha256, png: an image of the next node, in base64; not sent again, nor if it is large
     node        trajectory, index, node: a whole turn or a tool result, as in a saved tree
     decision    node, decision
     leaf        trajectory, leaf
@@ -26,13 +27,14 @@ after `IDLE_SECONDS` without a question.
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import logging
 import socket
 import sys
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,17 +44,19 @@ from arpo.algorithm.rollout import Observer, rollout, sample_tree
 from arpo.config.loading import load_config
 from arpo.config.masking import mask_message
 from arpo.config.schema import Config
+from arpo.data.images import MAX_PNG_BYTES, read_image
 from arpo.errors import ArpoError
 from arpo.models.agent_file import find_agent
 from arpo.rewards import Scorer
 from arpo.runs.reporter import Reporter
-from arpo.runs.run_dir import open_run_dir
+from arpo.runs.run_dir import RunDir, open_run_dir
 from arpo.runs.trees import leaf_to_json, node_to_json, tree_to_json
 from arpo.tools.threads import DaemonThreads
 from arpo.training.context import RolloutContext, open_context
 from arpo.types import (
     BranchingDecided,
     CallStarted,
+    Image,
     LeavesScored,
     NodeAdded,
     RolloutEvent,
@@ -67,6 +71,7 @@ from arpo.viewer.messages import dump
 IDLE_SECONDS = 600.0
 ASK_SECONDS = 900.0  # for one question
 MAX_LINE = 1 << 20  # bytes of a question
+MAX_IMAGE_BYTES, MAX_IMAGES_BYTES = 4 << 20, 64 << 20  # of an image that is sent, and of all those of a question
 Send = Callable[[dict[str, Any]], None]
 _logger = logging.getLogger("arpo")
 
@@ -90,6 +95,7 @@ class EventStream:
     def __init__(self, tokenizer: Any, send: Send) -> None:
         self._tokenizer, self._send = tokenizer, send
         self._decoders: dict[int, StreamDecoder] = {}  # of turns in progress, by trajectory
+        self._images: dict[str, int] = {}  # the sizes of those that were sent, by name
 
     def __call__(self, event: RolloutEvent) -> None:
         """Send one event."""
@@ -101,6 +107,8 @@ class EventStream:
                 self._send({"type": "call", **asdict(event)})
             case NodeAdded(trajectory, index, node):
                 self._decoders.pop(-1 if trajectory is None else trajectory, None)
+                for image in node.images if node.result is None else node.result.images:
+                    self._send_image(image)
                 self._send({"type": "node", "trajectory": trajectory, "index": index, "node": node_to_json(node)})
             case BranchingDecided():
                 self._send({"type": "decision", **asdict(event)})
@@ -108,6 +116,14 @@ class EventStream:
                 self._send({"type": "leaf", "trajectory": trajectory, "leaf": leaf_to_json(leaf)})
             case LeavesScored():  # all rewards come at the end, with the credits
                 pass
+
+    def _send_image(self, image: Image) -> None:
+        size = len(image.data)
+        if image.sha256 in self._images or not size or size > MAX_IMAGE_BYTES:
+            return
+        if sum(self._images.values()) + size <= MAX_IMAGES_BYTES:
+            self._images[image.sha256] = size
+            self._send({"type": "image", "sha256": image.sha256, "png": base64.b64encode(image.data).decode()})
 
 
 async def serve(link: socket.socket, context: RolloutContext, run: Path, idle_seconds: float = IDLE_SECONDS) -> None:
@@ -159,7 +175,7 @@ async def _answer(context: RolloutContext, run: Path, message: dict[str, Any], s
                 tree = await rollout(context.agent, task, config.rollout, config.branching, seed, observer=observer)
                 scored = ScoredTree(tree)
             else:
-                task = open_run_dir(run).read_tree(*message["task"]).tree.task
+                task = await asyncio.to_thread(recorded_task, open_run_dir(run), *message["task"])
                 scored = await _sample_scored(context, config, task, seed, observer)
         values = tree_to_json(scored)
         send({"type": "done", **{name: values[name] for name in ("rewards", "credits", "mask")}})
@@ -177,6 +193,16 @@ def _asked(question: str) -> Task:
         return Task("asked", question)
     except ValueError as error:
         raise ArpoError(f"question: {error}") from None
+
+
+def recorded_task(run: RunDir, step: int, number: int) -> Task:
+    """The task of a saved tree, with its images; ArpoError if one of them is not stored, or no image."""
+    task = run.read_tree(step, number).tree.task
+    try:
+        images = tuple(read_image(run.read_image(image.sha256), MAX_PNG_BYTES) for image in task.images)
+    except ValueError as error:
+        raise ArpoError(f"an image of this question cannot be read: {error}") from None
+    return replace(task, images=images)
 
 
 async def _sample_scored(

@@ -8,12 +8,23 @@ import struct
 import subprocess
 import sys
 import zlib
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from PIL import Image as pillow
 
-from arpo.data.images import FORMATS, MAX_BYTES, MAX_PIXELS, encode_image, open_image, read_image
+from arpo.data import images
+from arpo.data.images import (
+    FORMATS,
+    MAX_BYTES,
+    MAX_PIXELS,
+    encode_image,
+    from_data_url,
+    open_image,
+    read_image,
+    to_data_url,
+)
 
 RED, WHITE = (255, 0, 0), (255, 255, 255)
 
@@ -66,6 +77,29 @@ def test_transparent_pixels_become_white_and_half_transparent_ones_pale() -> Non
     palette.putpixel((1, 0), 1)
     assert pixels(saved(palette, "PNG", transparency=0)) == [WHITE, RED]
     assert pixels(saved(palette, "GIF", transparency=0)) == [WHITE, RED]
+
+
+def test_a_picture_of_pillow_is_read_like_its_file() -> None:
+    clear, photo = pillow.new("RGBA", (2, 1), (255, 0, 0, 128)), pillow.new("RGB", (16, 8), RED)
+    exif = pillow.Exif()
+    exif[0x0112] = 6
+    for content in (
+        saved(clear, "PNG"),
+        saved(photo, "JPEG", exif=exif),
+        saved(pillow.new("I;16", (2, 2), 999), "PNG"),
+    ):
+        assert encode_image(pillow.open(io.BytesIO(content))) == read_image(content)
+    with pytest.raises(ValueError, match="no readable picture"):
+        encode_image(pillow.open(io.BytesIO(saved(photo, "BMP")[:200])))
+
+
+def test_a_stored_image_may_be_larger_than_the_file_that_it_came_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = encode_image(pillow.new("RGB", (2, 2), RED))
+    url = to_data_url(replace(small, data=small.data + bytes(MAX_BYTES)))
+    assert from_data_url(url) == small
+    monkeypatch.setattr(images, "MAX_PNG_BYTES", MAX_BYTES)
+    with pytest.raises(ValueError, match="more than"):
+        from_data_url(url)
 
 
 def test_sixteen_bits_are_scaled_to_eight() -> None:

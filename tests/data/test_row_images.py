@@ -122,7 +122,7 @@ def test_images_of_columns_fill_the_places_between_those_of_parts() -> None:
 
 def test_the_number_of_marks_must_be_that_of_the_images() -> None:
     row = ROW | {"question": "<image> or <image>?", "image": PNG}
-    assert "the question has 2 marks <image>, but 1 images" in problem([row])
+    assert "the question has 2 places <image>, but 1 images" in problem([row])
     assert tasks_from_rows([ROW | {"question": "What is <image> in SVG?"}], Columns()).problems == ()
 
 

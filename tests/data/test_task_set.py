@@ -332,16 +332,20 @@ def example_rows(name: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", ["arpo_10k.toml", "gsm8k.toml"])
 def test_an_example_reads_its_files_and_rolls_out(here: Path, tokenizer: Any, name: str) -> None:
     """Twenty questions go through every tool to the right answer, by a script that reads the question."""
-    shown = load_config(EXAMPLES / name)
+    copied = here / "examples" / name  # the paths in it start in its folder
+    copied.parent.mkdir()
+    copied.write_text((EXAMPLES / name).read_text())
+    shown = load_config(copied)
     for source in (shown.data.train, shown.data.test):
-        assert source is not None
+        assert source is not None and Path(source).resolve().is_relative_to(here)
+        Path(source).resolve().parent.mkdir(parents=True, exist_ok=True)
         if source.endswith(".parquet"):
-            table(here / source, example_rows(name))
+            table(Path(source).resolve(), example_rows(name))
         else:
-            write(source, *example_rows(name))
+            write(str(Path(source).resolve()), *example_rows(name))
     write("wiki.jsonl", {"title": "One", "text": "One is a number."})
     search = [f"tools.search={here / 'wiki.jsonl'}"] if "search" in shown.tools.enabled else []
-    config = load_config(EXAMPLES / name, [*search, "rollout.num_trajectories=2"])
+    config = load_config(copied, [*search, "rollout.num_trajectories=2"])
     calls = {"search": lambda number: "one", "python": lambda number: f"print({number} + 1)"}
 
     def script(prefix: str, seed: int) -> str:

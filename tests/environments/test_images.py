@@ -139,7 +139,7 @@ def video(folder: Path, count: int) -> Task:
 
 def test_frames_are_evenly_spaced(tmp_path: Path) -> None:
     task = video(tmp_path, 12)
-    state = ImageEnvironment(blocking=True, frames_column="video")
+    state = ImageEnvironment(blocking=True, frames_column="video", image_dir=str(tmp_path))
     assert state.reset(task) == "The video has 12 frames, numbered from 0 to 11."
     assert [one.spec.name for one in state.tools()] == ["crop", "rotate", "frames"]
     with pytest.raises(ToolError, match="you have seen no image yet"):
@@ -162,8 +162,24 @@ def test_frames_are_evenly_spaced(tmp_path: Path) -> None:
 def test_a_frame_that_cannot_be_read_is_the_data_sets_fault(tmp_path: Path) -> None:
     task = video(tmp_path, 3)
     (tmp_path / "1.png").write_text("no picture")
-    results = run_calls(ImageEnvironment(frames_column="video"), task, ToolCall("frames", {"start": 1, "end": 1}))
+    state = ImageEnvironment(frames_column="video", image_dir=str(tmp_path))
+    results = run_calls(state, task, ToolCall("frames", {"start": 1, "end": 1}))
     assert results[0].fault is Fault.INFRA and "no readable image" in results[0].text
+
+
+def test_frames_lie_in_the_named_folder(tmp_path: Path) -> None:
+    frames = tmp_path / "frames"
+    frames.mkdir()
+    pillow.new("L", (8, 8)).save(tmp_path / "private.png")
+    pillow.new("L", (8, 8)).save(frames / "own.png")
+    (frames / "link.png").symlink_to(tmp_path / "private.png")
+    state = ImageEnvironment(blocking=True, frames_column="video", image_dir=str(frames))
+    places = ["own.png", "../private.png", str(tmp_path / "private.png"), "link.png"]
+    state.reset(Task("v", "What happens?", ("x",), meta={"video": places}))
+    assert act(state, "frames", 0, 0, 1)[0] == "Frames 0. Image 1:"
+    for number in (1, 2, 3):
+        with pytest.raises(ValueError, match=r"leads out of .*environment.settings.image_dir="):
+            act(state, "frames", number, number, 1)
 
 
 def test_settings_and_tasks_that_do_not_fit() -> None:

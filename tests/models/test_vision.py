@@ -150,6 +150,31 @@ def test_images_that_nothing_holds_are_forgotten(whole_dir: Path) -> None:
     assert tower.embed_ids(tower.expand(tokenizer, again), [again]) == ids[1]  # under the same ids
 
 
+def test_what_is_known_of_images_does_not_grow_forever(whole_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vision, "FORGET_AT", 8)
+    model, tokenizer, tower = load(whole_dir)
+    tower._kept.limit = 1  # room for one
+    held, seen = picture(0), picture(1)
+    first, second = (tower.embed_ids(tower.expand(tokenizer, image), [image]) for image in (held, seen))
+    features = tower.embed(torch.tensor(second), model.get_input_embeddings())
+    given = {*first, *second}
+    del seen
+    for seed in range(2, 40):
+        dropped = picture(seed)
+        ids = tower.embed_ids(tower.expand(tokenizer, dropped), [dropped])
+        assert not given & {number for number in ids if number >= tower.vocab_size}  # no id is given twice
+        given |= {*ids}
+    assert len(tower._known) == len(tower._names) == len(tower._firsts) <= 8
+    assert tower.embed_ids(tower.expand(tokenizer, held), [held]) == first
+    assert torch.equal(tower.embed(torch.tensor(second), model.get_input_embeddings()), features)  # they are kept
+    rows = tower.embed(torch.tensor(first), model.get_input_embeddings())
+    places = torch.tensor(first) >= tower.vocab_size
+    assert torch.equal(rows[places], tower.encode(held))
+    forgotten = next(number for number in sorted(given) if number > max(*first, *second))
+    with pytest.raises(RuntimeError, match="forgotten"):
+        tower.embed(torch.tensor([forgotten]), model.get_input_embeddings())
+
+
 def test_a_saved_model_is_whole_again(split_dir: Path, tmp_path: Path) -> None:
     model, tokenizer, tower = load(split_dir)
     with torch.no_grad():

@@ -12,18 +12,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import image_runs
 import view_runs
 
-from arpo.agent.agent import Agent
+from arpo.agent.agent import Agent, PromptEncoder
 from arpo.agent.formats import build_format
 from arpo.config.loading import load_config
 from arpo.data.task_set import TaskSet
 from arpo.engine.scripted import ScriptedEngine
 from arpo.runs.run_dir import open_run_dir
-from arpo.tools.base import tool
+from arpo.tools.base import Tool, tool
 from arpo.tools.executor import Toolset
 from arpo.training.context import RolloutContext
-from arpo.types import Reward, Trajectory
+from arpo.types import Image, Reward, Trajectory
 from arpo.viewer.playground import Worker
 from arpo.viewer.worker import serve
 
@@ -37,6 +38,20 @@ BOUND = 120.0  # seconds: only something that hangs takes so long
 def search(query: str) -> str:
     """Search."""
     return f"found: <b>{query}</b>"
+
+
+class WordTower:
+    """Stands for a vision tower: an image is the token of a word. It must have its content."""
+
+    def expand(self, tokenizer: Any, image: Image) -> tuple[int, ...]:
+        return tuple(tokenizer(" Kelso", add_special_tokens=False)["input_ids"])
+
+    def expanded_text(self, image: Image) -> str:
+        return " Kelso"
+
+    def embed_ids(self, tokens: Any, images: Any) -> Any:
+        assert all(image.data for image in images)
+        return tokens
 
 
 def varied(prefix: str, seed: int) -> tuple[str, list[float]]:
@@ -81,12 +96,13 @@ class SteppedEngine(ScriptedEngine):
 class ScriptedWorkers:
     """Starts workers with the scripted model, all with the same engine."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, used: Tool = search, tower: Any = None) -> None:
         self.engine, self.started = SteppedEngine(tokenizer), list[Path]()
         self.idle_seconds = BOUND
         self.links: list[socket.socket] = []
-        tools = Toolset([search])
-        agent = Agent(self.engine, tokenizer, tools, build_format("tags", [search.spec]))
+        tools, fmt = Toolset([used]), build_format("tags", [used.spec])
+        prompts = PromptEncoder(tokenizer, fmt, self.engine.capabilities.max_context, 512, vision=tower)
+        agent = Agent(self.engine, tokenizer, tools, fmt, encoder=prompts)
         config = load_config(None, [*SETTINGS])
         self.context = RolloutContext(config, TaskSet(), tools, None, agent, is_right)
 
@@ -105,6 +121,24 @@ def make_run(directory: Path, checkpoint: int | None = 5) -> Path:
     view_runs.make_branched(directory, overrides=SETTINGS).close()
     if checkpoint is not None:
         open_run_dir(directory).checkpoint_path(checkpoint).mkdir(parents=True)
+    return directory
+
+
+def seeing_workers(tokenizer: Any, shown: Any) -> ScriptedWorkers:
+    """Workers whose model sees, and whose tool shows this picture."""
+
+    @tool(quick=True)
+    def search(query: str) -> list[Any]:
+        """Search."""
+        return [f"found: {query}", shown]
+
+    return ScriptedWorkers(tokenizer, search, WordTower())
+
+
+def make_seeing_run(directory: Path) -> Path:
+    """A run whose question has an image, with a checkpoint, of which only the folder matters."""
+    image_runs.make_zoomed(directory, *SETTINGS)
+    open_run_dir(directory).checkpoint_path(5).mkdir(parents=True)
     return directory
 
 

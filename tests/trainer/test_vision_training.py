@@ -17,10 +17,12 @@ from trees import tree, with_credits
 from vision_models import PlainSeeing, picture, save_seeing_model
 
 import arpo
+from arpo.agent.agent import build_agent
 from arpo.agent.formats import TagFormat
 from arpo.algorithm.batch import build_batch
 from arpo.builtin.model import build_tokenizer
 from arpo.config.algorithm import Loss
+from arpo.config.loading import load_config
 from arpo.config.schema import Config, Model, Train
 from arpo.data.tasks import Trace
 from arpo.engine.scripted import ScriptedEngine
@@ -28,6 +30,7 @@ from arpo.errors import ArpoError
 from arpo.models.load import load_model
 from arpo.models.vision import VisionTower, vision_tower
 from arpo.runs.run_dir import open_run_dir
+from arpo.tools.base import tool
 from arpo.trainer.forward_backward import forward_backward
 from arpo.trainer.trainer import Trainer
 from arpo.training.sft_examples import encode_trace
@@ -225,3 +228,15 @@ def test_a_model_that_cannot_see_refuses_before_anything_is_sampled(model_dir: P
         arpo.Trainer(str(model_dir), tasks=tasks(), reward=fruit.even_tokens, progress=False, **SMALL),
     ):
         pass
+
+
+def test_figures_for_a_model_that_cannot_see_are_refused_at_once(model_dir: Path) -> None:
+    @tool(quick=True)
+    def python(code: str) -> str:
+        """Run code."""
+        return code
+
+    config = load_config(None, ["tools.python_figures=true"])
+    model, tokenizer = load_model(Model(path=str(model_dir), device="cpu"))
+    with pytest.raises(ArpoError, match=r"tools.python_figures: this model or engine cannot see figures"):
+        build_agent(config, {"python": python}, model, tokenizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import http.client
 import json
 import shutil
@@ -15,15 +16,18 @@ from typing import Any
 import clock
 import playgrounds
 import pytest
+from image_runs import images_in, picture, zoomed
 from playgrounds import BOUND, ScriptedWorkers
 
 from arpo.algorithm.rollout import rollout
 from arpo.config.loading import load_config
+from arpo.data.images import encode_image
 from arpo.errors import ArpoError
 from arpo.runs.run_dir import open_run_dir
 from arpo.runs.trees import node_to_json
 from arpo.types import RolloutTree, Task, derive_seed
 from arpo.viewer import playground as module
+from arpo.viewer import worker as worker_module
 from arpo.viewer.folder import Folder
 from arpo.viewer.messages import MAX_BODY, MAX_QUESTION, Ask, BadRequest, read_ask
 from arpo.viewer.playground import Playground, Worker, named_code, start_worker
@@ -146,6 +150,33 @@ def test_a_question_of_the_run_is_scored(site: Site) -> None:
     assert {reward["total"] for reward in last["rewards"]} == {0.0, 1.0}
     assert len(last["credits"]) == len(last["mask"]) == 6
     assert {credit["advantage"] > 0 for credit in last["credits"]} == {True, False}
+
+
+def test_a_question_of_the_run_has_its_images_and_those_of_results_are_sent_once(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, shown = images_in(zoomed())[0], picture(30, 20, "teal")
+    folder = playgrounds.make_seeing_run(tmp_path / "mine")
+    site = Site(folder, playgrounds.seeing_workers(tokenizer, shown))
+    events = site.events(question=None, step=1, n=0)
+    assert events[-1]["type"] == "done" and len(events[-1]["rewards"]) == 6
+    sent = [event for event in events if event["type"] == "image"]
+    expected = [(image.sha256, image.data) for image in (whole, encode_image(shown))]
+    assert [(event["sha256"], base64.b64decode(event["png"])) for event in sent] == expected
+    nodes = [event["node"] for event in events if event["type"] == "node"]
+    assert [image["sha256"] for image in nodes[0]["images"]] == [whole.sha256]
+    assert all(node["images"][0]["sha256"] == expected[1][0] for node in nodes if node["kind"] == "tool")
+    monkeypatch.setattr(worker_module, "MAX_IMAGE_BYTES", len(whole.data) - 1)
+    assert whole.sha256 not in str(
+        [event for event in site.events(question=None, step=1, n=0) if event["type"] == "image"]
+    )
+    monkeypatch.setattr(worker_module, "MAX_IMAGES_BYTES", 0)
+    assert "image" not in [event["type"] for event in site.events(question=None, step=1, n=0)]
+    (folder / "images" / f"{whole.sha256}.png").unlink()
+    lost = site.events(question=None, step=1, n=0)[-1]
+    assert lost["type"] == "error" and "is not stored" in lost["text"]
+    site.server.shutdown()
+    site.server.server_close()
 
 
 def test_the_agent_is_loaded_once_and_again_for_a_new_checkpoint(site: Site, tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ import { imageUrl } from "./source.js";
 const THUMB = 220; // pixels of the longer side
 const LINE = 3; // of a rectangle, in pixels of the screen
 
-// The images of a node as figures. `origin` has the id of the run (`run`)
-// or the evaluation (`eval`), and how boxes are written there (fraction, thousandth, pixel).
+// The images of a node as figures. `origin` has the id of the run (`run`) or the evaluation (`eval`), how boxes are
+// written there (fraction, thousandth, pixel), and the addresses of images that are not stored there, if any (`pictures`).
 export function imageFigures(tree, index, origin) {
   const node = tree.nodes[index];
   const before = seenBefore(tree, index);
@@ -56,7 +56,7 @@ function cropOf(node, before, coordinates) {
 }
 
 function figure(image, name, origin, box = null) {
-  const url = imageUrl(origin, image.sha256);
+  const url = origin.pictures?.[image.sha256] ?? imageUrl(origin, image.sha256);
   const size = `${number(image.width)} × ${number(image.height)}`;
   const caption = el("figcaption", {}, `${name} · ${size}`);
   if (url === null) return el("figure", { class: "missing" }, el("p", {}, "not in this page"), caption);

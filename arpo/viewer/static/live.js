@@ -1,9 +1,10 @@
 // A rollout tree that grows: what the events of the Playground make up. No drawing.
 
 // Nodes have the places in which they appeared, so that nothing moves when a turn is complete: `places` has the place of
-// each node of the tree by its index, `open` the place of the unfinished node of each trajectory.
+// each node of the tree by its index, `open` the place of the unfinished node of each trajectory, `pictures` the addresses
+// of its images by their hash.
 export function emptyTree(task) {
-  return { task, nodes: [], leaves: [], rewards: [], credits: [], mask: [], places: [], open: new Map() };
+  return { task, nodes: [], leaves: [], rewards: [], credits: [], mask: [], pictures: {}, places: [], open: new Map() };
 }
 
 const EVENTS = {
@@ -18,6 +19,9 @@ const EVENTS = {
   },
   call(tree, event) {
     openNode(tree, event, { kind: "tool", text: "", call: event.call });
+  },
+  image(tree, event) {
+    tree.pictures[event.sha256] = `data:image/png;base64,${event.png}`;
   },
   node(tree, event) {
     const place = event.trajectory === null ? 0 : (tree.open.get(event.trajectory) ?? tree.nodes.length);

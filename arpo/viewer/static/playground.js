@@ -6,6 +6,7 @@ import { addEvent, emptyTree, endTree } from "./live.js";
 import { correctMark, selection, showPicture } from "./picture.js";
 import { api, get, postLines } from "./source.js";
 import { go, parseIndex, readState } from "./state.js";
+import { coordinatesOf } from "./trees.js";
 
 const REDRAW = 80; // milliseconds between two pictures of a growing tree
 const KEPT = 20; // questions
@@ -29,6 +30,7 @@ export async function playgroundTab(main, state, run) {
   try {
     if (!board.status || board.status.reason) {
       const status = await get(api("playground", { run: run.id }));
+      board.coordinates = await coordinatesOf(run.id);
       if (request !== board.request) return;
       showStatus(status);
     }
@@ -204,7 +206,7 @@ function update(state) {
   const node = chosen[0] === "n" ? shown.tree.nodes[chosen.slice(1)] : null;
   const content = [node?.tokens.length, node?.live, node?.result === null, node?.decision, shown.tree.leaves.length, shown.tree.credits.length];
   redraw("detail", [shown.id, chosen, trajectory, state.shade, shown.state, ...content], () =>
-    board.detail.replaceChildren(detailPanel(shown.tree, state, chosen, trajectory, { run: shown.run })),
+    board.detail.replaceChildren(detailPanel(shown.tree, state, chosen, trajectory, { run: shown.run, coordinates: board.coordinates, pictures: shown.tree.pictures })),
   );
   const beside = mine.filter((one) => one.id !== shown.id && board.beside.has(one.id));
   redraw("others", beside.map((one) => [one.id, one.revision]), () => drawOthers(beside));

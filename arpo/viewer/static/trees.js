@@ -147,7 +147,7 @@ async function drawOne(request, run, step, n, state) {
 }
 
 // How calls of this run write the boxes of a crop; undefined if its settings do not say.
-async function coordinatesOf(run) {
+export async function coordinatesOf(run) {
   try {
     const { environment } = (await fetched(api("config", { run }))).config;
     return environment?.name === "images" ? (environment.settings?.coordinates ?? "fraction") : undefined;

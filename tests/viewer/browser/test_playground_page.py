@@ -10,6 +10,7 @@ from typing import Any
 
 import playgrounds
 import pytest
+from image_runs import picture
 from playgrounds import ScriptedWorkers
 from serving import Open, serving
 
@@ -177,3 +178,17 @@ def page_json(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: page_json(inner) for key, inner in value.items()}
     return [page_json(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def test_images_of_new_results_are_shown(pages: Open, tmp_path: Path, tokenizer: Any) -> None:
+    playgrounds.make_seeing_run(tmp_path / "run")
+    with serving(tmp_path / "run", playgrounds.seeing_workers(tokenizer, picture(30, 20, "teal"))) as address:
+        page = pages(address + "#tab=playground")
+        page.get_by_role("button", name="One of the run's questions").click()
+        page.locator(".note", has_text="right answer: gold").wait_for()
+        ask(page, M=1, N=1)
+        wait_until_done(page, 1)
+        page.locator(".images figcaption", has_text="image 2").wait_for()
+        sizes = "() => [...document.querySelectorAll('.images img')].map(one => one.naturalWidth).join()"
+        page.wait_for_function(f"({sizes})() === '120,30'")
+        assert page.locator(".missing").count() == 0
