@@ -125,5 +125,5 @@ def require_pillow() -> Any:
     try:
         from PIL import Image as pillow
     except ModuleNotFoundError as error:
-        raise ArpoError("images need Pillow: pip install 'arpo[vision]'") from error
+        raise ArpoError("images need Pillow: pip install pillow") from error
     return pillow

@@ -61,7 +61,7 @@ def python_tool(settings: Tools, blocking: bool) -> Tool:
 
     shows_figures = settings.python_figures
     if shows_figures and find_spec("matplotlib") is None:
-        raise ArpoError("tools.python_figures: there is no matplotlib; pip install 'arpo[figures,vision]'")
+        raise ArpoError("tools.python_figures: there is no matplotlib; pip install matplotlib pillow")
     sandbox = open_sandbox(settings.python_memory_mb, settings.unsafe_no_isolation, shows_figures)
     return build_python(sandbox, settings.timeout, settings.max_result_tokens, blocking, shows_figures)
 
