@@ -129,6 +129,8 @@ def test_commands_read_a_run_with_objects_and_say_what_they_lack(
     assert call("view", "run", "--export", "page.html") == 0
     capsys.readouterr()
     assert call("eval", "run") == 2
+    assert "data.test: there are no held-out questions" in capsys.readouterr().err
+    assert call("rollout", "run", "--ask", "What does a pear cost?") == 2
     assert "tools.enabled: price was given as a Python object" in capsys.readouterr().err
     assert call("rollout", "run", "tools.enabled=[]") == 2
     assert "data.train: tasks (3 rows) was given as a Python object" in capsys.readouterr().err

@@ -285,7 +285,7 @@ def test_a_machine_that_was_used_since_is_trusted_again() -> None:
 def test_evaluations_on_a_worker_share_its_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
 
-    async def sample_trees(*args: Any) -> list[ScoredTree]:
+    async def sample_trees(*args: Any, **named: Any) -> list[ScoredTree]:
         seen.extend(arg for arg in args if isinstance(arg, asyncio.Semaphore))
         return [ScoredTree(searched(), (Reward(1.0),))]
 

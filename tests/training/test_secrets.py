@@ -103,7 +103,8 @@ def every_page(root: Path, export: Path) -> str:
     """What the viewer answers to every request about a run `run`, and its export."""
     folder = Folder(root)
     query = Query("run=run&a=run&b=run&step=1&n=0&q=a")
-    replies = [dump(route(folder, query)).decode() for name, route in ROUTES.items() if name != "comparison"]
+    others = ("comparison", "eval", "answers", "answer")  # not of a run
+    replies = [dump(route(folder, query)).decode() for name, route in ROUTES.items() if name not in others]
     write_page(folder, export, 50)
     return "".join([*replies, export.read_text()])
 
