@@ -201,6 +201,12 @@ def command_line(*given: str) -> None:
     main()
 
 
+def impatient(*given: str) -> None:
+    """The same, where a rank that falls silent is given up soon: not every broken connection is noticed at once."""
+    ranks_module.HEARTBEAT, ranks_module.TIMEOUT = 5.0, 45.0
+    command_line(*given)
+
+
 def slow_to_save(*given: str) -> None:
     """The same, where saving takes a while."""
     write = sharded_module.write_shards

@@ -107,10 +107,12 @@ def given(tokenizer: Any, tmp_path: Path) -> list[str]:
     ]
 
 
-def start(count: int, folder: Path, settings: Sequence[str], *more: str) -> list[Any]:
+def start(
+    count: int, folder: Path, settings: Sequence[str], *more: str, job: Callable[..., None] = rank_jobs.command_line
+) -> list[Any]:
     """`arpo train` on several ranks, into `folder`/run."""
     command = ["train", str(folder / "empty.toml"), *settings, f"run.dir={folder / 'run'}", *more]
-    return rank_jobs.start(count, folder, rank_jobs.command_line, *command)
+    return rank_jobs.start(count, folder, job, *command)
 
 
 def said(folder: Path, rank: int) -> str:
@@ -177,7 +179,7 @@ def test_ranks_sample_what_one_process_samples(count: int, given: list[str], tmp
 @pytest.mark.slow
 def test_a_rank_that_dies_sampling_ends_the_others_and_another_number_goes_on(given: list[str], tmp_path: Path) -> None:
     straight = alone([*given, "train.steps=3"], tmp_path / "straight")
-    ranks = start(3, tmp_path, [*given, "train.steps=500"])
+    ranks = start(3, tmp_path, [*given, "train.steps=500"], job=rank_jobs.impatient)
     wait_for(lambda: [*(tmp_path / "run" / "checkpoints").glob("step_*1")], ranks)
     (tmp_path / "wish_2").write_text("die")
     assert rank_jobs.finish(ranks) == [2, 2, -signal.SIGKILL]
