@@ -120,9 +120,9 @@ def _digit(thing: Thing) -> int:
 
 def draw_scene(things: tuple[Thing, ...]) -> Any:
     """The scene as a Pillow picture."""
+    pillow = require_pillow()
     from PIL import ImageDraw
 
-    pillow = require_pillow()
     picture = pillow.new("RGB", (SIZE, SIZE), (GROUND,) * 3)
     pen = ImageDraw.Draw(picture)
     for thing in things:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import random
+import sys
 from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 from PIL import Image as pillow
 
 from arpo.builtin.scenes import (
@@ -25,6 +27,7 @@ from arpo.builtin.scenes import (
 )
 from arpo.config.schema import Scenes
 from arpo.data.images import open_image
+from arpo.errors import ArpoError
 
 FEW = Scenes(seed=3, train_tasks=60, test_tasks=30)
 
@@ -128,3 +131,9 @@ def test_a_known_scene_is_the_same_on_every_machine() -> None:
     pixels = open_image(task.images[0]).resize((4, 4), pillow.Resampling.BOX)
     found = [pixels.getpixel(cell) for cell in ((0, 0), (1, 2), (3, 3))]
     assert found == [(146, 159, 148), (165, 164, 151), (160, 160, 160)]
+
+
+def test_without_pillow_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(ArpoError, match="images need Pillow: pip install pillow"):
+        build_scenes(Scenes(train_tasks=1, test_tasks=1))
